@@ -1,10 +1,14 @@
-"""Retry delays, and calls in daemon threads, which never keep the process alive even if they hang."""
+"""Retry delays, the rule for restarts of processes, and calls in daemon threads.
+
+A daemon thread never keeps the process alive, even if its call hangs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -18,6 +22,29 @@ def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:
     state = RetryCallState(Retrying(), fn=None, args=(), kwargs={})
     state.attempt_number = failures
     return float(wait_exponential(multiplier=first_s, max=longest_s)(state))
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRule:
+    """When a process that ends is restarted."""
+
+    max_failures: int = 5
+    """Number of consecutive failures up to which a process is restarted."""
+    first_wait_s: float = 0.5
+    """Delay before the first restart; doubled at each further failure."""
+    longest_wait_s: float = 30.0
+    long_life_s: float = 60.0
+    """A process that ran for this long restarts with no failures counted."""
+
+    def after_end(self, failures: int, lived_s: float | None) -> tuple[int, float | None]:
+        """Return the number of consecutive failures, and the seconds until the restart (None: no more restarts).
+
+        failures: before this end. lived_s: seconds that the process ran; None if it could not be started.
+        """
+        failures = 1 if lived_s is not None and lived_s >= self.long_life_s else failures + 1
+        if failures > self.max_failures:
+            return failures, None
+        return failures, retry_wait_s(failures, first_s=self.first_wait_s, longest_s=self.longest_wait_s)
 
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from typing import assert_never
 
 import msgspec
 
-from baton.clock import retry_wait_s
+from baton.clock import RestartRule
 from baton.cluster.placement import Placement, ProcessSpec, change
 
 # ---- events ----------------------------------------------------------------------------------------------------------
@@ -123,17 +123,9 @@ Command = StartProcess | StopProcess | SetWorkerWeight | Replan | TrainerLost | 
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisionRules:
+class SupervisionRules(RestartRule):
     """Limits and delays of the supervision."""
 
-    max_failures: int = 5
-    """Maximum number of consecutive failures after which a process is restarted; then it is given up."""
-    first_wait_s: float = 0.5
-    """Seconds before the first restart; doubled after each further failure."""
-    longest_wait_s: float = 30.0
-    """Maximum seconds before a restart."""
-    long_life_s: float = 60.0
-    """Seconds of running after which the earlier failures of a process no longer count."""
     settle_s: float = 2.0
     """Seconds without a change of machines before a replan, because several machines often change together."""
 
@@ -208,14 +200,11 @@ class Supervision:
         watched = self._specs.get(event.name)
         if watched is None or watched.begin_s is not None:
             return
-        since_s, watched.since_s = watched.since_s, None
-        is_old = since_s is not None and event.at_s - since_s >= self.rules.long_life_s
-        watched.failures = 1 if is_old else watched.failures + 1
-        if watched.failures > self.rules.max_failures:
+        lived_s, watched.since_s = None if watched.since_s is None else event.at_s - watched.since_s, None
+        watched.failures, wait_s = self.rules.after_end(watched.failures, lived_s)
+        if wait_s is None:
             yield from self._give_up(watched, event.cause)
             return
-        first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
-        wait_s = retry_wait_s(watched.failures, first_s=first_s, longest_s=longest_s)
         watched.begin_s = event.at_s + wait_s
         yield LogMessage(f"{event.name} on {watched.spec.machine} {event.cause}; restarting it in {wait_s:g} s")
 

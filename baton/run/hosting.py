@@ -2,7 +2,7 @@
 
     model ─▶ model files for workers ─▶ LeaseBroker, VerificationService ─┐
     tokens, quarantine, requirements ─▶ AccessControl ────────────────────┴─▶ Hub
-    Hub ─▶ Publication ─▶ HubOverview ─▶ HttpRoutes ─▶ SwarmTransport
+    Hub ─▶ BackgroundPublisher ─▶ HubOverview ─▶ HttpRoutes ─▶ SwarmTransport
 
 An arrow leads from an object to the objects whose constructor takes it.
 """
@@ -13,7 +13,7 @@ import errno
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,14 @@ from baton.recipe.recipe import Recipe
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import Tracer
 from baton.rollout.engines.embedded.rescore import Rescorer
-from baton.swarm.audit import Audit
+from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import Authenticator, Role, TokenFile, write_private
+from baton.swarm.background_publisher import BackgroundPublisher, VersionRetention
 from baton.swarm.hub.access import AccessControl, WorkerRequirements
 from baton.swarm.hub.http_routes import HttpRoutes
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
+from baton.swarm.hub.membership import Membership
 from baton.swarm.hub.overview import HubOverview
 from baton.swarm.hub.traced import TracedLeaseBroker, TracedLogprobScorer
 from baton.swarm.identity import WorkerKeys
@@ -42,9 +44,8 @@ from baton.swarm.listen import ListenAddress
 from baton.swarm.local_workers import LocalWorkers
 from baton.swarm.messages import PROTOCOL, Welcome
 from baton.swarm.provisioning import TrainingProgress
-from baton.swarm.publication import Publication, VersionRetention
-from baton.swarm.scratch import Scratch
-from baton.swarm.supervisor import LocalWorkerSupervisor, WorkerSupervisor
+from baton.swarm.supervisor import WorkerSupervisor
+from baton.swarm.temporary_directories import TemporaryDirectories
 from baton.swarm.transfer import model_digest, pack_model
 from baton.swarm.transport import SwarmTransport
 from baton.swarm.verification.checks import ReportLimits, check_report
@@ -104,14 +105,15 @@ def open_swarm(
     worker_supervisor: WorkerSupervisor | None = None,
 ) -> SwarmTransport:
     """Start a run's hub and the run's own workers. The run's directory must exist. Raises UserError."""
-    listen, scratch = check_swarm(recipe, worker_supervisor), Scratch(run / "scratch.txt")
+    listen, scratch = check_swarm(recipe, worker_supervisor), TemporaryDirectories(run / "scratch.txt")
     files = _Files(run, scratch.directory(), _shared_memory(scratch))
     store = Store(recipe.weights.store or run / "weights")
     model = _served_model(recipe, tokenizer, files, store)
-    own_token = files.token("local")
+    local_tokens = files.local_tokens(recipe.swarm.workers)
     verifier = _verifier(recipe, files, tracer, has_strangers=_lets_others_join(recipe, worker_supervisor))
-    hub = Hub(
-        _access(recipe, files, listen, verifier, has_strangers=_lets_others_join(recipe, worker_supervisor)),
+    access = _access(recipe, files, listen, verifier, has_strangers=_lets_others_join(recipe, worker_supervisor))
+    members = Membership(
+        access,
         _welcome(recipe, model),
         TracedLeaseBroker(
             LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
@@ -123,9 +125,10 @@ def open_swarm(
         say,
         worker_supervisor,
     )
+    hub = Hub(access, members)
     shared = None if files.shared is None else SharedMemory(files.shared)
     pinned = () if model.base is None else (model.base,)
-    publication = Publication(
+    publication = BackgroundPublisher(
         hub,
         _TracedPublisher(store, recipe.weights, shared=shared, tracer=tracer),
         store,
@@ -135,32 +138,34 @@ def open_swarm(
     progress = TrainingProgress(recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size)
     overview = HubOverview(hub, publication, progress, version.lineage)
     hub.start(HttpRoutes(hub, store, model.files, overview).routes())
-    workers = _start_workers(recipe, files, hub, own_token, worker_supervisor)
+    workers = _start_workers(recipe, files, hub, local_tokens, worker_supervisor)
     return SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
 
 
 def _start_workers(
-    recipe: Recipe, files: _Files, hub: Hub, own_token: str, worker_supervisor: WorkerSupervisor | None
-) -> LocalWorkerSupervisor:
+    recipe: Recipe,
+    files: _Files,
+    hub: Hub,
+    local_tokens: Sequence[Path],
+    worker_supervisor: WorkerSupervisor | None,
+) -> list[LocalWorkers | WorkerSupervisor]:
     """Start this machine's workers and those of the worker supervisor."""
     assert hub.port is not None, "the hub listens"
-    token, url = files.scratch / "token", hub.listen.url(hub.port)
-    write_private(token, own_token.encode())
+    url = hub.listen.url(hub.port)
     if _lets_others_join(recipe, worker_supervisor):
-        hub.say(f"the hub listens at {url}; to join: {hub.listen.join_command(hub.port)}")
+        hub.members.say(f"the hub listens at {url}; to join: {hub.listen.join_command(hub.port)}")
     local = LocalWorkers(
-        recipe.swarm.workers,
         hub.listen,
         hub.port,
-        token,
+        local_tokens,
         files.run / "workers",
-        say=hub.say,
+        say=hub.members.say,
         device=recipe.model.device,
     )
     if worker_supervisor is not None:
         certificate = hub.listen.certificate
         worker_supervisor.begin(_CrewAccess(url, "" if certificate is None else certificate.read_text(), files, hub))
-    return LocalWorkerSupervisor(local, worker_supervisor)
+    return [local] if worker_supervisor is None else [local, worker_supervisor]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -180,6 +185,14 @@ class _Files:
         """Create a token for a worker that the run itself starts."""
         own = TokenFile(self.scratch / "tokens.json")
         return own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
+
+    def local_tokens(self, count: int) -> list[Path]:
+        """Make a token for each worker of this machine; return the files with the tokens."""
+        # at least one, because the hub refuses to start without a token file
+        paths = [self.scratch / f"local-{index}" for index in range(max(1, count))]
+        for path in paths:
+            write_private(path, self.token(path.name).encode())
+        return paths[:count]
 
     def secret(self) -> bytes:
         """Return the run's secret, which the first start generates.
@@ -207,13 +220,13 @@ class _CrewAccess:
         return self.files.token(name)
 
     def gone(self, name: str, cause: str) -> None:
-        self.hub.gone(name, cause)
+        self.hub.call(partial(self.hub.members.remove_own, name, cause))
 
     def weigh(self, name: str, weight: float) -> None:
-        self.hub.weigh(name, weight)
+        self.hub.call(partial(self.hub.members.weigh_own, name, weight))
 
 
-def _shared_memory(scratch: Scratch) -> Path | None:
+def _shared_memory(scratch: TemporaryDirectories) -> Path | None:
     memory = Path("/dev/shm")
     return scratch.directory(memory) if memory.is_dir() else None
 
@@ -283,7 +296,7 @@ def _access(
     return AccessControl(
         HubListener(listen),
         tuple(authenticators),
-        Audit(files.run / "audit.jsonl"),
+        AuditLog(files.run / "audit.jsonl"),
         verifier.quarantine,
         WorkerKeys(files.secret()),
         WorkerRequirements(

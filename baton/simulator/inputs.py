@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from baton.rollout.settings import Rules
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.timing import Speed, TrainSpeed
-from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseRules
 from baton.swarm.version_sync import VersionSyncRules
 
 

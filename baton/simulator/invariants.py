@@ -322,7 +322,7 @@ class _LeaseTableChecker:
         for task in table.tasks():
             must(len(task.leases) <= 2, "leases", f"task {task.number} is leased {len(task.leases)} times")
             if not restarts:
-                open_ += sum(lease.length - task.committed for lease in (*task.leases, *task.rested))
+                open_ += sum(lease.length - task.committed for lease in (*task.leases, *task.returned))
         same = self._reported == self._committed + self._wasted.total() + open_
         must(
             same,

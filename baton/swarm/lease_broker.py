@@ -101,7 +101,7 @@ class _Task:
     """The trajectory with the committed tokens."""
     spans: list[Span] = field(default_factory=list)
     """Authors of the committed tokens."""
-    branches: list[int] = field(default_factory=list)
+    leases: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class LeaseBroker:
         self.table, self.pace = table, ThroughputTracker()
         self._check, self._clock = check, clock
         self._tasks: dict[int, _Task] = {}
-        self._branches: dict[int, _LeaseProgress] = {}
+        self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
         self._held: dict[Key, Report] = {}
         """Last reports of trajectories that are being verified."""
@@ -212,36 +212,39 @@ class LeaseBroker:
     def report(self, worker: int, report: Report) -> list[BrokerCommand]:
         """Handle a report of tokens of a lease, or of its end."""
         number = report.lease_id
-        branch = self._branches.get(number)
-        if branch is None or branch.worker != worker or not self.table.knows(number):
+        progress = self._progress.get(number)
+        if progress is None or progress.worker != worker or not self.table.knows(number):
             self.refused += 1
             return [SendToWorker(worker, Dropped(number))]
-        if report.token_offset != branch.trajectory.num_tokens:
+        if report.token_offset != progress.trajectory.num_tokens:
             # the report is repeated, or follows a lost report: the worker resends from the acknowledged length
             self.refused += 1
-            return [self._acknowledge(worker, number, branch)]
-        complaint = self._check(branch.lease, report, grown=branch.trajectory, newest_version=self.newest_version)
+            return [self._acknowledge(worker, number, progress)]
+        complaint = self._check(progress.lease, report, grown=progress.trajectory, newest_version=self.newest_version)
         if complaint is not None:
             return [ReportViolation(worker, complaint)]
         self._refusals.pop(worker, None)
-        before, branch.trajectory = branch.trajectory, branch.trajectory.extended(report.segments, report.finish_reason)
-        if self.table.is_comparable(number) and not self._agrees(branch, before.num_tokens):
-            return self._contradicted(branch)
+        before, progress.trajectory = (
+            progress.trajectory,
+            progress.trajectory.extended(report.segments, report.finish_reason),
+        )
+        if self.table.is_comparable(number) and not self._agrees(progress, before.num_tokens):
+            return self._contradicted(progress)
         found: list[BrokerCommand] = []
-        grown = branch.trajectory.num_tokens - before.num_tokens
+        grown = progress.trajectory.num_tokens - before.num_tokens
         if grown:
-            version = branch.trajectory.segments[-1].policy_version
+            version = progress.trajectory.segments[-1].policy_version
             found += self._handle(ev.LeaseProgressed(self._clock(), number, grown, version))
         if report.finish_reason is not None:
             found += self._handle(ev.LeaseFinished(self._clock(), number))
         elif report.is_aborted:
             found += self._handle(ev.LeaseReturned(self._clock(), number))
-        return [*found, self._acknowledge(worker, number, branch)]
+        return [*found, self._acknowledge(worker, number, progress)]
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
         """Handle a refusal: the worker does not serve the version that a lease requires."""
-        branch = self._branches.get(retry.lease_id)
-        if branch is None or branch.worker != worker or not self.table.knows(retry.lease_id):
+        progress = self._progress.get(retry.lease_id)
+        if progress is None or progress.worker != worker or not self.table.knows(retry.lease_id):
             self.refused += 1
             return []
         self._refusals[worker] += 1
@@ -262,8 +265,8 @@ class LeaseBroker:
         """Revoke all trajectories that contain tokens of these workers, so that they are generated again."""
         found: list[BrokerCommand] = []
         for number, task in list(self._tasks.items()):
-            branches = (self._branches[lease].worker for lease in task.branches)
-            if workers.intersection(branches) or workers.intersection(worker for worker, _, _ in task.spans):
+            holders = (self._progress[lease].worker for lease in task.leases)
+            if workers.intersection(holders) or workers.intersection(worker for worker, _, _ in task.spans):
                 found += self._revoke_task(number, cause)
         for key in [key for key, (_, worker) in self._replacements.items() if worker in workers]:
             del self._replacements[key]
@@ -306,11 +309,11 @@ class LeaseBroker:
             case ev.DropLease(worker=worker, lease=lease):
                 return SendToWorker(worker, Dropped(lease))
             case ev.CommitTokens(task=task, lease=lease, length=length):
-                return self._commit(task, self._branches[lease], length)
+                return self._commit(task, self._progress[lease], length)
             case ev.FinishTask(task=task, lease=lease):
-                return self._finish(task, self._branches[lease].trajectory)
+                return self._finish(task, self._progress[lease].trajectory)
             case ev.ReplaceTokens(task=task, lease=lease):
-                return self._replace(task, self._branches[lease])
+                return self._replace(task, self._progress[lease])
             case ev.ReturnTask(task=task):
                 length = self._tasks[task].trajectory.num_tokens
                 self._forget(task)
@@ -333,12 +336,12 @@ class LeaseBroker:
         newest = trajectory.segments[-1].policy_version if trajectory.segments else wanted.version
         version = wanted.version if wanted.is_exact else max(wanted.version, newest)
         lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)
-        self._branches[grant.lease] = _LeaseProgress(grant.worker, grant.task, lease, trajectory)
-        task.branches.append(grant.lease)
+        self._progress[grant.lease] = _LeaseProgress(grant.worker, grant.task, lease, trajectory)
+        task.leases.append(grant.lease)
         return SendToWorker(grant.worker, lease)
 
-    def _commit(self, number: int, branch: _LeaseProgress, length: int) -> BrokerCommand:
-        task, worker, grown = self._tasks[number], branch.worker, branch.trajectory
+    def _commit(self, number: int, progress: _LeaseProgress, length: int) -> BrokerCommand:
+        task, worker, grown = self._tasks[number], progress.worker, progress.trajectory
         offset = task.trajectory.num_tokens
         segments = grown.segments_between(offset, length)
         task.trajectory = task.trajectory.extended(segments)
@@ -357,39 +360,39 @@ class LeaseBroker:
         self._held[key] = Report(number, grown.num_tokens, (), grown.finish_reason)
         return VerifyTrajectory(task.lease, grown, tuple(task.spans))
 
-    def _replace(self, number: int, branch: _LeaseProgress) -> BrokerCommand:
+    def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
         """Revoke the controller's trajectory and keep its replacement. When the controller requests the trajectory
         again, `want` sends the replacement at once."""
         key = key_of(self._tasks[number].lease)
         self._forget(number)
-        self._replacements[key] = branch.trajectory, branch.worker
+        self._replacements[key] = progress.trajectory, progress.worker
         while len(self._replacements) > MAX_REPLACEMENTS:
             self._replacements.popitem(last=False)
         return _revoked(key, "overtaken")
 
     def _forget(self, number: int) -> None:
-        for lease in self._tasks.pop(number).branches:
-            del self._branches[lease]
+        for lease in self._tasks.pop(number).leases:
+            del self._progress[lease]
 
-    def _acknowledge(self, worker: int, number: int, branch: _LeaseProgress) -> BrokerCommand:
+    def _acknowledge(self, worker: int, number: int, progress: _LeaseProgress) -> BrokerCommand:
         has_ended = not self.table.knows(number)
-        return SendToWorker(worker, Ack(number, branch.trajectory.num_tokens, has_ended))
+        return SendToWorker(worker, Ack(number, progress.trajectory.num_tokens, has_ended))
 
     # ---- tokens that are generated twice -----------------------------------------------------------------------------
 
-    def _agrees(self, branch: _LeaseProgress, start: int) -> bool:
+    def _agrees(self, progress: _LeaseProgress, start: int) -> bool:
         """Return whether the new tokens of a lease equal the committed tokens of its task, as far as both exist."""
-        known = self._tasks[branch.task].trajectory
-        end = min(known.num_tokens, branch.trajectory.num_tokens)
-        return end <= start or known.token_ids[start:end] == branch.trajectory.token_ids[start:end]
+        known = self._tasks[progress.task].trajectory
+        end = min(known.num_tokens, progress.trajectory.num_tokens)
+        return end <= start or known.token_ids[start:end] == progress.trajectory.token_ids[start:end]
 
-    def _contradicted(self, branch: _LeaseProgress) -> list[BrokerCommand]:
+    def _contradicted(self, progress: _LeaseProgress) -> list[BrokerCommand]:
         """Revoke a trajectory for which workers of one kind generated different tokens from the same noise.
 
         Later checks find the worker at fault. Workers of other kinds, and engines with noise of their own, are not
         compared.
         """
-        return self._revoke_task(branch.task, "contradicted")
+        return self._revoke_task(progress.task, "contradicted")
 
     def _revoke_task(self, number: int, cause: str) -> list[BrokerCommand]:
         key = key_of(self._tasks[number].lease)

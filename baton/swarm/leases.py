@@ -26,9 +26,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import assert_never
 
-from baton.swarm.credit import Credit
+from baton.swarm.lease_credit import LeaseCredit
 from baton.swarm.lease_events import (
     Command,
     CommitTokens,
@@ -53,9 +54,88 @@ from baton.swarm.lease_events import (
     WorkerSeen,
     WorkerWeightChanged,
 )
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.lease_state import Ask, TokenOwner, TrackedLease, TrackedTask, Worker
-from baton.swarm.worker_index import WorkerIndex
+from baton.swarm.worker_index import TokenOwner, Worker, WorkerIndex
+
+Ask = tuple[int, bool]
+"""(version, True if exactly this version is required, False if a later version is also accepted)"""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRules:
+    """Options and time limits of the lease table; time limits are in seconds."""
+
+    restarts: bool = False
+    """True if the lease after a lost one starts at the prompt (`sync`) instead of after the last reported token."""
+    heartbeat_timeout_s: float = 30.0
+    """Time without a message after which a worker is considered dead."""
+    progress_timeout_s: float = 60.0
+    """Time without a change of the engine's token counter after which a worker that holds leases is considered
+    stuck."""
+    starve_s: float = 600.0
+    """Time without new tokens after which a lease is granted to another worker, even if its worker is active."""
+    backup_lease_factor: float = 2.0
+    """Start a backup lease when the expected remaining time exceeds this multiple of a free worker's; 0 disables."""
+    backup_lease_after_s: float = 5.0
+    """Minimum age of a lease before it can get a backup lease."""
+    prefetch: float = 0.25
+    """Leases that a worker may hold beyond its slots, as a fraction of its slots, if no worker has a free slot. The
+    worker queues these leases."""
+
+
+@dataclass(slots=True, eq=False)
+class TrackedLease:
+    """A worker's attempt at a task."""
+
+    number: int
+    task: int
+    worker: int
+    base: int
+    length: int
+    granted_s: float
+    grew_s: float
+    origin: str
+    """Identifier of the generated tokens: leases with equal origins generate the same tokens."""
+    owner: TokenOwner | None = None
+    recalled_s: float | None = None
+    version: int = 0
+    """Version of the lease's last token."""
+
+    def forgive(self, delay_s: float, now_s: float) -> None:
+        """Shift all times by a delay of the hub, so that the delay does not count against the lease."""
+        self.granted_s = min(now_s, self.granted_s + delay_s)
+        self.grew_s = min(now_s, self.grew_s + delay_s)
+        if self.recalled_s is not None:
+            self.recalled_s = min(now_s, self.recalled_s + delay_s)
+
+
+@dataclass(slots=True, eq=False)
+class TrackedTask:
+    """A trajectory to be generated."""
+
+    number: int
+    ask: Ask
+    committed: int
+    max_tokens: int
+    leases: list[TrackedLease] = field(default_factory=list)
+    """Valid leases: none while the task waits, two while it has a backup lease."""
+    origin: str | None = None
+    """Origin of the lease that generated the committed tokens; None while no token is committed."""
+    returned: list[TrackedLease] = field(default_factory=list)
+    """Leases that were returned while another lease of the task was still valid."""
+    is_aborting: bool = False
+
+    def commit(self, lease: TrackedLease) -> None:
+        """Commit the tokens of a lease. Versions never decrease along a trajectory, so a later lease must serve at
+        least the version of the last token."""
+        self.committed, self.origin = lease.length, lease.origin
+        version, is_exact = self.ask
+        if not is_exact:
+            self.ask = max(version, lease.version), False
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if the task has no lease."""
+        return not self.leases
 
 
 class LeaseTable:
@@ -71,7 +151,7 @@ class LeaseTable:
         self._leases: dict[int, TrackedLease] = {}
         self._next_lease = 0
         self._owners: dict[str, TokenOwner] = {}
-        self._places = WorkerIndex(rules.prefetch)
+        self._index = WorkerIndex(rules.prefetch)
         self._waiting: dict[Ask, list[int]] = {}
         """Heaps of task numbers; the smallest number is the oldest task. Outdated entries stay in a heap and are
         skipped."""
@@ -85,35 +165,35 @@ class LeaseTable:
     def _apply_event(self, event: Event) -> Iterator[Command]:
         match event:
             case LeaseProgressed():
-                yield from self._grew(event)
+                yield from self._on_lease_progressed(event)
             case WorkerSeen():
-                self._heard(event)
+                self._on_worker_seen(event)
             case TaskSubmitted():
-                self._wanted(event)
+                self._on_task_submitted(event)
             case LeaseFinished():
                 yield from self._on_lease_finished(event)
             case LeaseReturned():
                 yield from self._on_lease_returned(event)
             case TaskAborted():
-                yield from self._aborted(event)
+                yield from self._on_task_aborted(event)
             case TaskRevoked():
-                yield from self._revoked(event)
+                yield from self._on_task_revoked(event)
             case LeaseTick():
                 yield from self._on_tick(event)
             case WorkerJoined():
-                self._joined(event)
+                self._on_worker_joined(event)
             case WorkerWeightChanged(worker=number, weight=weight):
                 if number in self.workers:
-                    self._places.weigh(self.workers[number], weight)
+                    self._index.weigh(self.workers[number], weight)
             case WorkerLeft():
-                yield from self._left(event)
+                yield from self._on_worker_left(event)
             case _:
                 assert_never(event)
 
     @property
     def workers(self) -> dict[int, Worker]:
         """The connected workers, by number."""
-        return self._places.workers
+        return self._index.workers
 
     @property
     def num_tasks(self) -> int:
@@ -139,80 +219,72 @@ class LeaseTable:
 
     def is_comparable(self, lease: int) -> bool:
         """Return whether a valid lease must generate the tokens that its task has committed."""
-        return self._is_faithful(self._tasks[self._leases[lease].task], self._leases[lease])
-
-    def length(self, lease: int) -> int:
-        """Return the number of tokens after the prompt of a lease, including the tokens that it started with."""
-        return self._leases[lease].length
-
-    def leases_of(self, task: int) -> list[int]:
-        """Return the valid leases of a task."""
-        return [lease.number for lease in self._tasks[task].leases] if task in self._tasks else []
+        return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    def _joined(self, event: WorkerJoined) -> None:
+    def _on_worker_joined(self, event: WorkerJoined) -> None:
         worker = Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s, event.kind)
         if event.owner is not None:
-            worker.credit = Credit(event.slots, event.at_s)
-            worker.owner = self._owners.setdefault(event.owner, TokenOwner(Credit(0, event.at_s)))
-            worker.owner.credit.resize(self._places.most(event.slots))
+            worker.credit = LeaseCredit(event.slots, event.at_s)
+            worker.owner = self._owners.setdefault(event.owner, TokenOwner(LeaseCredit(0, event.at_s)))
+            worker.owner.credit.resize(self._index.most(event.slots))
             worker.owner.credit.recover(event.at_s)
             # a new worker raises the owner's limit, so the owner's other workers may have free slots too
             for number in worker.owner.workers:
                 self._offer(self.workers[number])
             worker.owner.workers.add(event.worker)
-        self._places.add(worker)
+        self._index.add(worker)
 
-    def _heard(self, event: WorkerSeen) -> None:
+    def _on_worker_seen(self, event: WorkerSeen) -> None:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
-        worker.heard_s = event.at_s
+        worker.last_seen_s = event.at_s
         if event.decoded_tokens != worker.decoded_tokens:
-            worker.decoded_tokens, worker.moved_s = event.decoded_tokens, event.at_s
+            worker.decoded_tokens, worker.last_progress_s = event.decoded_tokens, event.at_s
         if event.version != worker.version:
             worker.version = event.version
             self._offer(worker)
 
-    def _left(self, event: WorkerLeft) -> Iterator[Command]:
+    def _on_worker_left(self, event: WorkerLeft) -> Iterator[Command]:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
         for lease in [self._leases[number] for number in worker.leases]:
             if lease.length == lease.base:
-                self._credit(worker, Credit.lose)
+                self._credit(worker, LeaseCredit.lose)
         yield from self._remove(worker)
 
     def _remove(self, worker: Worker) -> Iterator[Command]:
-        self._places.remove(worker.number)
+        self._index.remove(worker.number)
         if worker.owner is not None:
             worker.owner.workers.discard(worker.number)
-            worker.owner.credit.resize(-self._places.most(worker.slots))
+            worker.owner.credit.resize(-self._index.most(worker.slots))
         for number in sorted(worker.leases):
             yield from self._end_lease(self._leases[number])
 
     # ---- tasks and leases --------------------------------------------------------------------------------------------
 
-    def _wanted(self, event: TaskSubmitted) -> None:
+    def _on_task_submitted(self, event: TaskSubmitted) -> None:
         assert event.task not in self._tasks, f"task {event.task} was submitted twice"
         task = TrackedTask(event.task, (event.version, event.is_exact), event.num_tokens, event.max_tokens)
         self._tasks[event.task] = task
         self._queue(task)
 
-    def _aborted(self, event: TaskAborted) -> Iterator[Command]:
+    def _on_task_aborted(self, event: TaskAborted) -> Iterator[Command]:
         task = self._tasks.get(event.task)
         if task is None or task.is_aborting:
             return
         task.is_aborting = True
         if task.is_waiting:
             self.num_waiting -= 1
-            yield from self._rest(task)
+            yield from self._return_task(task)
         for lease in task.leases:
             lease.recalled_s = event.at_s
             yield RecallLease(lease.worker, lease.number)
 
-    def _revoked(self, event: TaskRevoked) -> Iterator[Command]:
+    def _on_task_revoked(self, event: TaskRevoked) -> Iterator[Command]:
         """Remove a task. The caller counts the committed tokens; the table counts the others as discarded."""
         task = self._tasks.pop(event.task, None)
         if task is None:
@@ -220,22 +292,22 @@ class LeaseTable:
         self.num_waiting -= task.is_waiting
         for lease in task.leases:
             yield DropLease(lease.worker, lease.number)
-            self._forget_lease(lease)
-        for lease in (*task.leases, *task.rested):
-            yield from self._overtaken(task, lease, task.committed)
+            self._remove_lease(lease)
+        for lease in (*task.leases, *task.returned):
+            yield from self._discard_tokens(task, lease, task.committed)
 
-    def _grew(self, event: LeaseProgressed) -> Iterator[Command]:
+    def _on_lease_progressed(self, event: LeaseProgressed) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
         task, worker = self._tasks[lease.task], self.workers[lease.worker]
-        self._places.measure(worker, event.num_tokens, event.at_s - lease.grew_s)
+        self._index.measure(worker, event.num_tokens, event.at_s - lease.grew_s)
         self._credit(worker, lambda credit: credit.earn(event.num_tokens))
-        lease.grew_s = worker.moved_s = worker.heard_s = event.at_s
+        lease.grew_s = worker.last_progress_s = worker.last_seen_s = event.at_s
         lease.version = max(lease.version, event.version)
         before, lease.length = lease.length, lease.length + event.num_tokens
-        if self.rules.restarts and self._is_faithful(task, lease):
-            yield from self._waste("regenerated", min(lease.length, task.committed) - before)
+        if self.rules.restarts and self._is_consistent(task, lease):
+            yield from self._count_discarded("regenerated", min(lease.length, task.committed) - before)
         if self._commits(task, lease):
             yield from self._commit(task, lease)
 
@@ -244,8 +316,8 @@ class LeaseTable:
         if lease is None:
             return
         task = self._tasks.pop(lease.task)
-        prefix, is_faithful = task.committed, self._is_faithful(task, lease)
-        self._forget_lease(lease)
+        prefix, is_faithful = task.committed, self._is_consistent(task, lease)
+        self._remove_lease(lease)
         if is_faithful:
             yield from self._commit(task, lease)
             yield FinishTask(task.number, lease.number)
@@ -255,10 +327,10 @@ class LeaseTable:
             if event.at_s - other.granted_s >= self.rules.backup_lease_after_s:
                 self._charge(other)
             yield DropLease(other.worker, other.number)
-            self._forget_lease(other)
-            task.rested.append(other)
-        for other in task.rested:
-            yield from self._overtaken(task, other, prefix)
+            self._remove_lease(other)
+            task.returned.append(other)
+        for other in task.returned:
+            yield from self._discard_tokens(task, other, prefix)
 
     def _on_lease_returned(self, event: LeaseReturned) -> Iterator[Command]:
         lease = self._leases.get(event.lease)
@@ -273,65 +345,65 @@ class LeaseTable:
     def _end_lease(self, lease: TrackedLease) -> Iterator[Command]:
         """End a lease whose task is not finished."""
         task = self._tasks[lease.task]
-        self._forget_lease(lease)
+        self._remove_lease(lease)
         task.leases.remove(lease)
         if task.leases and not task.is_aborting:  # the other lease of the task continues alone
-            yield from self._overtaken(task, lease, task.committed)
+            yield from self._discard_tokens(task, lease, task.committed)
             if self._commits(task, task.leases[0]):
                 yield from self._commit(task, task.leases[0])
         elif task.leases:
-            task.rested.append(lease)
+            task.returned.append(lease)
         else:
-            yield from self._overtake_all(task, lease)
+            yield from self._commit_longest(task, lease)
             if task.is_aborting:
-                yield from self._rest(task)
+                yield from self._return_task(task)
             else:
                 self._queue(task)
 
-    def _overtake_all(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
+    def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
         """Commit the tokens of the longest returned lease and discard the tokens of the others."""
-        branches = (*task.rested, lease)
-        found = [one for one in branches if self._is_faithful(task, one)]
+        candidates = (*task.returned, lease)
+        found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
         prefix = task.committed
         if longest is not None:
             yield from self._commit(task, longest)
-        for other in branches:
+        for other in candidates:
             if other is not longest:
-                yield from self._overtaken(task, other, prefix)
+                yield from self._discard_tokens(task, other, prefix)
 
-    def _overtaken(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[Command]:
+    def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[Command]:
         """Count the tokens of a lease beyond the shared prefix as discarded. With `restarts`, count all tokens of a
         lease of another kind."""
-        shared = max(prefix, lease.base) if self._is_faithful(task, lease) else lease.base
-        yield from self._waste("overtaken", lease.length - shared)
+        shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
+        yield from self._count_discarded("overtaken", lease.length - shared)
 
-    def _is_faithful(self, task: TrackedTask, lease: TrackedLease) -> bool:
+    def _is_consistent(self, task: TrackedTask, lease: TrackedLease) -> bool:
         """Return whether the tokens of a lease are, or start with, the committed tokens."""
-        return not self.rules.restarts or task.stem in (None, lease.stem)
+        return not self.rules.restarts or task.origin in (None, lease.origin)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
         """Return whether reported tokens are committed at once: only if no other lease can generate different
         tokens."""
         if self.rules.restarts:
-            return self._is_faithful(task, lease)
-        return len(task.leases) + len(task.rested) == 1
+            return self._is_consistent(task, lease)
+        return len(task.leases) + len(task.returned) == 1
 
     def _commit(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
         if lease.length > task.committed:
             task.commit(lease)
             yield CommitTokens(task.number, lease.number, lease.length)
 
-    def _rest(self, task: TrackedTask) -> Iterator[Command]:
+    def _return_task(self, task: TrackedTask) -> Iterator[Command]:
         del self._tasks[task.number]
         yield ReturnTask(task.number)
 
-    def _waste(self, cause: str, num_tokens: int) -> Iterator[Command]:
+    def _count_discarded(self, cause: str, num_tokens: int) -> Iterator[Command]:
         if num_tokens > 0:
             self.wasted[cause] += num_tokens
             yield DiscardTokens(cause, num_tokens)
 
-    def _forget_lease(self, lease: TrackedLease) -> None:
+    def _remove_lease(self, lease: TrackedLease) -> None:
         del self._leases[lease.number]
         owner = lease.owner
         if owner is not None:
@@ -343,7 +415,7 @@ class LeaseTable:
             worker.leases.discard(lease.number)
             self._offer(worker)
 
-    def _credit(self, worker: Worker, change: Callable[[Credit], None]) -> None:
+    def _credit(self, worker: Worker, change: Callable[[LeaseCredit], None]) -> None:
         """Change the credit of a worker and of its owner, and offer the slots that this frees."""
         owner = worker.owner
         if worker.credit is None or owner is None:
@@ -362,12 +434,12 @@ class LeaseTable:
         worker = self.workers[lease.worker]
         # Workers run leases in the order of their numbers, so a lease beyond the first `slots` never ran.
         if sorted(worker.leases).index(lease.number) < worker.slots:
-            self._credit(worker, Credit.lose)
+            self._credit(worker, LeaseCredit.lose)
 
     # ---- granting ----------------------------------------------------------------------------------------------------
 
     def _offer(self, worker: Worker) -> None:
-        self._places.offer(worker)
+        self._index.offer(worker)
         self._may_grant = True
 
     def _queue(self, task: TrackedTask) -> None:
@@ -380,18 +452,18 @@ class LeaseTable:
         if not self._may_grant:
             return
         self._may_grant = False
-        nowhere: set[Ask] = set()
-        while (task := self._oldest_waiting(nowhere)) is not None:
-            worker = self._places.emptiest(*task.ask)
+        unavailable: set[Ask] = set()
+        while (task := self._oldest_waiting(unavailable)) is not None:
+            worker = self._index.least_loaded(*task.ask)
             if worker is None:
-                nowhere.add(task.ask)
+                unavailable.add(task.ask)
             else:
                 heapq.heappop(self._waiting[task.ask])
                 self.num_waiting -= 1
                 yield from self._grant(task, worker, at_s)
 
-    def _oldest_waiting(self, nowhere: set[Ask]) -> TrackedTask | None:
-        """Return the oldest waiting task whose requirement is not in `nowhere`."""
+    def _oldest_waiting(self, unavailable: set[Ask]) -> TrackedTask | None:
+        """Return the oldest waiting task whose requirement is not in `unavailable`."""
         oldest: TrackedTask | None = None
         for ask in [*self._waiting]:
             heap, task = self._waiting[ask], None
@@ -399,26 +471,26 @@ class LeaseTable:
                 heapq.heappop(heap)
             if not heap or task is None:
                 del self._waiting[ask]
-            elif ask not in nowhere and (oldest is None or task.number < oldest.number):
+            elif ask not in unavailable and (oldest is None or task.number < oldest.number):
                 oldest = task
         return oldest
 
     def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[Command]:
         base = 0 if self.rules.restarts else task.committed
         number, self._next_lease = self._next_lease, self._next_lease + 1
-        stem = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
+        origin = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
         # tokens that were committed before the task was submitted: the kind that generated them is unknown
-        if self.rules.restarts and task.committed and task.stem is None:
-            task.stem = "unknown" if worker.kind is None else stem
-        lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, stem, worker.owner)
+        if self.rules.restarts and task.committed and task.origin is None:
+            task.origin = "unknown" if worker.kind is None else origin
+        lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, origin, worker.owner)
         if not worker.leases:
-            worker.moved_s = at_s  # time without leases does not count towards the progress timeout
+            worker.last_progress_s = at_s  # time without leases does not count towards the progress timeout
         self._leases[number] = lease
         task.leases.append(lease)
         worker.leases.add(number)
         if worker.owner is not None:
             worker.owner.num_held += 1
-        self._places.offer(worker)
+        self._index.offer(worker)
         yield GrantLease(worker.number, number, task.number, base)
 
     # ---- time --------------------------------------------------------------------------------------------------------
@@ -426,16 +498,16 @@ class LeaseTable:
     def _on_tick(self, event: LeaseTick) -> Iterator[Command]:
         now_s, rules = event.at_s, self.rules
         for worker in list(self.workers.values()):
-            worker.heard_s = min(now_s, worker.heard_s + event.delay_s)
-            worker.moved_s = min(now_s, worker.moved_s + event.delay_s)
+            worker.last_seen_s = min(now_s, worker.last_seen_s + event.delay_s)
+            worker.last_progress_s = min(now_s, worker.last_progress_s + event.delay_s)
             self._credit(worker, lambda credit: credit.recover(now_s))
-            if now_s - worker.heard_s > rules.heartbeat_timeout_s:
-                yield from self._expel(worker, f"sent no message for {rules.heartbeat_timeout_s:.0f} s")
-            elif worker.leases and now_s - worker.moved_s > rules.progress_timeout_s:
+            if now_s - worker.last_seen_s > rules.heartbeat_timeout_s:
+                yield from self._time_out(worker, f"sent no message for {rules.heartbeat_timeout_s:.0f} s")
+            elif worker.leases and now_s - worker.last_progress_s > rules.progress_timeout_s:
                 held = f"held {len(worker.leases)} leases"
                 for _ in worker.leases:
-                    self._credit(worker, Credit.lose)
-                yield from self._expel(worker, f"{held} and generated no token for {rules.progress_timeout_s:.0f} s")
+                    self._credit(worker, LeaseCredit.lose)
+                yield from self._time_out(worker, f"{held} and generated no token for {rules.progress_timeout_s:.0f} s")
         for lease in list(self._leases.values()):
             if event.delay_s:
                 lease.forgive(event.delay_s, now_s)
@@ -446,19 +518,19 @@ class LeaseTable:
                 yield from self._end_lease(lease)
         yield from self._grant_all(now_s)
         if rules.backup_lease_factor:
-            yield from self._relieve(now_s)
+            yield from self._grant_backups(now_s)
 
-    def _expel(self, worker: Worker, cause: str) -> Iterator[Command]:
+    def _time_out(self, worker: Worker, cause: str) -> Iterator[Command]:
         yield DisconnectWorker(worker.number, cause)
         yield from self._remove(worker)
 
-    def _relieve(self, now_s: float) -> Iterator[Command]:
+    def _grant_backups(self, now_s: float) -> Iterator[Command]:
         """Start backup leases for the slowest leases, on the fastest free workers first, if these may finish earlier.
 
         Called after waiting tasks have been granted, so no waiting task could use these slots. The final length of a
         trajectory is unknown, so both workers are compared by their time to generate the maximum number of tokens.
         """
-        free = self._places.free()
+        free = self._index.free()
         if not free:
             return
         able: dict[Ask, list[Worker]] = {}
@@ -469,7 +541,7 @@ class LeaseTable:
                 able[task.ask].pop()
             others = (w for w in reversed(able[task.ask]) if w.has_slot and w.number != task.leases[0].worker)
             worker = next(others, None)
-            if worker is not None and self._is_worth(task, here_s, worker):
+            if worker is not None and self._pays_off(task, here_s, worker):
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
@@ -480,10 +552,10 @@ class LeaseTable:
             task, age_s = self._tasks[lease.task], now_s - lease.granted_s
             if len(task.leases) == 1 and not task.is_aborting and age_s >= self.rules.backup_lease_after_s:
                 here_s = (task.max_tokens - lease.length) * age_s / max(lease.length - lease.base, 1)
-                if self._is_worth(task, here_s, fastest):
+                if self._pays_off(task, here_s, fastest):
                     found.append((here_s, task))
         return found
 
-    def _is_worth(self, task: TrackedTask, here_s: float, worker: Worker) -> bool:
+    def _pays_off(self, task: TrackedTask, here_s: float, worker: Worker) -> bool:
         left = task.max_tokens - (0 if self.rules.restarts else task.committed)
-        return here_s * self._places.speed(worker) > self.rules.backup_lease_factor * left
+        return here_s * self._index.speed(worker) > self.rules.backup_lease_factor * left

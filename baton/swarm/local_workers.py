@@ -10,22 +10,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.clock import retry_wait_s
+from baton.clock import RestartRule
 from baton.errors import EngineFault
 from baton.swarm.listen import ListenAddress
 
-MAX_RESTARTS = 5
-"""Maximum number of consecutive restarts of a worker that ends within `LONG_LIFE_S` each time."""
-LONG_LIFE_S = 60.0
+RESTARTS = RestartRule(first_wait_s=0.4, longest_wait_s=10.0)
 GRACE_S = 5.0
+"""Seconds that the workers have to end before they are killed."""
 
 
 @dataclass(slots=True)
 class _Child:
+    name: str
     process: subprocess.Popen[bytes]
     since_s: float
     failures: int = 0
@@ -37,16 +37,18 @@ class LocalWorkers:
 
     def __init__(
         self,
-        count: int,
         listen: ListenAddress,
         port: int,
-        token_file: Path,
+        token_files: Sequence[Path],
         directory: Path,
         *,
         say: Callable[[str], None],
         device: str,
     ) -> None:
-        """Start `count` workers. listen, port: address of the hub. directory: for the log files."""
+        """Start a worker for each token file, whose name is also the worker's and its log's.
+
+        listen, port: address of the hub. directory: for the log files.
+        """
         fingerprint = listen.fingerprint()
         self._command = [
             sys.executable,
@@ -55,8 +57,6 @@ class LocalWorkers:
             "worker",
             listen.own_url(port),
             *(["--insecure"] if fingerprint is None else ["--fingerprint", fingerprint]),
-            "--token-file",
-            str(token_file),
             "--threads",
             "1",
             "--device",
@@ -65,7 +65,8 @@ class LocalWorkers:
         ]
         self._directory, self._say = directory, say
         directory.mkdir(parents=True, exist_ok=True)
-        self._children = [_Child(self._start_worker(index), time.monotonic()) for index in range(count)]
+        self._token_files = {path.name: path for path in token_files}
+        self._children = [_Child(name, self._start_worker(name), time.monotonic()) for name in self._token_files]
 
     def pids(self) -> list[int]:
         """Return the process ids of the running workers."""
@@ -75,20 +76,19 @@ class LocalWorkers:
         """Restart workers that have ended. Raises EngineFault, which names the log file, for a worker that keeps
         ending."""
         now_s = time.monotonic()
-        for index, child in enumerate(self._children):
+        for child in self._children:
             if child.process.poll() is None:
                 continue
             if child.restart_s is None:
-                is_young = now_s - child.since_s < LONG_LIFE_S
-                child.failures = child.failures + 1 if is_young else 1
-                log = self._log(index)
-                if child.failures > MAX_RESTARTS:
-                    raise EngineFault(f"local worker {index} ended {child.failures} times in a row: see {log}")
+                log = self._log(child.name)
+                child.failures, wait_s = RESTARTS.after_end(child.failures, now_s - child.since_s)
+                if wait_s is None:
+                    raise EngineFault(f"worker {child.name} ended {child.failures} times in a row: see {log}")
                 code = child.process.returncode
-                self._say(f"local worker {index} ended with exit code {code} ({log}); starting it again")
-                child.restart_s = now_s + retry_wait_s(child.failures, first_s=0.4, longest_s=10.0)
+                self._say(f"worker {child.name} ended with exit code {code} ({log}); starting it again")
+                child.restart_s = now_s + wait_s
             elif now_s >= child.restart_s:
-                child.process, child.since_s, child.restart_s = self._start_worker(index), now_s, None
+                child.process, child.since_s, child.restart_s = self._start_worker(child.name), now_s, None
 
     def close(self) -> None:
         """End all workers. May be called twice."""
@@ -102,12 +102,17 @@ class LocalWorkers:
                 child.process.kill()
                 child.process.wait()
 
-    def _log(self, index: int) -> Path:
-        return self._directory / f"worker-{index}.log"
+    def _log(self, name: str) -> Path:
+        return self._directory / f"{name}.log"
 
-    def _start_worker(self, index: int) -> subprocess.Popen[bytes]:
+    def _start_worker(self, name: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        with self._log(index).open("ab") as log:
+        with self._log(name).open("ab") as log:
             return subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+                [*self._command, "--token-file", str(self._token_files[name])],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )

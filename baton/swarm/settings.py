@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from baton.settings import Settings
-from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseRules
 
 
 class SwarmSettings(Settings):

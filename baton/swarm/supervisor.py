@@ -1,11 +1,8 @@
-"""The interfaces between the hub and the supervisors of the workers that a run starts."""
+"""The interfaces between the hub and the supervisor of the workers that a run starts on a cluster."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
-
-from baton.swarm.local_workers import LocalWorkers
 
 
 class HubAccess(Protocol):
@@ -52,25 +49,3 @@ class WorkerSupervisor(Protocol):
     def close(self) -> None:
         """End all workers. May be called twice."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class LocalWorkerSupervisor:
-    """All workers that a run has started: local processes, and the workers of a cluster's supervisor if one exists."""
-
-    local: LocalWorkers | None = None
-    worker_supervisor: WorkerSupervisor | None = None
-
-    def check_health(self) -> None:
-        """Restart workers that have ended. Raises errors that no restart can fix."""
-        if self.local is not None:
-            self.local.check_health()
-        if self.worker_supervisor is not None:
-            self.worker_supervisor.check_health()
-
-    def close(self) -> None:
-        """End all workers. May be called twice."""
-        if self.local is not None:
-            self.local.close()
-        if self.worker_supervisor is not None:
-            self.worker_supervisor.close()

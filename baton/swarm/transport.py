@@ -3,7 +3,7 @@
     controller's thread                   hub's thread                  publisher's thread
       send ────────── call ──────────────▶ broker ─▶ workers
       receive ◀────── queue ◀───────────── broker
-      load_weights ─────────────────────────────────────────────────────▶ publication.py
+      load_weights ─────────────────────────────────────────────────────▶ background_publisher.py
 
 `load_weights` returns at once, and leases of a version wait until a worker serves it. The next `receive` or
 `load_weights` raises the errors of other threads.
@@ -18,17 +18,18 @@ from queue import Empty
 from typing import Any
 
 from baton.rollout.engine import EngineStats
+from baton.swarm.background_publisher import BackgroundPublisher
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.peers import Peer
+from baton.swarm.local_workers import LocalWorkers
 from baton.swarm.provisioning import TrainingProgress
-from baton.swarm.publication import Publication
-from baton.swarm.scratch import Scratch
-from baton.swarm.supervisor import LocalWorkerSupervisor
+from baton.swarm.supervisor import WorkerSupervisor
+from baton.swarm.temporary_directories import TemporaryDirectories
 from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
 _NAMED = 6
 """Maximum number of workers that a message names."""
-FIRST_WORD_S = 30.0
+FIRST_MESSAGE_S = 30.0
 """Seconds without a worker before the first message to the user."""
 
 
@@ -38,62 +39,62 @@ class SwarmTransport:
     def __init__(
         self,
         hub: Hub,
-        publication: Publication,
+        publication: BackgroundPublisher,
         progress: TrainingProgress,
-        workers: LocalWorkerSupervisor,
-        scratch: Scratch,
+        workers: Sequence[LocalWorkers | WorkerSupervisor],
+        scratch: TemporaryDirectories,
         no_worker_timeout_s: float = 0.0,
     ) -> None:
-        """scratch: directories that are removed at the end. no_worker_timeout_s: seconds that a run waits without a
-        worker."""
-        self.hub, self.no_worker_timeout_s = hub, no_worker_timeout_s
+        """workers: supervisors of the workers that the run has started. scratch: directories that are removed at the
+        end. no_worker_timeout_s: seconds that a run waits without a worker."""
+        self.hub, self._members, self.no_worker_timeout_s = hub, hub.members, no_worker_timeout_s
         self._publication, self._progress = publication, progress
         self._workers, self._scratch = workers, scratch
         self._empty_since_s: float | None = None
-        self._next_word_s = FIRST_WORD_S
+        self._next_message_s = FIRST_MESSAGE_S
 
     @property
     def name(self) -> str:
         """Description of the connected workers and their states, for error messages."""
-        hub = self.hub
-        peers = list(hub.peers.values())
+        hub, members = self.hub, self._members
+        peers = list(members.peers.values())
         if not peers:
             return f"the swarm at {hub.listen.url(hub.port)}, which has no workers,"
-        wanted = f"; version {hub.want.version.number} is wanted" if hub.want is not None else ""
+        wanted = f"; version {members.want.version.number} is wanted" if members.want is not None else ""
         said = ", ".join(f"{peer.name} {_doing(peer)}" for peer in peers[:_NAMED])
         return f"the swarm of {len(peers)} workers ({said}{', …' if len(peers) > _NAMED else ''}{wanted})"
 
     @property
     def slots(self) -> int:
         """Number of slots of the connected workers."""
-        return self.hub.slots
+        return self._members.slots
 
     def send(self, message: FromHub) -> None:
-        hub = self.hub
+        hub, members = self.hub, self._members
         match message:
             case Lease():
-                hub.call(lambda: hub.execute(hub.broker.want(message)))
+                hub.call(lambda: members.execute(members.broker.want(message)))
             case Abort(lease_id=lease_id):
-                hub.call(lambda: hub.execute(hub.broker.abort(lease_id)))
+                hub.call(lambda: members.execute(members.broker.abort(lease_id)))
 
     def receive(self, timeout_s: float) -> list[FromPort]:
-        self._look_after()
+        self._check_health()
         messages: list[FromPort] = []
         try:
-            messages.append(self.hub.inbox.get(block=timeout_s > 0, timeout=timeout_s or None))
+            messages.append(self._members.inbox.get(block=timeout_s > 0, timeout=timeout_s or None))
             while True:
-                messages.append(self.hub.inbox.get_nowait())
+                messages.append(self._members.inbox.get_nowait())
         except Empty:
             return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        self._look_after()
+        self._check_health()
         self._publication.publish(tensors, version)
 
     def stats(self) -> EngineStats:
         """Return the sums over all workers, from their last heartbeats."""
         total: Counter[str] = Counter()
-        for peer in list(self.hub.peers.values()):
+        for peer in list(self._members.peers.values()):
             for name in EngineStats.__struct_fields__:
                 total[name] += getattr(peer.stats, name)
         return EngineStats(**total)
@@ -101,20 +102,20 @@ class SwarmTransport:
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         self._progress.consumed(step, groups)
         trajectories = [member.trajectory for group in groups for member in group.members]
-        self.hub.verifier.consumed(step, [(t.group_id, t.sample_index) for t in trajectories])
+        self._members.verifier.consumed(step, [(t.group_id, t.sample_index) for t in trajectories])
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        progress, last, hub = self._progress, self._publication.last, self.hub
+        progress, last, members = self._progress, self._publication.last, self._members
         progress.train_s = values.get("time/train", progress.train_s)
-        rule = progress.provisioning(hub.broker.pace)
+        rule = progress.provisioning(members.broker.pace)
         found: dict[str, float | None] = {
-            "swarm/workers": float(sum(peer.is_connected for peer in list(hub.peers.values()))),
-            "swarm/slots": float(hub.slots),
+            "swarm/workers": float(sum(peer.is_connected for peer in list(members.peers.values()))),
+            "swarm/slots": float(members.slots),
             "swarm/broadcast_s": rule.broadcast_s,
             "swarm/trajectories_per_s": rule.trajectories_per_s,
             "swarm/needed_trajectories_per_s": rule.needed_per_s,
             "swarm/slack_s": rule.slack_s,
-            "swarm/bytes_out": float(hub.counters.bytes_out),
+            "swarm/bytes_out": float(members.counters.bytes_out),
             "swarm/version_bytes": float(last.bytes) if last is not None else None,
             "swarm/version_density": last.density if last is not None else None,
             "swarm/publish_s": last.seconds if last is not None else None,
@@ -124,32 +125,34 @@ class SwarmTransport:
     def close(self, *, is_over: bool = False) -> None:
         """Disconnect all workers, and end the workers that this run started."""
         self._publication.close()
-        self.hub.verifier.close()
-        self._workers.close()
+        self._members.verifier.close()
+        for workers in self._workers:
+            workers.close()
         self.hub.stop(is_over=is_over)
         self.hub.access.audit.close()
         self._scratch.close()
 
-    def _look_after(self) -> None:
+    def _check_health(self) -> None:
         """Raise the errors of other threads, and restart local workers that have ended."""
         self.hub.check()
         self._publication.check()
-        self._workers.check_health()
-        self._say_whether_empty()
+        for workers in self._workers:
+            workers.check_health()
+        self._report_no_workers()
 
-    def _say_whether_empty(self) -> None:
-        """Print that the run waits for workers: after `FIRST_WORD_S`, then at doubling intervals."""
+    def _report_no_workers(self) -> None:
+        """Print that the run waits for workers: after `FIRST_MESSAGE_S`, then at doubling intervals."""
         now_s = time.monotonic()
         if self.slots:
-            if self._next_word_s > FIRST_WORD_S:
-                self.hub.say("workers have joined again")
-            self._empty_since_s, self._next_word_s = None, FIRST_WORD_S
+            if self._next_message_s > FIRST_MESSAGE_S:
+                self._members.say("workers have joined again")
+            self._empty_since_s, self._next_message_s = None, FIRST_MESSAGE_S
             return
         if self._empty_since_s is None:
             self._empty_since_s = now_s
-        if (empty_s := now_s - self._empty_since_s) >= self._next_word_s:
-            self._next_word_s *= 2
-            self.hub.say(
+        if (empty_s := now_s - self._empty_since_s) >= self._next_message_s:
+            self._next_message_s *= 2
+            self._members.say(
                 f"no worker for {empty_s:.0f} s: {self.name.rstrip(',')}; the run waits up to swarm.no_worker_timeout_s"
             )
 

@@ -115,7 +115,7 @@ class VersionSync:
             case Fetched(version=version):
                 if version == self.fetching:  # otherwise the fetch was abandoned
                     self.fetching, self.failures, self.last_cause = None, 0, ""
-                    if self._is_of_use(version):
+                    if self._is_useful(version):
                         self.activating = version
                         return [Activate(version)]
             case FetchFailed(at_s=at_s, version=version, cause=cause):
@@ -135,7 +135,7 @@ class VersionSync:
                     self._retry_s = None
             case _:
                 assert_never(event)
-        return self._go_on()
+        return self._fetch_wanted()
 
     def _wanted(self, version: PolicyVersion) -> None:
         """Set the wanted version. A later number replaces an earlier one of the same lineage; a version of another
@@ -145,7 +145,7 @@ class VersionSync:
             return
         self.want, self.failures, self._retry_s = version, 0, None
 
-    def _is_of_use(self, version: PolicyVersion) -> bool:
+    def _is_useful(self, version: PolicyVersion) -> bool:
         """Return whether to activate a fetched version. It must be newer than the served version, but need not be the
         newest."""
         have, want = self.have, self.want
@@ -153,7 +153,7 @@ class VersionSync:
         is_newer = have is None or have.lineage != version.lineage or have.number < version.number
         return version.lineage == want.lineage and is_newer
 
-    def _go_on(self) -> list[Command]:
+    def _fetch_wanted(self) -> list[Command]:
         """Fetch the wanted version unless a fetch or a delay is running. A running fetch is not cancelled, so frequent
         publications cannot prevent progress."""
         idle = self.fetching is None and self.activating is None and self._retry_s is None

@@ -3,13 +3,86 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass, field
 
-from baton.swarm.lease_state import Worker
+from baton.swarm.lease_credit import LeaseCredit
 
 _SPEED_MEMORY = 0.9
 """Factor by which earlier tokens and seconds of a worker decay at each report."""
 
-_Note = tuple[bool, float, int, Worker]
+
+@dataclass(slots=True, eq=False)
+class TokenOwner:
+    """The holder of a token, and all workers that use the token."""
+
+    credit: LeaseCredit
+    workers: set[int] = field(default_factory=set)
+    num_held: int = 0
+    """Number of leases that the owner's workers hold."""
+
+    @property
+    def has_lease(self) -> bool:
+        """True if the owner's workers may hold one more lease."""
+        return self.num_held < self.credit.num_leases
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker in the lease table."""
+
+    number: int
+    slots: int
+    weight: float
+    """Expected speed of one slot, relative to the mean of all workers."""
+    last_seen_s: float
+    last_progress_s: float
+    kind: str | None = ""
+    """Kind of the worker, as in `WorkerJoined`."""
+    version: int | None = None
+    """Number of the version that the worker serves; None while it may be granted no lease."""
+    decoded_tokens: int = -1
+    grown_tokens: float = 0.0
+    """Recently generated tokens, with exponential decay."""
+    grown_s: float = 0.0
+    """Lease-seconds in which these tokens were generated, with the same decay."""
+    leases: set[int] = field(default_factory=set)
+    credit: LeaseCredit | None = None
+    """Credit that limits the worker's leases; None for a worker that may fill its slots at once."""
+    owner: TokenOwner | None = None
+    stamp: int = 0
+    """Identifier of the worker's current entry in the worker index; entries with another stamp are outdated."""
+
+    @property
+    def speed(self) -> float | None:
+        """Recent tokens per second of one lease; None before the first report."""
+        return self.grown_tokens / self.grown_s if self.grown_s else None
+
+    @property
+    def pace(self) -> float | None:
+        """Speed divided by weight; None before the first report."""
+        return None if self.speed is None else self.speed / self.weight
+
+    @property
+    def room(self) -> int:
+        """Maximum number of leases that the worker may hold: its slots, limited by its credit."""
+        return self.slots if self.credit is None else min(self.slots, self.credit.num_leases)
+
+    @property
+    def has_slot(self) -> bool:
+        """True if the worker may be granted one more lease."""
+        return len(self.leases) < self.room and self.owner_allows
+
+    @property
+    def owner_allows(self) -> bool:
+        """True if the workers of this worker's owner may hold one more lease."""
+        return self.owner is None or self.owner.has_lease
+
+    def serves(self, version: int, is_exact: bool) -> bool:
+        """Return whether the worker's version satisfies a requirement."""
+        return self.version is not None and (self.version == version if is_exact else self.version >= version)
+
+
+_Entry = tuple[bool, float, int, Worker]
 """(True if no slot is free, load with one more lease, stamp, worker)"""
 
 
@@ -22,7 +95,7 @@ class WorkerIndex:
         self._stamp = 0
         self._num_paces, self._sum_paces = 0, 0.0
         """Number and sum of the paces (speed / weight) of the workers whose speed is known."""
-        self._notes: dict[int, list[_Note]] = {}
+        self._entries: dict[int, list[_Entry]] = {}
         """Version → heap of entries; outdated entries are skipped."""
 
     def add(self, worker: Worker) -> None:
@@ -57,29 +130,29 @@ class WorkerIndex:
         num, room = len(worker.leases), worker.room
         if worker.version is None or num >= self.most(room) or not worker.owner_allows:
             return
-        notes = self._notes.get(worker.version)
-        if notes is None:
-            for version in [v for v, old in self._notes.items() if not self._top(old)]:
-                del self._notes[version]
-            notes = self._notes[worker.version] = []
+        entries = self._entries.get(worker.version)
+        if entries is None:
+            for version in [v for v, old in self._entries.items() if not self._top(old)]:
+                del self._entries[version]
+            entries = self._entries[worker.version] = []
         load = (num + 1) / (room * worker.weight * self._relative_pace(worker))
-        heapq.heappush(notes, (num >= room, load, worker.stamp, worker))
-        if len(notes) > 8 * len(self.workers) + 64:  # most entries are outdated
-            notes[:] = [note for note in notes if note[3].stamp == note[2]]
-            heapq.heapify(notes)
+        heapq.heappush(entries, (num >= room, load, worker.stamp, worker))
+        if len(entries) > 8 * len(self.workers) + 64:  # most entries are outdated
+            entries[:] = [entry for entry in entries if entry[3].stamp == entry[2]]
+            heapq.heapify(entries)
 
-    def emptiest(self, version: int, is_exact: bool) -> Worker | None:
+    def least_loaded(self, version: int, is_exact: bool) -> Worker | None:
         """Return the least loaded worker that serves a suitable version. Workers with a free slot precede all
         others."""
         if is_exact:
-            top = self._top(self._notes.get(version, []))
+            top = self._top(self._entries.get(version, []))
             return None if top is None else top[3]
-        tops = [top for v, notes in self._notes.items() if v >= version and (top := self._top(notes)) is not None]
+        tops = [top for v, entries in self._entries.items() if v >= version and (top := self._top(entries)) is not None]
         return min(tops)[3] if tops else None
 
     def free(self) -> list[Worker]:
         """Return the workers with a free slot, the fastest last."""
-        if not any(top is not None and not top[0] for top in map(self._top, self._notes.values())):
+        if not any(top is not None and not top[0] for top in map(self._top, self._entries.values())):
             return []
         found = [w for w in self.workers.values() if w.version is not None and w.has_slot]
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
@@ -106,10 +179,10 @@ class WorkerIndex:
             return 1.0
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
-    def _top(self, notes: list[_Note]) -> _Note | None:
-        while notes:
+    def _top(self, entries: list[_Entry]) -> _Entry | None:
+        while entries:
             # a worker whose owner is at its limit gets a new entry when the owner falls below the limit
-            if notes[0][3].stamp == notes[0][2] and notes[0][3].owner_allows:
-                return notes[0]
-            heapq.heappop(notes)
+            if entries[0][3].stamp == entries[0][2] and entries[0][3].owner_allows:
+                return entries[0]
+            heapq.heappop(entries)
         return None

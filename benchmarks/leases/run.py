@@ -26,8 +26,7 @@ from baton.swarm.lease_events import (
     WorkerJoined,
     WorkerSeen,
 )
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
 
 HERE = Path(__file__).parent
 CASES = {"64 workers of 256 slots": (64, 256, 20_000), "10,000 workers of 8 slots": (10_000, 8, 100_000)}

@@ -25,7 +25,7 @@ from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.model import read_model
 from baton.specs.workload import Workload, WorkloadSettings, constant, lognormal
-from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseRules
 from baton.swarm.provisioning import Provisioning
 from benchmarks.areal_hex.run import HERE as HEX
 from benchmarks.areal_hex.run import cluster

@@ -31,7 +31,7 @@ from baton.simulator.timing import CostSpeed, FlatSpeed, TrainSpeed, kv_tokens
 from baton.specs.cluster import gpu_types
 from baton.specs.model import model_spec
 from baton.specs.workload import WorkloadSettings, constant, lognormal
-from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseRules
 from benchmarks.machine import machine
 
 HERE = Path(__file__).parent

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from neutral import LEASES, Draw, Log, Message
 
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
 
 STEPS = 60
 LONGEST = 40

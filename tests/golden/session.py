@@ -99,10 +99,10 @@ def transcript(directory: Path) -> list[dict[str, Any]]:
     with quick():
         rules = {"heartbeat_timeout_s": PATIENCE_S, "progress_timeout_s": PATIENCE_S}
         bench = SwarmBench(directory, "sync", batch_groups=1, group_size=2, lease_rules=rules)
-        bench.hub.welcome = msgspec.structs.replace(bench.hub.welcome, heartbeat_s=PATIENCE_S)
+        bench.hub.members.welcome = msgspec.structs.replace(bench.hub.members.welcome, heartbeat_s=PATIENCE_S)
         try:
             bench.begin()
-            wait_until(lambda: bench.hub.want is not None, "a version")
+            wait_until(lambda: bench.hub.members.want is not None, "a version")
             trainer = Thread(target=bench.step, daemon=True)  # which no failure here has to wait for
             trainer.start()
             phases = asyncio.run(_conversation(bench))

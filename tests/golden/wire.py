@@ -29,7 +29,7 @@ from baton.run.loop import LoopState
 from baton.run.summary import RunReport
 from baton.specs.plan import Plan
 from baton.swarm import messages
-from baton.swarm.audit import AuditLine
+from baton.swarm.audit_log import AuditLine
 from baton.swarm.hub.relay import RelayTicket
 from baton.swarm.hub.status import HubStatus
 from baton.swarm.verification.policy import QuarantineRecord

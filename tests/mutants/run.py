@@ -45,7 +45,11 @@ TESTS = {
     "trainer/advantages": ["tests/trainer/test_advantages.py"],
     "trainer/corrections": ["tests/trainer/test_corrections.py"],
     "swarm/leases": ["tests/swarm/test_leases.py"],
-    "swarm/credit": ["tests/swarm/test_credit.py", "-k", "not 4096_slots and not nothing_bounds and not real_hub"],
+    "swarm/lease_credit": [
+        "tests/swarm/test_lease_credit.py",
+        "-k",
+        "not 4096_slots and not nothing_bounds and not real_hub",
+    ],
     "rollout/scheduler": ["tests/rollout/test_scheduler.py", "tests/rollout/test_scheduler_laws.py"],
 }
 """By module: the tests that must notice, quick ones first."""

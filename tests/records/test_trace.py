@@ -30,8 +30,7 @@ from baton.rollout.transport import LocalTransport
 from baton.run.tokenization import ResponseScorer
 from baton.swarm.hub.traced import TracedLeaseBroker
 from baton.swarm.lease_broker import BrokerCommand, SendToWorker
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.types import FinishReason, Lease, Report, Retry, SamplingParams, Segment, Trajectory
 from tests.records.trace_cases import Collected, Ticks, assert_tiled
 from tests.rollout.test_controller import MODES, Bench

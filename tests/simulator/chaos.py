@@ -28,7 +28,7 @@ from baton.simulator.seeds import choices
 from baton.simulator.simulation import NoProgress
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
-from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseRules
 
 MODES = ("sync", "partial", "async")
 DAYS = 10_000

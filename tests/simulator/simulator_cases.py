@@ -11,7 +11,7 @@ from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
-from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.leases import LeaseRules
 
 MODES = ("sync", "partial", "async")
 

@@ -16,8 +16,7 @@ from baton.simulator.faults import FaultSettings
 from baton.simulator.request import broken_law
 from baton.simulator.run import RunOptions, simulate
 from baton.swarm import lease_events as ev
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
 
 
 class ForgetsTokens(RolloutScheduler):
@@ -134,7 +133,8 @@ class GrantsTheAborted(LeaseTable):
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         if isinstance(event, ev.TaskAborted):
-            return [ev.RecallLease(self.holder[lease], lease) for lease in self.leases_of(event.task)]
+            leases = [lease.number for task in self.tasks() if task.number == event.task for lease in task.leases]
+            return [ev.RecallLease(self.holder[lease], lease) for lease in leases]
         found = super().handle(event)
         self.holder |= {c.lease: c.worker for c in found if isinstance(c, ev.GrantLease)}
         return found

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.swarm.credit import FIRST_LEASES, TOKENS_PER_LEASE
+from baton.swarm.lease_credit import FIRST_LEASES, TOKENS_PER_LEASE
 from baton.swarm.lease_events import (
     Command,
     CommitTokens,
@@ -34,8 +34,7 @@ from baton.swarm.lease_events import (
     WorkerLeft,
     WorkerSeen,
 )
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
 
 Token = tuple[int, int]
 
@@ -303,15 +302,17 @@ class World:
         assert table.num_waiting == sum(task.is_waiting for task in self.tasks.values())
         assert set(table.workers) == set(self.workers)
         assert table.wasted == self.wasted
+        live = {task.number: sorted(lease.number for lease in task.leases) for task in table.tasks()}
+        lengths = {lease.number: lease.length for task in table.tasks() for lease in task.leases}
         for task in self.tasks.values():
-            assert sorted(table.leases_of(task.number)) == sorted(task.live)
+            assert live.get(task.number, []) == sorted(task.live)
             assert len(task.live) <= 2
             assert task.aborted_s is None or task.live, "an aborted task that nobody holds is put down at once"
         uncommitted = 0
         for task in self.tasks.values():
             for lease in task.live + task.rested:
                 branch = self.branches[lease]
-                assert lease in task.rested or table.length(lease) == len(branch)
+                assert lease in task.rested or lengths[lease] == len(branch)
                 if self.rules.restarts and branch and task.committed[:1] != branch[:1]:
                     assert task.committed, "what came first is committed at once"
                     uncommitted += len(branch)

@@ -34,23 +34,23 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.worker_client import SeededSampling, WorkerClient
-from baton.swarm.audit import Audit
+from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import Authenticator, Role, TokenFile
+from baton.swarm.background_publisher import BackgroundPublisher, VersionRetention
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.http_routes import HttpRoutes
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
+from baton.swarm.hub.membership import Membership
 from baton.swarm.hub.overview import HubOverview
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.lease_broker import LeaseBroker
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.swarm.listen import ListenAddress
 from baton.swarm.messages import PROTOCOL, Hello, Welcome
 from baton.swarm.provisioning import TrainingProgress
-from baton.swarm.publication import Publication, VersionRetention
-from baton.swarm.scratch import Scratch
-from baton.swarm.supervisor import LocalWorkerSupervisor, WorkerSupervisor
+from baton.swarm.supervisor import WorkerSupervisor
+from baton.swarm.temporary_directories import TemporaryDirectories
 from baton.swarm.transfer import model_digest
 from baton.swarm.transport import SwarmTransport
 from baton.swarm.verification.checks import ReportLimits, check_report
@@ -254,7 +254,7 @@ class BenchWorker:
     @property
     def is_ready(self) -> bool:
         """Whether it has its place at the hub, or has come to an end."""
-        keys = {peer.key for peer in list(self._bench.hub.peers.values())}
+        keys = {peer.key for peer in list(self._bench.hub.members.peers.values())}
         return self.is_over or (hasattr(self, "worker") and self.worker.key in keys)
 
     @property
@@ -353,13 +353,14 @@ class SwarmBench:
         )  # fmt: skip
         authenticators = (Authenticator(self.tokens.path, is_own=worker_supervisor is not None),)
         self.access = AccessControl(
-            HubListener(listen or ListenAddress.parse("127.0.0.1:0")), authenticators, Audit(directory / "audit.jsonl"),
-            self.verifier.quarantine, WorkerKeys(b"secret"),
+            HubListener(listen or ListenAddress.parse("127.0.0.1:0")), authenticators,
+            AuditLog(directory / "audit.jsonl"), self.verifier.quarantine, WorkerKeys(b"secret"),
         )  # fmt: skip
-        self.hub = Hub(self.access, welcome, self.broker, self.verifier, self.said.append, worker_supervisor)
-        self.told = self.hub.inbox = Inbox()
+        members = Membership(self.access, welcome, self.broker, self.verifier, self.said.append, worker_supervisor)
+        self.hub = Hub(self.access, members)
+        self.told = members.inbox = Inbox()
         retention = VersionRetention(fetchable=self.rules.max_staleness // publish_every + 2, stored=3)
-        publication = Publication(self.hub, Publisher(self.store, WeightsSettings()), self.store, retention)
+        publication = BackgroundPublisher(self.hub, Publisher(self.store, WeightsSettings()), self.store, retention)
         progress = TrainingProgress(publish_every, trajectories_per_step=9)
         overview = HubOverview(self.hub, publication, progress, LINEAGE)
         before = set(threading.enumerate())
@@ -367,12 +368,12 @@ class SwarmBench:
         new = set(threading.enumerate()) - before
         (self._hub_thread,) = [thread for thread in new if thread.name == "hub"]
         self.url = self.hub.listen.url(self.port_number)
-        scratch = Scratch(directory / "scratch.txt")
+        scratch = TemporaryDirectories(directory / "scratch.txt")
         self.port = SwarmTransport(
             self.hub,
             publication,
             progress,
-            LocalWorkerSupervisor(worker_supervisor=worker_supervisor),
+            [] if worker_supervisor is None else [worker_supervisor],
             scratch,
             no_worker_timeout_s,
         )

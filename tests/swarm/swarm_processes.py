@@ -31,7 +31,7 @@ from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.swarm.auth import Role, TokenFile, write_private
 from baton.swarm.hub.status import HubStatus, WorkerStatus
-from baton.swarm.scratch import Scratch
+from baton.swarm.temporary_directories import TemporaryDirectories
 
 DEADLINE_S = 120.0
 """For anything that is waited for: only a failure takes so long."""
@@ -364,7 +364,7 @@ def swarm(directory: Path, model: Path, **changes: Any) -> Iterator[Swarm]:
         for child in [*found.workers, *([found.trainer] if found.trainer else [])]:
             child.kill()
         if (directory / "r").is_dir():
-            Scratch(directory / "r/scratch.txt").close()  # as its next process would have done
+            TemporaryDirectories(directory / "r/scratch.txt").close()  # as its next process would have done
 
 
 def free_port() -> int:

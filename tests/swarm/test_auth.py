@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, UserError
 from baton.swarm import auth
-from baton.swarm.audit import Audit
+from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import (
     Authenticator,
     Denied,
@@ -100,7 +100,7 @@ def test_every_refusal_has_its_status_changes_nothing_and_leaves_a_line_without_
     relay = tokens.create(Role.RELAY, DAY_S, "relay")
     tokens.revoke("revoked")
     clock.now += 60
-    gate, audit = Authenticator(tokens.path, clock), Audit(tmp_path / "audit.jsonl", clock=clock)
+    gate, audit = Authenticator(tokens.path, clock), AuditLog(tmp_path / "audit.jsonl", clock=clock)
     unknown = f"baton_admin_{'A' * 43}"
     promoted = relay.replace("relay", "admin")
     cases = (

@@ -45,7 +45,7 @@ def test_a_straggler_with_noise_of_its_own_is_relieved_and_the_first_to_finish_i
             for salt, worker in enumerate((slow, fast)):
                 worker.engine.step = with_noise_of_its_own(worker.engine, 7 * salt)
             bench.begin()
-            wait_until(lambda: all(peer.served == 0 for peer in bench.hub.peers.values()), "the first version")
+            wait_until(lambda: all(peer.served == 0 for peer in bench.hub.members.peers.values()), "the first version")
             revoked: list[WorkRevoked] = []
             while not revoked:  # until a trajectory of the slow one was long enough to be relieved
                 assert bench.version < 20, "no trajectory was relieved"

@@ -23,6 +23,7 @@ from baton.swarm.auth import Role, TokenFile, digest_of
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
+from baton.swarm.hub.membership import Membership
 from baton.swarm.hub.status import HubStatus, prometheus
 from baton.swarm.listen import ListenAddress
 from baton.swarm.messages import Admitted, HeartbeatAck, Rejected, decode_from_hub, encode
@@ -65,13 +66,20 @@ def bench(tmp_path: Path) -> Iterator[SwarmBench]:
 def state(bench: SwarmBench) -> Any:
     hub, table = bench.hub, bench.broker.table
     return bench.in_hub(
-        lambda: (sorted(hub.peers), sorted(table.workers), table.num_tasks, hub.want, dict(hub.versions), hub.slots)
+        lambda: (
+            sorted(hub.members.peers),
+            sorted(table.workers),
+            table.num_tasks,
+            hub.members.want,
+            dict(hub.members.versions),
+            hub.members.slots,
+        )
     )
 
 
 def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(bench):
     bench.begin()
-    wait_until(lambda: bench.hub.want is not None, "a version")
+    wait_until(lambda: bench.hub.members.want is not None, "a version")
     tokens = {role: bench.tokens.create(role, 3600, name=f"a-{role}") for role in Role}
     revoked = bench.tokens.create(Role.WORKER, 3600, name="revoked")
     bench.tokens.revoke("revoked")
@@ -141,7 +149,7 @@ def test_quarantine_takes_the_worker_by_its_key_and_the_token_with_the_third(ben
 
 def test_what_is_handed_out_is_what_was_published(bench):
     bench.begin()
-    wait_until(lambda: bench.hub.want is not None, "a version")
+    wait_until(lambda: bench.hub.members.want is not None, "a version")
     assert get(bench, "/model", bench.worker_token) == (200, MODEL)
     status, manifest = get(bench, f"/weights/manifest/{LINEAGE}/0", bench.worker_token)
     assert (status, manifest) == (200, bench.store.read_manifest(version_of(0)))
@@ -247,13 +255,13 @@ def test_workers_of_a_hub_behind_tls_are_sent_to_no_relay_in_the_clear(bench, ha
     bench.hub.listen = replace(bench.hub.listen, **changes)
     found, body = get(bench, f"/relay?url={url}", token)
     assert found == status, body
-    assert bench.in_hub(bench.hub.relays.urls) == ((url,) if status == 200 else ())
+    assert bench.in_hub(bench.hub.members.relays.urls) == ((url,) if status == 200 else ())
 
 
 def test_two_hubs_cannot_have_one_port(bench, tmp_path):
     listener, known = HubListener(ListenAddress.parse(f"127.0.0.1:{bench.port_number}")), bench.access
     access = AccessControl(listener, known.authenticators, known.audit, known.quarantine, known.keys)
-    other = Hub(access, bench.hub.welcome, bench.broker, bench.verifier, bench.said.append)
+    other = Hub(access, Membership(access, bench.hub.members.welcome, bench.broker, bench.verifier, bench.said.append))
     with pytest.raises(UserError, match="the hub cannot listen on this address"):
         other.start()
     other.stop()

@@ -67,12 +67,14 @@ def bench(swarm: SwarmBench) -> Iterator[SwarmBench]:
     swarm.step()
     swarm.hub.check()
     swarm.assert_sound()
-    wait_until(lambda: not [p for p in swarm.hub.peers.values() if p.is_connected and p not in own(swarm)], "strangers")
+    wait_until(
+        lambda: not [p for p in swarm.hub.members.peers.values() if p.is_connected and p not in own(swarm)], "strangers"
+    )
     assert [peer.number for peer in own(swarm) if peer.is_connected] == [worker], "never cut off"
 
 
 def own(bench: SwarmBench) -> list[Any]:
-    return [peer for peer in list(bench.hub.peers.values()) if peer.grant.name == "workers"]
+    return [peer for peer in list(bench.hub.members.peers.values()) if peer.grant.name == "workers"]
 
 
 def run(work: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:
@@ -116,7 +118,12 @@ def view(bench: SwarmBench) -> Any:
     def look() -> Any:
         mine = own(bench)
         known = [peer.number in bench.broker.table.workers for peer in mine]
-        return [(p.number, p.hello, p.served) for p in mine], known, bench.hub.want, dict(bench.hub.versions)
+        return (
+            [(p.number, p.hello, p.served) for p in mine],
+            known,
+            bench.hub.members.want,
+            dict(bench.hub.members.versions),
+        )
 
     return bench.in_hub(look)
 
@@ -151,7 +158,7 @@ def mutated(frame: bytes, rng: random.Random) -> bytes:
 
 
 def test_random_and_mutated_frames_end_their_connection_and_nothing_else(bench):
-    rng, before, malformed = random.Random(5), view(bench), bench.hub.counters.malformed
+    rng, before, malformed = random.Random(5), view(bench), bench.hub.members.counters.malformed
     frames = [rng.randbytes(rng.randrange(0, 200)) for _ in range(60)]
     frames += [mutated(encode(rng.choice(MESSAGES)), rng) for _ in range(240)]
 
@@ -164,9 +171,9 @@ def test_random_and_mutated_frames_end_their_connection_and_nothing_else(bench):
 
     run(work)
     assert view(bench) == before
-    assert bench.hub.counters.malformed - malformed > 100
+    assert bench.hub.members.counters.malformed - malformed > 100
     assert bench.convicted == []
-    wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the strangers are forgotten")
+    wait_until(lambda: len(bench.hub.members.peers) == len(own(bench)), "the strangers are forgotten")
 
 
 def is_wrong(first: Any, second: Any) -> bool:
@@ -191,7 +198,7 @@ def test_every_message_in_every_wrong_order(bench):
         rejected = [message for message in heard if isinstance(message, Rejected)]
         assert bool(rejected) == is_wrong(first, second) or isinstance(second, Fault | Leaving), (first, second, heard)
     assert view(bench) == before
-    wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the strangers are forgotten")
+    wait_until(lambda: len(bench.hub.members.peers) == len(own(bench)), "the strangers are forgotten")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +223,7 @@ def test_every_message_in_every_wrong_order(bench):
 )
 @pytest.mark.parametrize("is_seated", [False, True])
 def test_deep_huge_and_lying_frames_are_refused(bench, frame, is_seated):
-    before, malformed, memory = view(bench), bench.hub.counters.malformed, memory_mb()
+    before, malformed, memory = view(bench), bench.hub.members.counters.malformed, memory_mb()
 
     async def work(session: aiohttp.ClientSession) -> Any:
         line = await connect(session, bench)
@@ -231,7 +238,7 @@ def test_deep_huge_and_lying_frames_are_refused(bench, frame, is_seated):
         assert line.closed, "the connection is ended"
 
     run(work)
-    wait_until(lambda: bench.hub.counters.malformed == malformed + 1, "it is counted")
+    wait_until(lambda: bench.hub.members.counters.malformed == malformed + 1, "it is counted")
     assert view(bench) == before
     assert memory_mb() - memory < 150
     audit = (bench.directory / "audit.jsonl").read_text()
@@ -245,7 +252,7 @@ def test_a_seated_worker_that_says_what_is_no_message_is_named(tmp_path):
         bench.stranger = bench.tokens.create(Role.WORKER, 3600, name="stranger")
         run(lambda session: say(session, bench, [encode(hello("a")), b"\xc1"]))
         run(lambda session: say(session, bench, [b"\xc1"]))
-        wait_until(lambda: bench.hub.counters.malformed == 2, "both are counted")
+        wait_until(lambda: bench.hub.members.counters.malformed == 2, "both are counted")
         bench.close()
     names = [author.grant.name for author, _ in bench.verifier.malformed]
     assert names == ["stranger"], "who has no place yet has nothing to lose it for"
@@ -349,7 +356,7 @@ def test_who_never_reads_is_hung_up_on_and_costs_bounded_memory(bench, monkeypat
         flood()
     line.close()
     assert memory_mb() - memory < 100
-    wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "the deaf one is forgotten")
+    wait_until(lambda: len(bench.hub.members.peers) == len(own(bench)), "the deaf one is forgotten")
     bench.wait_for_said("does not read its messages")
 
 
@@ -404,11 +411,11 @@ def test_two_connections_with_one_key_are_one_worker_and_the_old_one_ends(bench)
         while (await old.receive()).type is aiohttp.WSMsgType.BINARY:
             pass
         assert old.closed
-        assert [p.key for p in bench.hub.peers.values()].count(admitted.key) == 1
+        assert [p.key for p in bench.hub.members.peers.values()].count(admitted.key) == 1
         assert bench.hub.port is not None
         await new.send_bytes(encode(Leaving()))
         while (await new.receive()).type is aiohttp.WSMsgType.BINARY:
             pass
 
     run(work)
-    wait_until(lambda: len(bench.hub.peers) == len(own(bench)), "it has left")
+    wait_until(lambda: len(bench.hub.members.peers) == len(own(bench)), "it has left")

@@ -45,14 +45,14 @@ def planned(directory: Path, token_s: dict[str, float]) -> SwarmBench:
         token = bench.tokens.create(Role.WORKER, 3600, name=name, trusted=True)
         bench.join(token=token, token_s=token_s[name])
     bench.begin()
-    wait_until(lambda: all(peer.served == 0 for peer in bench.hub.peers.values()), "the first version")
+    wait_until(lambda: all(peer.served == 0 for peer in bench.hub.members.peers.values()), "the first version")
     return bench
 
 
 def held(bench: SwarmBench) -> dict[str, int]:
     """How many leases each worker has."""
     workers = bench.in_hub(lambda: {number: len(w.leases) for number, w in bench.broker.table.workers.items()})
-    return {peer.name.partition("#")[0]: workers[number] for number, peer in bench.hub.peers.items()}
+    return {peer.name.partition("#")[0]: workers[number] for number, peer in bench.hub.members.peers.items()}
 
 
 def shares(directory: Path, token_s: dict[str, float], num_steps: int) -> dict[str, float]:
@@ -63,7 +63,8 @@ def shares(directory: Path, token_s: dict[str, float], num_steps: int) -> dict[s
             bench.step()
             number = bench.version
             wait_until(
-                lambda number=number: all(peer.served == number for peer in bench.hub.peers.values()), "a version"
+                lambda number=number: all(peer.served == number for peer in bench.hub.members.peers.values()),
+                "a version",
             )
         made = {worker.engine: worker.engine.stats.decoded_tokens for worker in bench.workers}
         total = sum(made.values())

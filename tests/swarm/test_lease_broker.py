@@ -22,8 +22,7 @@ from baton.swarm.lease_broker import (
     VerifyTrajectory,
     key_of,
 )
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.swarm.messages import Ack, Dropped
 from baton.swarm.worker.outbox import Outbox
 from baton.types import (
@@ -573,4 +572,4 @@ def test_a_worker_that_goes_while_it_is_given_leases_leaves_nothing_behind(is_tr
         counter.broker.report(1, said(lease.lease_id, 0, 3, FinishReason.STOP))
     assert [counter.grown(task).num_tokens for task in range(3)] == [3, 3, 3]
     assert counter.broker.table.num_tasks == 0
-    assert not counter.broker._branches
+    assert not counter.broker._progress

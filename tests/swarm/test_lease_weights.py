@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from baton.swarm import lease_events as ev
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
 
 pytestmark = pytest.mark.timing
 

@@ -35,9 +35,8 @@ from baton.swarm.lease_events import (
     WorkerSeen,
     WorkerWeightChanged,
 )
-from baton.swarm.lease_rules import LeaseRules
-from baton.swarm.lease_state import TokenOwner
-from baton.swarm.leases import LeaseTable
+from baton.swarm.leases import LeaseRules, LeaseTable
+from baton.swarm.worker_index import TokenOwner
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
 
@@ -270,7 +269,7 @@ def test_a_hub_that_was_held_up_blames_nobody():
     assert table.handle(LeaseTick(103.0, 100.0)) == []
     assert table.handle(LeaseTick(103.0, 0.0)) == []
     assert table.handle(WorkerSeen(104.0, 0, 1, 1)) == table.handle(WorkerSeen(104.0, 1, 1, 1)) == []
-    lease = next(iter(table.leases_of(0)))
+    lease = next(lease.number for task in table.tasks() for lease in task.leases if task.number == 0)
     worker = 0 if lease in table.workers[0].leases else 1
     assert table.handle(LeaseTick(132.5))[:2] == [DropLease(worker, lease), ReturnTask(0)], (
         "2 s, 100 s, and then 30 s unanswered"
@@ -508,16 +507,21 @@ def test_the_fastest_relieves_another_when_it_cannot_relieve_itself():
     assert table.handle(LeaseTick(5.0)) == [GrantLease(2, 4, 0, 0), GrantLease(0, 5, 2, 5)]
 
 
+def leases_of(table: LeaseTable) -> dict[int, int]:
+    """Valid leases with their lengths."""
+    return {lease.number: lease.length for task in table.tasks() for lease in task.leases}
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_what_the_table_says_of_a_lease(restarts):
     table = table_of(1, restarts=restarts)
     table.handle(TaskSubmitted(0.0, 0, 1, True, 7, 100))
     base = 0 if restarts else 7
-    assert (table.knows(0), table.knows(1), table.leases_of(0), table.leases_of(1)) == (True, False, [0], [])
-    assert (table.length(0), table.is_recalled(0), table.is_comparable(0)) == (base, False, True)
+    assert (table.knows(0), table.knows(1), [*leases_of(table)]) == (True, False, [0])
+    assert (leases_of(table)[0], table.is_recalled(0), table.is_comparable(0)) == (base, False, True)
     table.handle(LeaseProgressed(1.0, 0, 3))
     table.handle(TaskAborted(1.0, 0))
-    assert (table.length(0), table.is_recalled(0)) == (base + 3, True)
+    assert (leases_of(table)[0], table.is_recalled(0)) == (base + 3, True)
 
 
 def test_a_task_is_aborted_once_and_one_that_is_over_not_at_all():

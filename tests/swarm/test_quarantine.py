@@ -241,7 +241,7 @@ def test_the_secret_of_a_run_outlives_its_hub_and_is_nobody_elses_to_read(model:
 def test_a_stranger_whose_token_is_named_like_the_runs_own_takes_nobody_with_it(model: Path, tmp_path: Path) -> None:
     wanted = recipe(model, tmp_path)
     wanted = wanted.model_copy(update={"swarm": wanted.swarm.model_copy(update={"workers": 1})})
-    train(wanted, {"local": CutShort})
+    train(wanted, {"local-0": CutShort})
     (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records
     (stranger,) = TokenFile(Path(wanted.swarm.token_file)).tokens()
     assert quarantine_record.token == stranger.digest

@@ -61,14 +61,14 @@ def test_a_worker_that_says_nothing_is_cut_off_and_not_accused(bench):
 
     asyncio.run(work())
     assert bench.verifier.malformed == []
-    assert bench.hub.counters.malformed == 0
+    assert bench.hub.members.counters.malformed == 0
     bench.wait_for_said("worker mute#0: silent for 1.2 s")
     lines = [json.loads(line) for line in (bench.directory / "audit.jsonl").read_text().splitlines()]
     assert {(line["event"], line["status"]) for line in lines} == {("silent", 0)}
 
 
 def peers(bench: SwarmBench) -> list[Any]:
-    return list(bench.hub.peers.values())
+    return list(bench.hub.members.peers.values())
 
 
 def test_a_hub_whose_loop_stands_still_hears_what_came_meanwhile(bench):

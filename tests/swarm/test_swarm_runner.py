@@ -139,7 +139,7 @@ def test_a_swarm_that_nobody_joins_is_named_when_patience_ends(mode, make):
 
 
 def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_and_says_so(make, monkeypatch):
-    monkeypatch.setattr(port_module, "FIRST_WORD_S", 0.2)
+    monkeypatch.setattr(port_module, "FIRST_MESSAGE_S", 0.2)
     bench = make("async", stall_timeout_s=0.3, no_worker_timeout_s=60.0)
     bench.begin()
 
@@ -151,8 +151,8 @@ def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_an
     late.start()
     bench.step()
     late.join()
-    where = f"the swarm at {bench.url}, which no worker has joined"
-    assert re.fullmatch(rf"no worker for \d+ s: {where}; the run waits \(swarm.no_worker_timeout_s\)", bench.said[0])
+    where = f"the swarm at {bench.url}, which has no workers"
+    assert re.fullmatch(rf"no worker for \d+ s: {where}; the run waits up to swarm.no_worker_timeout_s", bench.said[0])
     bench.wait_for_said("workers have joined again")
 
 

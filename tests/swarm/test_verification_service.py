@@ -82,11 +82,11 @@ class Office:
         self.verifier.attach(
             SimpleNamespace(
                 say=self.said.append,
-                call=self.actions.put,
                 release=self.released.append,
                 remake=self.remade.append,
                 quarantined=self.quarantine_records.append,
-            )
+            ),
+            self.actions.put,
         )
         for number in (0, 1):
             self.verifier.published(PolicyVersion("a", number), {"version": number})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from baton.swarm.audit import Audit
+from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import AccessGrant, Authenticator, Denied, Role
 from baton.swarm.hub.admission import RateLimit
 from baton.swarm.hub.listener import HubListener
@@ -60,7 +60,7 @@ class AccessControl:
         self,
         listener: HubListener,
         authenticators: tuple[Authenticator, ...],
-        audit: Audit,
+        audit: AuditLog,
         quarantine: Quarantine,
         keys: WorkerKeys,
         requirements: WorkerRequirements | None = None,

@@ -75,8 +75,8 @@ class HttpRoutes:
                 )
         except UserError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        self._hub.relay_announced(url)
-        ticket = RelayTicket(self._hub.welcome.relay_secret)
+        self._hub.members.relay_announced(url)
+        ticket = RelayTicket(self._hub.members.welcome.relay_secret)
         return web.Response(body=msgspec.json.encode(ticket), content_type="application/json")
 
     async def _send_model(self, request: web.Request) -> web.StreamResponse:
@@ -99,5 +99,5 @@ class HttpRoutes:
             except (BatonError, OSError) as error:
                 raise web.HTTPNotFound(text=str(error)[:500]) from error
             response, sent_bytes = await self._downloads.send(request, body)
-            self._hub.counters.sent(route, sent_bytes)
+            self._hub.members.counters.sent(route, sent_bytes)
             return response

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from baton.swarm.background_publisher import BackgroundPublisher
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.peers import Peer
 from baton.swarm.hub.status import HubStatus, QuarantineStatus, WorkerStatus
 from baton.swarm.provisioning import TrainingProgress
-from baton.swarm.publication import Publication
 from baton.swarm.verification.policy import QuarantineRecord
 
 
 class HubOverview:
     """Source of `baton status`. Runs in the hub's thread."""
 
-    def __init__(self, hub: Hub, publication: Publication, progress: TrainingProgress, lineage: str) -> None:
-        self._hub, self._publication, self._progress, self._lineage = hub, publication, progress, lineage
+    def __init__(self, hub: Hub, publication: BackgroundPublisher, progress: TrainingProgress, lineage: str) -> None:
+        self._access, self._members = hub.access, hub.members
+        self._publication, self._progress, self._lineage = publication, progress, lineage
 
     def status(self) -> HubStatus:
         """Return the current status."""
-        hub, progress, last = self._hub, self._progress, self._publication.last
-        table, counters, rule = hub.broker.table, hub.counters, progress.provisioning(hub.broker.pace)
+        members, progress, last = self._members, self._progress, self._publication.last
+        table, counters = members.broker.table, members.counters
+        rule = progress.provisioning(members.broker.pace)
         published = {} if last is None else {"bytes": last.bytes, "density": last.density, "seconds": last.seconds}
         numbers = {
             "trajectories_per_s": rule.trajectories_per_s,
@@ -31,12 +33,12 @@ class HubOverview:
             "idle_share": rule.idle_share,
         }
         return HubStatus(
-            run=hub.welcome.run,
+            run=members.welcome.run,
             lineage=self._lineage,
-            version=max(hub.versions, default=None),
-            versions=tuple(sorted(hub.versions)),
+            version=max(members.versions, default=None),
+            versions=tuple(sorted(members.versions)),
             step=progress.step,
-            workers=tuple(self._of_worker(peer) for peer in hub.peers.values()),
+            workers=tuple(self._of_worker(peer) for peer in members.peers.values()),
             tasks=table.num_tasks,
             waiting=table.num_waiting,
             wasted_tokens=dict(table.wasted),
@@ -45,12 +47,12 @@ class HubOverview:
             bytes_out={**counters.by_route, "total": counters.bytes_out},
             provisioning=rule.sentence(),
             rule=_known(numbers),
-            quarantine=tuple(_of_conviction(c) for c in hub.access.quarantine.quarantine_records),
-            denied=hub.access.denied,
+            quarantine=tuple(_of_record(c) for c in self._access.quarantine.quarantine_records),
+            denied=self._access.denied,
             malformed=counters.malformed,
             loop_delay_s=counters.loop_delay_s,
-            notes=tuple(a.fault for a in hub.access.authenticators if a.fault),
-            not_inspected=hub.verifier.verification_policy.num_unchecked,
+            notes=tuple(a.fault for a in self._access.authenticators if a.fault),
+            not_inspected=members.verifier.verification_policy.num_unchecked,
         )
 
     def _of_worker(self, peer: Peer) -> WorkerStatus:
@@ -67,17 +69,17 @@ class HubOverview:
             state=state,
             version=peer.served,
             slots=peer.hello.slots,
-            leases=self._hub.broker.num_leases(peer.number),
+            leases=self._members.broker.num_leases(peer.number),
             tokens_per_s=peer.tokens_per_s(),
             decoded_tokens=beat.stats.decoded_tokens,
             fetched_bytes=beat.fetched_bytes,
             fault=beat.fault,
             is_trusted=peer.grant.is_trusted,
-            checked=self._hub.verifier.counters.by_worker.get(peer.worker, 0),
+            checked=self._members.verifier.counters.by_worker.get(peer.worker, 0),
         )
 
 
-def _of_conviction(quarantine_record: QuarantineRecord) -> QuarantineStatus:
+def _of_record(quarantine_record: QuarantineRecord) -> QuarantineStatus:
     return QuarantineStatus(
         quarantine_record.shown,
         quarantine_record.verdict.reason,

@@ -103,10 +103,10 @@ class Relay:
         self._manifests: dict[PolicyVersion, bytes] = {}
         self._verified: set[str] = set()
         """Digests of chunks that were correct when they were written to disk. Workers verify them again."""
-        self._flights: dict[str, asyncio.Task[Any]] = {}
+        self._running: dict[str, asyncio.Task[Any]] = {}
         """Running fetches by key; further requests for the same object wait for the same fetch."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
-        self._door, self._downloads = HubListener(options.listen), Downloads()
+        self._listener, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
         self.bytes_out = 0
         self.url = ""
@@ -121,17 +121,17 @@ class Relay:
         connector = aiohttp.TCPConnector(ssl=self._options.ssl or True)
         async with aiohttp.ClientSession(connector=connector) as self._http:
             try:
-                port = await self._door.open(app)
+                port = await self._listener.open(app)
                 self.url = self._options.public_url or listen.url(port)
-                await self._announce_all_along(until)
+                await self._announce_repeatedly(until)
             except OSError as error:
                 raise UserError(
                     f"--listen {listen.host}:{listen.port}: the relay cannot listen there: {error}"
                 ) from error
             finally:
-                await self._door.close()
+                await self._listener.close()
 
-    async def _announce_all_along(self, until: asyncio.Event) -> None:
+    async def _announce_repeatedly(self, until: asyncio.Event) -> None:
         is_connected = True  # so that an outage is logged once
         while not until.is_set():
             wait_s = ANNOUNCE_EVERY_S
@@ -159,7 +159,7 @@ class Relay:
         if not self._secret or not hmac.compare_digest(shown.encode(), self._secret.encode()):
             raise web.HTTPUnauthorized(text="this relay serves the workers of its hub")
         key = network_of(request.remote or "")
-        self._door.identify(request, key)
+        self._listener.identify(request, key)
         return key
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
@@ -204,10 +204,10 @@ class Relay:
 
     async def _once(self, key: str, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of a fetch. Concurrent requests with the same key share one fetch."""
-        task = self._flights.get(key)
+        task = self._running.get(key)
         if task is None:
-            task = self._flights[key] = asyncio.create_task(work)
-            task.add_done_callback(lambda _: self._flights.pop(key, None))
+            task = self._running[key] = asyncio.create_task(work)
+            task.add_done_callback(lambda _: self._running.pop(key, None))
         else:
             work.close()
         try:

@@ -81,7 +81,7 @@ class TracedLeaseBroker(LeaseBroker):
         found = super()._apply(command)
         if isinstance(command, ev.GrantLease):
             slots = self.table.workers[command.worker].slots
-            self._trace.on_lease(self._branches[command.lease].lease, self._names[command.worker], slots)
+            self._trace.on_lease(self._progress[command.lease].lease, self._names[command.worker], slots)
         return found
 
     def _end_all(self, worker: int) -> None:

@@ -275,14 +275,14 @@ class VerificationPolicy:
                 self.num_unchecked += not is_whole
                 for author, verdict, tolerance in verdicts:
                     if author.worker not in self._quarantined:
-                        yield from self._judged(author, case.name, verdict, tolerance)
+                        yield from self._on_result(author, case.name, verdict, tolerance)
                 if self._is_held(case):
                     yield self._release(case)
             case CheckFailed(cases=cases, cause=cause):
                 yield from self._give_up(cases, cause)
             case ReportViolated(author=author, name=name, sentence=sentence):
                 if author.worker not in self._quarantined:
-                    yield self._convicted(author, name, violation(sentence))
+                    yield self._quarantine_worker(author, name, violation(sentence))
             case BatchConsumed(names=names, step=step):
                 for name in names:
                     if account := self._taken(name):
@@ -370,7 +370,7 @@ class VerificationPolicy:
         account.checks_owed = max(0, account.checks_owed - 1)
         return is_checked
 
-    def _judged(
+    def _on_result(
         self, author: SegmentAuthor, name: str, verdict: VerificationResult, tolerance: Tolerance
     ) -> Iterator[VerificationCommand]:
         account = self._of(author.worker)
@@ -380,9 +380,9 @@ class VerificationPolicy:
             account.checks_owed = max(account.checks_owed, self._settings.after_suspect)
         decisive = verdict if verdict.outcome is CheckOutcome.BAD else pooled(account.verdicts, tolerance)
         if decisive.outcome is CheckOutcome.BAD:
-            yield self._convicted(author, name, decisive)
+            yield self._quarantine_worker(author, name, decisive)
 
-    def _convicted(self, author: SegmentAuthor, name: str, verdict: VerificationResult) -> QuarantineWorker:
+    def _quarantine_worker(self, author: SegmentAuthor, name: str, verdict: VerificationResult) -> QuarantineWorker:
         account = self._of(author.worker)
         quarantine_record = QuarantineRecord(
             author.worker,

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from baton.errors import UserError
-from baton.swarm.audit import Audit
+from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import AccessGrant
 from baton.swarm.verification.policy import QuarantineRecord
 
@@ -120,7 +120,7 @@ def unquarantine(run: Path, name: str) -> tuple[str, ...]:
     if not kept.exists():
         raise UserError(f"no worker of {run} is in quarantine: {kept} does not exist")
     lifted = Quarantine(kept).lift(name, time.time())
-    Audit(run / "audit.jsonl").record("unquarantined", 0, ", ".join(lifted), "", "baton token unquarantine", name)
+    AuditLog(run / "audit.jsonl").record("unquarantined", 0, ", ".join(lifted), "", "baton token unquarantine", name)
     return lifted
 
 

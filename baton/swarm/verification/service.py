@@ -64,13 +64,9 @@ class LogprobScorer(Protocol):
 
 
 class VerificationClient(Protocol):
-    """Interface of the hub for the policy's commands. Every method except `call` must be called in the hub's thread."""
+    """Interface of the hub for the policy's commands. All methods must be called in the hub's thread."""
 
     say: Callable[[str], None]
-
-    def call(self, action: Callable[[], None]) -> None:
-        """Run an action in the hub's thread."""
-        ...
 
     def release(self, key: Key) -> None:
         """Make a held trajectory available for training."""
@@ -114,16 +110,18 @@ class VerificationService:
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.counters = VerificationCounters()
         self._make_scorer, self._keep, self._noise_seed = make_scorer, keep_versions, noise_seed
-        self._hub: VerificationClient
+        self._client: VerificationClient
+        self._call: Callable[[Callable[[], None]], None]
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
         self._cases: SimpleQueue[Case] = SimpleQueue()
         self._executor = SerialExecutor("examiner")
         self._scorer: LogprobScorer | None = None
         verification_policy.restore(quarantine_record.worker for quarantine_record in quarantine.quarantine_records)
 
-    def attach(self, hub: VerificationClient) -> None:
-        """Set the hub that executes commands. Called before any other method."""
-        self._hub = hub
+    def attach(self, client: VerificationClient, call: Callable[[Callable[[], None]], None]) -> None:
+        """Set the client that executes commands, before any other method is called. call: runs an action in the hub's
+        thread."""
+        self._client, self._call = client, call
 
     # ---- from the controller and the publisher -----------------------------------------------------------------------
 
@@ -177,21 +175,21 @@ class VerificationService:
                     self._cases.put(case)
                     self._executor.submit(self._check_waiting)
                 case ReleaseTrajectory(key=key):
-                    self._hub.release(key)
+                    self._client.release(key)
                 case RemakeTrajectory(key=key):
-                    self._hub.remake(key)
+                    self._client.remake(key)
                 case QuarantineWorker(quarantine_record=quarantine_record):
                     self.quarantine.add(quarantine_record)
-                    self._hub.quarantined(quarantine_record)
+                    self._client.quarantined(quarantine_record)
                 case WarnUser(text=text):
-                    self._hub.say(text)
+                    self._client.say(text)
         return commands
 
     def _tell_from_thread(self, event: VerificationEvent) -> None:
         def tell() -> None:
             self._handle_event(event)
 
-        self._hub.call(tell)
+        self._call(tell)
 
     # ---- in the service's thread -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.clock import in_thread
-from baton.swarm import version_sync as hw
+from baton.swarm import version_sync as vs
 from baton.swarm.messages import Want
 from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
@@ -37,7 +37,7 @@ class WeightsUpdater:
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
         self._activate, self._say = activate, say
-        self._have_want = hw.VersionSync()
+        self._sync = vs.VersionSync()
         self._shared = ""
         self._relays: tuple[str, ...] = ()
         self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
@@ -47,17 +47,17 @@ class WeightsUpdater:
     @property
     def have(self) -> PolicyVersion | None:
         """Version that the engine serves; None before the first."""
-        return self._have_want.have
+        return self._sync.have
 
     @property
     def fetching(self) -> int | None:
         """Number of the version that is being fetched; None if no fetch is running."""
-        return None if self._have_want.fetching is None else self._have_want.fetching.number
+        return None if self._sync.fetching is None else self._sync.fetching.number
 
     @property
     def fault(self) -> str:
         """Error of the last fetch; empty if the fetch succeeded."""
-        return self._have_want.last_cause
+        return self._sync.last_cause
 
     async def fetch_base(self, version: PolicyVersion) -> Mapping[str, Any]:
         """Fetch and return the tensors of the base model of published adapters."""
@@ -66,25 +66,25 @@ class WeightsUpdater:
     def want(self, want: Want) -> None:
         """Handle an announcement of the hub."""
         self._shared, self._relays = want.shared, want.relays
-        self._consider(hw.VersionWanted(time.monotonic(), want.version))
+        self._handle(vs.VersionWanted(time.monotonic(), want.version))
 
     def activated(self, version: PolicyVersion) -> None:
         """Handle the end of a switch: the engine now serves this version."""
-        self._consider(hw.Activated(time.monotonic(), version))
+        self._handle(vs.Activated(time.monotonic(), version))
 
-    def _consider(self, event: hw.Event) -> None:
-        for command in self._have_want.handle(event):
+    def _handle(self, event: vs.Event) -> None:
+        for command in self._sync.handle(event):
             match command:
-                case hw.Fetch(version=version):
+                case vs.Fetch(version=version):
                     task = asyncio.create_task(self._fetch(version))
                     self._fetches.add(task)
                     task.add_done_callback(self._fetches.discard)
-                case hw.Activate(version=version):
+                case vs.Activate(version=version):
                     self._activate(version, self._fetched.pop(version))
-                case hw.SetTimer(at_s=at_s):
+                case vs.SetTimer(at_s=at_s):
                     delay_s = max(0.0, at_s - time.monotonic())
                     wake = asyncio.get_running_loop().call_later
-                    wake(delay_s, lambda: self._consider(hw.TimerFired(time.monotonic())))
+                    wake(delay_s, lambda: self._handle(vs.TimerFired(time.monotonic())))
 
     async def _fetch(self, version: PolicyVersion) -> None:
         self._fetcher.sources = [*self._near, *(self._source(url) for url in (*self._relays, None))]
@@ -93,10 +93,10 @@ class WeightsUpdater:
             tensors = await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
         except Exception as error:  # noqa: BLE001  # any error leads to a retry
             self._say(f"version {version.number} could not be fetched: {error}")
-            self._consider(hw.FetchFailed(time.monotonic(), version, str(error)))
+            self._handle(vs.FetchFailed(time.monotonic(), version, str(error)))
             return
         finally:
             if self._fetcher.last is not None:
                 self.fetched_bytes += self._fetcher.last.num_bytes
         self._fetched = {version: tensors}
-        self._consider(hw.Fetched(time.monotonic(), version))
+        self._handle(vs.Fetched(time.monotonic(), version))

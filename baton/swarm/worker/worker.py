@@ -102,7 +102,7 @@ class SwarmWorker:
         self._outbox = Outbox()
         self._stats = EngineStats()
         self._welcome: Welcome | None = None
-        self._line: HubConnection | None = None
+        self._connection: HubConnection | None = None
         self._fault: Exception | None = None
         self._was_served = False
         """True if the last connection reached Hello."""
@@ -121,13 +121,13 @@ class SwarmWorker:
         # not
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
         once = aiohttp.TCPConnector(ssl=tls, force_close=True)
-        failures, heard_s = 0, self._loop.time()
+        failures, last_served_s = 0, self._loop.time()
         async with (
             aiohttp.ClientSession(connector=kept) as self._http,
-            aiohttp.ClientSession(connector=once) as self._lines,
+            aiohttp.ClientSession(connector=once) as self._websockets,
         ):
             near = [StoreSource(Store(self._options.store))] if self._options.store else []
-            self._refresher = WeightsUpdater(self._source, near, self._activate, self._options.say)
+            self._updater = WeightsUpdater(self._source, near, self._activate, self._options.say)
             try:
                 while not self._is_leaving.is_set():
                     self._was_served = False
@@ -138,8 +138,8 @@ class SwarmWorker:
                         if self._is_leaving.is_set():
                             return
                         if self._was_served:
-                            failures, heard_s = 0, self._loop.time()
-                        self._check_reconnect_timeout(self._loop.time() - heard_s)
+                            failures, last_served_s = 0, self._loop.time()
+                        self._check_reconnect_timeout(self._loop.time() - last_served_s)
                         failures += 1
                         waiting_s = retry_wait_s(failures, first_s=0.5, longest_s=LONGEST_WAIT_S)
                         waiting_s *= random.uniform(0.5, 1.0)
@@ -166,7 +166,7 @@ class SwarmWorker:
         """Report the tokens of all leases, discard the leases, and end within `GOODBYE_S`. Called from the event
         loop."""
         if self._running is not None and not self._is_leaving.is_set():
-            self._loop.call_later(GOODBYE_S if self._line is not None else 0.0, self._running.cancel)
+            self._loop.call_later(GOODBYE_S if self._connection is not None else 0.0, self._running.cancel)
         self._is_leaving.set()
 
     # ---- one connection ----------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class SwarmWorker:
         url = self._options.url + "/worker"
         try:
             async with asyncio.timeout(CONNECT_DEADLINE_S):
-                socket = await self._lines.ws_connect(url, headers=headers, max_msg_size=8 * MAX_FRAME_BYTES)
+                socket = await self._websockets.ws_connect(url, headers=headers, max_msg_size=8 * MAX_FRAME_BYTES)
         except aiohttp.WSServerHandshakeError as error:
             if error.status in (401, 403) and self._welcome is None:
                 raise UserError(
@@ -186,29 +186,29 @@ class SwarmWorker:
                 ) from error
             raise
         async with socket:
-            line = HubConnection(socket)
-            welcome = await line.receive(CONNECT_DEADLINE_S)
+            connection = HubConnection(socket)
+            welcome = await connection.receive(CONNECT_DEADLINE_S)
             if isinstance(welcome, Rejected):
                 self._rejected(welcome)
             if not isinstance(welcome, Welcome):
                 raise ConnectionLost("the first message of the hub is not Welcome")
             check_protocol(welcome)
             tasks: list[asyncio.Task[Any]] = [
-                asyncio.create_task(line.send_all()),
-                asyncio.create_task(self._beat(line, welcome.heartbeat_s)),
+                asyncio.create_task(connection.send_all()),
+                asyncio.create_task(self._beat(connection, welcome.heartbeat_s)),
             ]
-            self._line = line
-            tasks.append(asyncio.create_task(self._listen(line, welcome)))
+            self._connection = connection
+            tasks.append(asyncio.create_task(self._listen(connection, welcome)))
             leaving: asyncio.Task[Any] = asyncio.create_task(self._is_leaving.wait())
             try:
                 await asyncio.wait([*tasks, leaving], return_when=asyncio.FIRST_COMPLETED)
                 if self._is_leaving.is_set():
-                    await self._say_goodbye(line)
+                    await self._leave_hub(connection)
                 for task in tasks:
                     if task.done():
                         task.result()
             finally:
-                self._line = None
+                self._connection = None
                 for task in (*tasks, leaving):
                     task.cancel()
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
@@ -218,46 +218,46 @@ class SwarmWorker:
         if self._fault is not None:
             raise EngineFault(f"the engine has failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
-    async def _listen(self, line: HubConnection, welcome: Welcome) -> None:
+    async def _listen(self, connection: HubConnection, welcome: Welcome) -> None:
         await self._prepare(welcome)
         slots = self._options.slots or welcome.engine_settings().slots
-        line.send(self._hello(welcome, slots))
-        line.is_open = self._was_served = True
+        connection.send(self._hello(welcome, slots))
+        connection.is_open = self._was_served = True
         for report in self._outbox.again():
-            line.send(report)
+            connection.send(report)
         while True:
-            self._obey_hub(await line.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
+            self._on_hub_message(await connection.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
 
     def _hello(self, welcome: Welcome, slots: int) -> Hello:
         settings = welcome.engine_settings()
         kind = WorkerClass(self._options.device, settings.dtype, self._options.engine or settings.kind)
-        have, leases = self._refresher.have, self._outbox.leases
+        have, leases = self._updater.have, self._outbox.leases
         return Hello(self.key, kind, welcome.model_digest, slots, have, leases)
 
-    async def _beat(self, line: HubConnection, every_s: float) -> None:
+    async def _beat(self, connection: HubConnection, every_s: float) -> None:
         while True:
-            line.send(self._heartbeat())
+            connection.send(self._heartbeat())
             await asyncio.sleep(every_s)
 
     def _heartbeat(self) -> Heartbeat:
-        now = self._refresher
+        now = self._updater
         return Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
 
-    async def _say_goodbye(self, line: HubConnection) -> None:
+    async def _leave_hub(self, connection: HubConnection) -> None:
         """Report all tokens, discard all leases, and send everything queued."""
         engine = self._engine
         if engine is not None and engine.driver is not None:
             driver = engine.driver
 
-            def put_down() -> None:
+            def report_and_drop() -> None:
                 engine.report(driver.flush())
                 driver.drop_all()
 
             with suppress(TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
-                    await self._done_by(engine, put_down)
-        line.send(Leaving())
-        await line.drain()
+                    await self._done_by(engine, report_and_drop)
+        connection.send(Leaving())
+        await connection.drain()
 
     # ---- messages from the hub ---------------------------------------------------------------------------------------
 
@@ -268,20 +268,20 @@ class SwarmWorker:
         secret = "" if self._welcome is None else self._welcome.relay_secret
         return HttpSource(self._http, self._loop, relay, secret, distance=0)
 
-    def _obey_hub(self, message: FromHub) -> None:
+    def _on_hub_message(self, message: FromHub) -> None:
         match message:
             case Lease():
                 self._outbox.open(message.lease_id)
-                self._ask_engine(lambda driver: driver.lease(message))
+                self._act_on_engine(lambda driver: driver.lease(message))
             case Abort(lease_id=lease_id):
-                self._ask_engine(lambda driver: driver.abort(lease_id))
+                self._act_on_engine(lambda driver: driver.abort(lease_id))
             case Dropped(lease_id=lease_id):
                 self._outbox.close(lease_id)
-                self._ask_engine(lambda driver: driver.drop(lease_id))
+                self._act_on_engine(lambda driver: driver.drop(lease_id))
             case Ack(lease_id=lease_id, length=length, has_ended=has_ended):
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
             case Want():
-                self._refresher.want(message)
+                self._updater.want(message)
             case Admitted(key=key):
                 self.key = key
             case HeartbeatAck():
@@ -304,7 +304,7 @@ class SwarmWorker:
         hub."""
         known, self._welcome = self._welcome, welcome
         if known is not None and known.incarnation != welcome.incarnation:
-            await self._forget_all()
+            await self._drop_all()
         if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
             raise UserError(
                 "the hub now serves another model or engine than this worker was built for: restart the worker"
@@ -315,7 +315,7 @@ class SwarmWorker:
         base = None
         if welcome.base is not None:
             self._options.say("fetching the base model")
-            base = await self._refresher.fetch_base(welcome.base)
+            base = await self._updater.fetch_base(welcome.base)
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
 
         def build() -> None:
@@ -328,7 +328,7 @@ class SwarmWorker:
         self._check_engine()
         self._options.say(f"ready: {welcome.run}")
 
-    async def _forget_all(self) -> None:
+    async def _drop_all(self) -> None:
         """Discard all leases without a report: leases of another incarnation may have the same ids."""
         engine = self._engine
         if engine is not None:
@@ -351,7 +351,7 @@ class SwarmWorker:
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
-    def _ask_engine(self, action: Callable[[EngineDriver], None]) -> None:
+    def _act_on_engine(self, action: Callable[[EngineDriver], None]) -> None:
         engine = self._engine
         if engine is not None:
 
@@ -380,12 +380,12 @@ class SwarmWorker:
 
     def _take_fault(self, error: Exception) -> None:
         self._fault = error
-        if self._line is not None:
-            self._line.send(fault_of(error))
+        if self._connection is not None:
+            self._connection.send(fault_of(error))
 
     def _send_message(self, message: FromWorker) -> None:
-        if self._line is not None and self._line.is_open:
-            self._line.send(message)
+        if self._connection is not None and self._connection.is_open:
+            self._connection.send(message)
 
     def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
         engine = self._engine
@@ -399,5 +399,5 @@ class SwarmWorker:
         engine.do(act)
 
     def _activated(self, version: PolicyVersion) -> None:
-        self._refresher.activated(version)
+        self._updater.activated(version)
         self._send_message(self._heartbeat())

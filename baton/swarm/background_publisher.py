@@ -34,7 +34,7 @@ class VersionRetention:
     """Versions that are never removed, such as the base model of adapters."""
 
 
-class Publication:
+class BackgroundPublisher:
     """Publishes the versions of one run."""
 
     def __init__(
@@ -62,22 +62,22 @@ class Publication:
         self._executor.close()
 
     def _publish(self, tensors: Mapping[str, Any], version: PolicyVersion, since_s: float) -> None:
-        self._hub.verifier.published(version, tensors)
+        self._hub.members.verifier.published(version, tensors)
         self.last = self._publisher.publish(tensors, version)
         self._hub.call(lambda: self._announce(version, since_s))
-        self._hub.call(self._let_go)
+        self._hub.call(self._remove_unused)
 
     def _announce(self, version: PolicyVersion, since_s: float) -> None:
-        self._hub.broker.pace.announced[version.number] = since_s
-        self._hub.announce(Want(version, shared=self._shared))
+        self._hub.members.broker.pace.announced[version.number] = since_s
+        self._hub.members.announce(Want(version, shared=self._shared))
 
-    def _let_go(self) -> None:
+    def _remove_unused(self) -> None:
         """Remove versions that are neither retained nor served by a worker. Called in the hub's thread."""
-        hub, retention = self._hub, self._retention
-        kept = [hub.versions[number] for number in sorted(hub.versions)[-retention.fetchable :]]
-        held = [peer.heartbeat.serves for peer in hub.peers.values() if peer.heartbeat.serves is not None]
+        members, retention = self._hub.members, self._retention
+        kept = [members.versions[number] for number in sorted(members.versions)[-retention.fetchable :]]
+        held = [peer.heartbeat.serves for peer in members.peers.values() if peer.heartbeat.serves is not None]
         live = [*kept, *held, *retention.pinned]
-        hub.versions = {number: v for number, v in hub.versions.items() if v in live}
+        members.versions = {number: v for number, v in members.versions.items() if v in live}
         self._futures.append(self._executor.submit(self._collect, live))
 
     def _collect(self, live: list[PolicyVersion]) -> None:

@@ -14,8 +14,8 @@ from swarm_bench import SwarmBench, hello, quick, version_of, wait_until
 
 from baton.rollout.engine import EngineStats
 from baton.swarm.auth import Role
-from baton.swarm.credit import FIRST_LEASES, TOKENS_PER_LEASE, Credit
-from baton.swarm.lease_rules import LeaseRules
+from baton.swarm.lease_credit import FIRST_LEASES, TOKENS_PER_LEASE, LeaseCredit
+from baton.swarm.leases import LeaseRules
 from baton.swarm.messages import Heartbeat, encode
 
 EVENTS = st.lists(
@@ -25,7 +25,7 @@ EVENTS = st.lists(
 
 @given(st.integers(1, 4096), EVENTS)
 def test_credit_is_bounded_by_what_was_delivered_and_by_the_slots(slots, events):
-    credit, now_s, delivered = Credit(slots, 0.0), 0.0, 0
+    credit, now_s, delivered = LeaseCredit(slots, 0.0), 0.0, 0
     for event in events:
         before = credit.num_leases
         match event:
@@ -48,7 +48,7 @@ def test_credit_is_bounded_by_what_was_delivered_and_by_the_slots(slots, events)
 @pytest.mark.parametrize(("slots", "rounds"), [(8, 0), (64, 2), (512, 3), (4096, 4)])
 def test_a_worker_that_delivers_has_all_its_slots_after_a_few_rounds_of_reports(slots, rounds):
     """Each lease that it holds reports 64 tokens a round; engines make 50 a second or so, and report every 2 s."""
-    credit, needed = Credit(slots, 0.0), 0
+    credit, needed = LeaseCredit(slots, 0.0), 0
     while credit.num_leases < slots:
         credit.earn(64 * credit.num_leases)
         needed += 1
@@ -56,20 +56,20 @@ def test_a_worker_that_delivers_has_all_its_slots_after_a_few_rounds_of_reports(
 
 
 def test_sixteen_tokens_earn_one_lease_up_to_the_slots():
-    credit = Credit(10, 0.0)
+    credit = LeaseCredit(10, 0.0)
     held = [credit.num_leases]
     for num_tokens in (15, 1, 15, 1, 1000):
         credit.earn(num_tokens)
         held.append(credit.num_leases)
     assert held == [8, 8, 9, 9, 10, 10]
     assert credit.tokens == 32, "nothing is saved beyond the slots"
-    few = Credit(4, 0.0)
+    few = LeaseCredit(4, 0.0)
     few.earn(1000)
     assert (few.num_leases, few.tokens) == (4, 0)
 
 
 def test_a_lost_lease_costs_64_tokens_down_to_what_50_s_recover():
-    credit, seen = Credit(64, 0.0), []
+    credit, seen = LeaseCredit(64, 0.0), []
     for _ in range(4):
         credit.lose()
         seen.append((credit.tokens, credit.num_leases))
@@ -87,7 +87,7 @@ def test_a_lost_lease_costs_64_tokens_down_to_what_50_s_recover():
 
 
 def test_only_time_after_the_loss_recovers_and_a_clock_that_goes_back_takes_nothing():
-    credit = Credit(64, 0.0)
+    credit = LeaseCredit(64, 0.0)
     credit.lose()
     credit.recover(100.0)
     assert credit.tokens == -64, "there are leases left"
@@ -100,7 +100,7 @@ def test_only_time_after_the_loss_recovers_and_a_clock_that_goes_back_takes_noth
 
 
 def test_workers_that_come_earn_nothing_and_that_go_take_along_what_is_beyond_the_slots():
-    credit = Credit(8, 0.0)
+    credit = LeaseCredit(8, 0.0)
     credit.resize(8)
     assert (credit.slots, credit.tokens) == (16, 0)
     credit.earn(1000)
@@ -182,7 +182,7 @@ def test_at_a_real_hub_a_worker_that_claims_4096_slots_is_given_few(tmp_path: Pa
         try:
             (honest,) = bench.join(1, token_s=0.002)
             bench.begin()
-            wait_until(lambda: bench.hub.want is not None, "a version")
+            wait_until(lambda: bench.hub.members.want is not None, "a version")
             headers = {"Authorization": f"Bearer {bench.tokens.create(Role.WORKER, 3600, name='liar')}"}
             most = 0
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.swarm.audit import Audit
+from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import Denied
 
 
@@ -26,14 +26,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def refuse(audit: Audit, times: int = 1) -> None:
+def refuse(audit: AuditLog, times: int = 1) -> None:
     for _ in range(times):
         audit.denied(Denied(401, "unknown token"), "198.51.100.1", "GET /v1/weights")
 
 
 def test_a_flood_of_refusals_is_counted_and_hides_nothing_else(tmp_path: Path) -> None:
     clock = Clock()
-    audit = Audit(tmp_path / "audit.jsonl", max_lines_per_minute=10, clock=clock)
+    audit = AuditLog(tmp_path / "audit.jsonl", max_lines_per_minute=10, clock=clock)
     refuse(audit, 1_000)
     assert len(lines(audit.path)) == 10
     assert audit.num_suppressed == 990
@@ -60,7 +60,7 @@ def test_a_flood_of_refusals_is_counted_and_hides_nothing_else(tmp_path: Path) -
 
 def test_the_files_are_its_owners_and_bounded(tmp_path: Path) -> None:
     clock = Clock()
-    audit = Audit(tmp_path / "audit.jsonl", max_bytes=2_000, clock=clock)
+    audit = AuditLog(tmp_path / "audit.jsonl", max_bytes=2_000, clock=clock)
     for _ in range(100):
         refuse(audit)
         clock.now += 60
@@ -71,12 +71,12 @@ def test_the_files_are_its_owners_and_bounded(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == 0o600
     kept = [line["at"] for line in lines(files[1]) + lines(files[0])]
     assert kept == [clock.now - 60 * back for back in range(len(kept), 0, -1)], "the latest, in order"
-    Audit(tmp_path / "audit.jsonl", clock=clock).record("started", 0, "", "", "")
+    AuditLog(tmp_path / "audit.jsonl", clock=clock).record("started", 0, "", "", "")
     assert lines(files[0])[-2]["at"] == kept[-1], "a hub that starts again goes on behind what is there"
 
 
 def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    audit = Audit(tmp_path / "absent" / "audit.jsonl")
+    audit = AuditLog(tmp_path / "absent" / "audit.jsonl")
     refuse(audit, 3)
     assert audit.num_suppressed == 3
     assert "cannot write audit lines" in caplog.text
@@ -93,7 +93,7 @@ SECRET = "q" * 43
 def test_a_secret_is_cut_wherever_it_stands_and_a_field_is_bounded(
     tmp_path_factory: pytest.TempPathFactory, before: str, after: str
 ) -> None:
-    audit = Audit(tmp_path_factory.mktemp("audit") / "audit.jsonl")
+    audit = AuditLog(tmp_path_factory.mktemp("audit") / "audit.jsonl")
     for secret in (SECRET, f"baton_worker_{SECRET}", f"baton%5Fworker%5F{SECRET}"):
         text = before + secret + after
         audit.record(text, 200, text, text, text, text)
@@ -103,7 +103,7 @@ def test_a_secret_is_cut_wherever_it_stands_and_a_field_is_bounded(
 
 
 def test_bytes_that_are_no_text_make_a_line_all_the_same(tmp_path: Path) -> None:
-    audit = Audit(tmp_path / "audit.jsonl")
+    audit = AuditLog(tmp_path / "audit.jsonl")
     audit.record("denied", 401, "x" * 10_000, "\udc80\n\0", "GET /\udcff?token=" + SECRET)
     (line,) = lines(audit.path)
     assert (line["reason"], line["peer"], line["route"]) == ("…", "\\udc80\n\0", "GET /\\udcff")

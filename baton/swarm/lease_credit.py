@@ -15,14 +15,14 @@ FIRST_LEASES = 8
 TOKENS_PER_LEASE = 16
 LOST_LEASE_TOKENS = 64
 RECOVERED_TOKENS_PER_S = 1.6
-"""Credit recovered per second, up to one lease. A worker that has lost every lease is granted one again after 40 to 50
-s."""
+"""Credit recovered per second, up to one lease. A worker that has lost every lease is granted one again after 40 to
+50 s."""
 _ONE_LEASE = -TOKENS_PER_LEASE * (FIRST_LEASES - 1)
 _LEAST = _ONE_LEASE - TOKENS_PER_LEASE - LOST_LEASE_TOKENS
 
 
 @dataclass(slots=True)
-class Credit:
+class LeaseCredit:
     """The credit of one worker, or of all workers of one token together."""
 
     slots: int

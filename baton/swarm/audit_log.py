@@ -40,7 +40,7 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of omitted lines, in a `suppressed` line."""
 
 
-class Audit:
+class AuditLog:
     """Writes an audit file and one older file, each of bounded size. Used by one thread.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
@@ -66,7 +66,7 @@ class Audit:
         now = self._clock()
         if not 0 <= now - self._window < _WINDOW_S:  # also when the clock was set back
             self._window, self._written = now, {True: 0, False: 0}
-            self._own_up(now)
+            self._write_num_suppressed(now)
         is_refusal = status >= 400
         if self._written[is_refusal] >= self._max_lines:
             self.num_suppressed += 1
@@ -79,9 +79,9 @@ class Audit:
 
     def close(self) -> None:
         """Record the number of omitted lines."""
-        self._own_up(self._clock())
+        self._write_num_suppressed(self._clock())
 
-    def _own_up(self, now: float) -> None:
+    def _write_num_suppressed(self, now: float) -> None:
         if self.num_suppressed and self._write(AuditLine(now, "suppressed", 0, count=self.num_suppressed)):
             self.num_suppressed = 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.files import write_whole
 
 
-class Scratch:
+class TemporaryDirectories:
     """Creates directories and records their paths in a file, so that weights in shared memory are removed even after a
     kill."""
 

@@ -1,0 +1,322 @@
+"""The workers of a hub: who is connected, what each serves, and which commands of the broker reach it.
+
+    worker_connection ─▶ join, on_message, connection_lost ─┐      ┌─▶ Outgoing queue of a worker
+    background_publisher ─▶ announce ───────────────────────┼─▶ Membership ─▶ inbox of the controller
+    VerificationService ─▶ release, remake, quarantined ────┘      └─▶ LeaseBroker, VerificationService
+
+All methods must be called in the hub's thread. Membership uses no socket and no thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import assert_never
+
+import msgspec
+
+from baton.console import visible
+from baton.errors import Fault
+from baton.swarm.auth import AccessGrant
+from baton.swarm.hub.access import AccessControl, Unwanted
+from baton.swarm.hub.peers import Outgoing, Peer
+from baton.swarm.hub.relay import RelayList
+from baton.swarm.lease_broker import (
+    BrokerCommand,
+    Disconnect,
+    Key,
+    LeaseBroker,
+    ReportViolation,
+    SendToController,
+    SendToWorker,
+    VerifyTrajectory,
+    key_of,
+)
+from baton.swarm.messages import (
+    Admitted,
+    FromHub,
+    FromWorker,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Leaving,
+    Malformed,
+    Rejected,
+    RunOver,
+    Want,
+    Welcome,
+)
+from baton.swarm.supervisor import WorkerSupervisor
+from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor
+from baton.swarm.verification.service import VerificationService
+from baton.types import FromPort, PolicyVersion, Report, Retry
+
+
+@dataclass(slots=True)
+class HubCounters:
+    """Counters since the hub started."""
+
+    bytes_out: int = 0
+    malformed: int = 0
+    loop_delay_s: float = 0.0
+    """Maximum delay of the event loop since the start."""
+    by_route: dict[str, int] = field(default_factory=dict)
+
+    def sent(self, route: str, num_bytes: int) -> None:
+        """Add sent bytes to a route's counter."""
+        self.bytes_out += num_bytes
+        self.by_route[route] = self.by_route.get(route, 0) + num_bytes
+
+
+class Membership:
+    """The workers of one hub, and the versions and relays that they may use."""
+
+    def __init__(
+        self,
+        access: AccessControl,
+        welcome: Welcome,
+        broker: LeaseBroker,
+        verifier: VerificationService,
+        say: Callable[[str], None],
+        worker_supervisor: WorkerSupervisor | None = None,
+    ) -> None:
+        """worker_supervisor: provides the weights of the workers that it has started."""
+        self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
+        self._access, self._worker_supervisor = access, worker_supervisor
+        self.counters = HubCounters()
+        self.inbox: SimpleQueue[FromPort] = SimpleQueue()
+        """Messages for the controller."""
+        self.peers: dict[int, Peer] = {}
+        self.slots = 0
+        """Number of slots of all connected workers; read by the controller's thread."""
+        self.want: Want | None = None
+        self.versions: dict[int, PolicyVersion] = {}
+        """Published versions that workers may still serve, by number."""
+        self.relays = RelayList()
+        self._authors: dict[int, SegmentAuthor] = {}
+        """Author records by worker number, including workers that have left."""
+        self._by_worker: dict[str, int] = {}
+        """Number of each worker, by worker id."""
+        self._next_worker = 0
+        self._commands: deque[BrokerCommand] = deque()
+        self._is_executing = False
+
+    # ---- commands of the broker --------------------------------------------------------------------------------------
+
+    def execute(self, commands: Iterable[BrokerCommand]) -> None:
+        """Execute the broker's commands in order.
+
+        A command can result in further commands, such as a disconnection because a queue is full. They are executed
+        after the waiting commands.
+        """
+        self._commands.extend(commands)
+        if self._is_executing:
+            return
+        self._is_executing = True
+        try:
+            while self._commands:
+                self._execute(self._commands.popleft())
+        finally:
+            self._is_executing = False
+
+    def _execute(self, command: BrokerCommand) -> None:
+        match command:
+            case SendToWorker(worker=worker, message=message):
+                self.send(worker, message)
+            case SendToController(message=message):
+                self.inbox.put(message)
+            case Disconnect(worker=worker, cause=cause):
+                self._disconnect(worker, cause)
+            case ReportViolation(worker=worker, sentence=sentence):
+                self.report_violated(worker, sentence)
+            case VerifyTrajectory(lease=lease, trajectory=trajectory, spans=spans):
+                parts = [(self._authors[worker], first, end) for worker, first, end in spans]
+                if not self.verifier.finished(lease, trajectory, parts):
+                    for released in self.broker.release(key_of(lease)):
+                        self._execute(released)
+            case _:
+                assert_never(command)
+
+    # ---- commands of the verification --------------------------------------------------------------------------------
+
+    def release(self, key: Key) -> None:
+        """Release a held trajectory for training."""
+        self.execute(self.broker.release(key))
+
+    def remake(self, key: Key) -> None:
+        """Revoke a held trajectory, so that it is generated again."""
+        self.execute(self.broker.remake(key))
+
+    def quarantined(self, quarantine_record: QuarantineRecord) -> None:
+        """Remove a quarantined worker, or all workers of a quarantined token, and revoke their untrained
+        trajectories."""
+        self.say(f"worker {quarantine_record.shown} is in quarantine: {quarantine_record.verdict.reason}")
+        reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
+        workers = [number for number, reason in reasons.items() if reason is not None]
+        for number in workers:
+            self.remove(number, reasons[number] or "", is_final=True)
+        self.execute(self.broker.revoke(frozenset(workers), "quarantine"))
+
+    # ---- versions and relays -----------------------------------------------------------------------------------------
+
+    def announce(self, want: Want) -> None:
+        """Send a published version to all workers."""
+        self.want = want = msgspec.structs.replace(want, relays=self.relays.urls())
+        self.versions[want.version.number] = want.version
+        self.broker.newest_version = max(self.versions)
+        for peer in self.peers.values():
+            self.send(peer.number, want)
+
+    def relay_announced(self, url: str) -> None:
+        """Add a relay, and announce a new relay to the workers at once."""
+        if self.relays.announce(url):
+            self.say(f"relay {url} joined")
+            if self.want is not None:
+                self.announce(self.want)
+
+    # ---- workers that join and leave ---------------------------------------------------------------------------------
+
+    def join(self, hello: Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
+        """Register a worker, or restore its registration after a reconnection. Raises Malformed and Unwanted."""
+        if hello.model_digest != self.welcome.model_digest:
+            raise Malformed(f"the worker was built for another model ({hello.model_digest[:12]})")
+        worker, key = self._access.identify(hello, grant)
+        if key != hello.key:
+            outgoing.put(Admitted(key))
+        banned = self._access.quarantine.reason(grant, worker)
+        if banned is not None:
+            raise Unwanted(banned)
+        peer = self.peers.get(self._by_worker.get(worker, -1))
+        if peer is None:
+            peer = self._add(Peer(self._next_worker, grant, hello, address, time.monotonic(), outgoing, worker, key))
+        else:
+            if peer.outgoing is not None:
+                peer.outgoing.close()  # the old connection has ended, but the hub has not detected the end yet
+            peer.outgoing, peer.hello, peer.address = outgoing, hello, address
+        self._count_slots()
+        self.execute(self.broker.held(peer.number, hello.leases))
+        self.on_message(peer, Heartbeat(hello.serves, peer.stats))
+        if self.want is not None:
+            outgoing.put(self.want)
+        return peer
+
+    def _add(self, peer: Peer) -> Peer:
+        number, grant, hello = peer.number, peer.grant, peer.hello
+        self._next_worker += 1
+        self.peers[number] = peer
+        self._by_worker[peer.worker] = number
+        self._authors[number] = SegmentAuthor(peer.worker, grant, peer.name, hello.worker_class)
+        supervisor = self._worker_supervisor if grant.is_own else None
+        weight = 1.0 if supervisor is None else supervisor.weight(grant.name)
+        owner = None if grant.is_own else grant.digest
+        self.execute(self.broker.join(number, hello.slots, weight, hello.worker_class.noise, owner, name=peer.name))
+        self.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {peer.address}")
+        return peer
+
+    def connection_lost(self, peer: Peer, *, is_stopping: bool) -> None:
+        """Handle the end of a connection. The worker gets no new leases, and keeps its leases until its heartbeat
+        timeout."""
+        peer.outgoing = None
+        self._count_slots()
+        # a removed worker's end has already been reported
+        if self.peers.get(peer.number) is peer and not is_stopping:
+            count = self.broker.num_leases(peer.number)
+            its = f"its {count} leases go to other workers unless it reconnects" if count else "it held no leases"
+            self.say(f"worker {peer.name}: connection lost; {its}")
+        self.execute(self.broker.heartbeat(peer.number, None, peer.stats.decoded_tokens))
+
+    def remove(self, worker: int, cause: str, *, is_final: bool = False) -> None:
+        """Disconnect a worker and end its leases. Unless `is_final`, it may join again as a new worker."""
+        self._disconnect(worker, cause, is_final=is_final)
+        self.execute(self.broker.leave(worker, cause))
+
+    def _disconnect(self, worker: int, cause: str, *, is_final: bool = False) -> None:
+        peer = self.peers.pop(worker, None)
+        if peer is None:
+            return
+        self._by_worker.pop(peer.worker, None)
+        self.say(f"worker {peer.name}: {cause}")
+        if peer.outgoing is not None:
+            peer.outgoing.put(Rejected(cause, is_final))
+            peer.outgoing.close()
+        self._count_slots()
+
+    def report_violated(self, worker: int, sentence: str) -> None:
+        """Quarantine the author of a report that a correct worker cannot send."""
+        if self.verifier.violated(self._authors[worker], sentence, f"a report of worker {worker}") is None:
+            self.remove(worker, sentence, is_final=True)
+
+    def remove_own(self, name: str, cause: str) -> None:
+        """Remove the run's own workers with a token, because they have ended."""
+        for worker in self._own_workers(name):
+            self.remove(worker, cause)
+
+    def weigh_own(self, name: str, weight: float) -> None:
+        """Change the weight of the run's own workers with a token."""
+        for worker in self._own_workers(name):
+            self.execute(self.broker.weigh(worker, weight))
+
+    def _own_workers(self, name: str) -> list[int]:
+        """Return the numbers of the run's own workers with a token. Tokens of other owners may have the same name."""
+        grants = ((peer.number, peer.grant) for peer in self.peers.values())
+        return [number for number, grant in grants if grant.is_own and grant.name == name]
+
+    def announce_end(self) -> None:
+        """Tell all workers that the run is complete."""
+        for peer in self.peers.values():
+            self.send(peer.number, RunOver())
+
+    def tick(self, delay_s: float) -> None:
+        """Check tokens, quarantine and time limits of all workers. delay_s: delay of this tick."""
+        for peer in list(self.peers.values()):
+            reason = self._access.recheck(peer.grant, peer.worker, peer.address)
+            if reason is not None:
+                self.remove(peer.number, reason, is_final=True)
+        self.execute(self.broker.tick(delay_s))
+        self.verifier.tick(delay_s)
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, worker: int, message: FromHub) -> None:
+        """Queue a message for a worker. No effect if the worker is not connected. A worker whose queue is full is
+        removed."""
+        peer = self.peers.get(worker)
+        if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
+            self.remove(worker, "does not read its messages")
+
+    def on_message(self, peer: Peer, message: FromWorker) -> None:
+        """Handle a worker's message. Raises Malformed for a second Hello."""
+        match message:
+            case Report():
+                self._alive(peer)
+                self.execute(self.broker.report(peer.number, message))
+            case Retry():
+                self.execute(self.broker.refuse(peer.number, message))
+            case Heartbeat():
+                now_s = time.monotonic()
+                peer.beat(message, now_s)
+                before, peer.served = peer.served, self._number_of(message.serves)
+                self._alive(peer)
+                self.send(peer.number, HeartbeatAck())
+                if peer.served != before:
+                    self.broker.pace.serve(now_s, (p.served for p in self.peers.values() if p.is_connected))
+            case Leaving():
+                self.remove(peer.number, "left")
+            case Fault(kind=kind, text=text):
+                self.remove(peer.number, visible(f"{kind}: {text[:500]}", keep=""))
+            case Hello():
+                raise Malformed("a second Hello")
+
+    def _alive(self, peer: Peer) -> None:
+        self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
+
+    def _number_of(self, version: PolicyVersion | None) -> int | None:
+        """Return the number of a version that this process has published with the same digest; None for any other
+        version."""
+        return version.number if version is not None and self.versions.get(version.number) == version else None
+
+    def _count_slots(self) -> None:
+        self.slots = sum(peer.hello.slots for peer in self.peers.values() if peer.is_connected)
