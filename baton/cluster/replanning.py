@@ -22,6 +22,8 @@ from baton.specs.plan import Plan
 from baton.specs.workload import LengthSettings, Workload
 
 TIME_LIMIT_S = 30.0
+SLACK = 0.02
+"""Accepted increase of the step time, as a fraction, of a plan that moves fewer GPUs than the fastest plan."""
 
 
 class ReplanResult(msgspec.Struct, frozen=True):
@@ -70,7 +72,7 @@ class Replanner:
         before_s, self.plan = self.plan.breakdown.step_s, chosen.plan
         best_s = min(option.plan.breakdown.step_s for option in options)
         words = f"new plan ({chosen.name}): {_seconds(chosen.plan)} per step expected, previously {before_s:.3g} s"
-        if best_s < chosen.plan.breakdown.step_s / (1 + self.recipe.fleet.slack):
+        if best_s < chosen.plan.breakdown.step_s / (1 + SLACK):
             words += f"; {best_s:.3g} s is possible with the trainer on other GPUs: stop, plan again, then --resume"
         return ReplanResult(workers, words)
 
@@ -92,12 +94,12 @@ class Replanner:
             efficiencies=Efficiencies() if path is None else load_recipe(CalibrationSettings, Path(path)).build(),
             cross_types=False,
         )
-        return replan(inputs, self.plan, slack=recipe.fleet.slack, time_limit_s=TIME_LIMIT_S).options
+        return replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
 
     def _least_moves(self, options: Sequence[ReplanOption]) -> ReplanOption:
-        """Return the option that moves the fewest GPUs, among the options within `fleet.slack` of the fastest."""
+        """Return the option that moves the fewest GPUs, among the options within `SLACK` of the fastest."""
         fastest = min(option.plan.breakdown.step_s for option in options)
-        near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + self.recipe.fleet.slack)]
+        near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + SLACK)]
         return min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
 
 

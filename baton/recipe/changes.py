@@ -7,7 +7,16 @@ from typing import Any
 
 from baton.errors import UserError
 
-REMOVED = {"weights.path": "workers always fetch versions as chunks"}
+REMOVED = {
+    "weights.path": "workers always fetch versions as chunks",
+    "inspection.remembered": "the newest 64 checked trajectories of a worker are always evaluated together",
+    "log.trace_mb": "a trace has at most 32 MB; log.trace = false disables it",
+    "fleet.slack": "a new plan may always be 2 % slower than the fastest to move fewer GPUs",
+    "sft.min_lr_frac": "the learning rate always falls to 2 % of sft.lr",
+    "sft.betas": "a warm start always uses AdamW with betas 0.9 and 0.98",
+    "sft.weight_decay": "a warm start always has a weight decay of 0.05",
+    "sft.max_grad_norm": "a warm start always clips the gradient to norm 1",
+}
 """Keys of earlier recipes that no longer exist, each with the reason."""
 
 RENAMED = {

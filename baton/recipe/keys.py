@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from baton.errors import UserError
+from baton.recipe.load import section_class
 from baton.recipe.recipe import Recipe, WarmStart
 
 LISTS = tuple(name for name, field in Recipe.model_fields.items() if get_origin(field.annotation) is tuple)
@@ -47,7 +48,7 @@ def recipe_keys(section: str | None = None) -> list[RecipeKey]:
 
 
 def _keys(kind: type[BaseModel]) -> Iterator[RecipeKey]:
-    nested = {name: _section_type(field) for name, field in kind.model_fields.items()}
+    nested = {name: section_class(field) for name, field in kind.model_fields.items()}
     for name, field in kind.model_fields.items():
         if nested[name] is None:
             yield _key("", name, field)
@@ -55,11 +56,6 @@ def _keys(kind: type[BaseModel]) -> Iterator[RecipeKey]:
         if owner is not None:
             for key in _keys(owner):
                 yield msgspec.structs.replace(key, section=f"{section}.{key.section}" if key.section else section)
-
-
-def _section_type(field: FieldInfo) -> type[BaseModel] | None:
-    candidates: list[Any] = [field.annotation, *get_args(field.annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def _key(section: str, name: str, field: FieldInfo) -> RecipeKey:

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from baton.errors import UserError
 from baton.policy.settings import ModelSettings
 from baton.recipe.changes import REMOVED, RENAMED
-from baton.recipe.recipe import TaskRecipe
 
 logger = logging.getLogger(__name__)
-
-
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
@@ -58,11 +56,6 @@ def _checkpoint_of_run(run: Path) -> str:
             f"model.path: the run {run} has no checkpoint; give the directory of a model, such as that of `baton sft`"
         )
     return str(found)
-
-
-def load_tasks(path: Path) -> TaskRecipe:
-    """Read only the sections of a training or warm start recipe that an evaluation needs."""
-    return load_recipe(TaskRecipe, path)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -114,10 +107,14 @@ def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> list[str
     for part in location:
         if isinstance(part, int):
             continue
-        annotation = kind.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not nested:
+        section = section_class(kind.model_fields[part])
+        if section is None:
             return []
-        kind = nested[0]
+        kind = section
     return list(kind.model_fields)
+
+
+def section_class(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the class of a section, also of one that is optional or in a list; None for a key that is a value."""
+    candidates: list[Any] = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

@@ -36,8 +36,6 @@ class FleetSettings(Settings):
     """Maximum number of restarts of the trainer, from its last checkpoint, after the loss of a rank or a machine."""
     replan: bool = True
     """Compute a new plan when machines join or leave; otherwise the remaining workers continue."""
-    slack: float = Field(default=0.02, ge=0)
-    """When replanning, prefer a plan that moves fewer GPUs if its step time is at most this fraction longer."""
     cluster: str | None = None
     """Cluster TOML with the links, prices and GPU types for replanning."""
     workload: str | None = None

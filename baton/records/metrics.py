@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from baton.errors import UserError
 from baton.files import append, flush_to_disk, read_rows, write_whole, writing
@@ -36,8 +36,6 @@ class LogSettings(Settings):
     trace: bool = True
     """True to write every lease, train step and publication to trace.jsonl, which `baton trace` and the report page
     read."""
-    trace_mb: int = Field(default=32, ge=1)
-    """Maximum size of the trace in MB; of a larger trace, the beginning and the end are kept."""
 
     @field_validator("wandb")
     @classmethod

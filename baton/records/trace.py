@@ -82,6 +82,8 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 _PART = "part"
 MAX_PENDING = 200_000
 """Maximum number of spans between two flushes; further spans are dropped, and a GAP is recorded."""
+LIMIT_BYTES = 32_000_000
+"""Maximum size of a run's trace; of a larger trace, the beginning and the end are kept."""
 
 
 class TraceWriter:
@@ -91,7 +93,7 @@ class TraceWriter:
     trace.last.jsonl is written. Each time it reaches a quarter of the limit, it replaces trace.before.jsonl.
     """
 
-    def __init__(self, directory: Path | None = None, limit_bytes: int = 0) -> None:
+    def __init__(self, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
         """Without a directory, the writer records nothing. No file is opened before the first `flush`."""
         self._directory, self._limit = directory, limit_bytes
         self._lock = Lock()

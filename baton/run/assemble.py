@@ -18,8 +18,8 @@ from baton.files import writing
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
-from baton.recipe.load import load_tasks
-from baton.recipe.recipe import Recipe
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe, TaskRecipe
 from baton.recipe.support import experimental_parts
 from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
@@ -166,7 +166,7 @@ def _build_loop(
     held_out = _prompts(recipe, mixture, tokenizer, observer)
     place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
     trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
-    trace = TraceWriter(recipe.run.path if recipe.log.trace else None, recipe.log.trace_mb * 1_000_000)
+    trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
     trace.mark(BEGIN, step=place.state.step)
     run, port, metrics, journal = _open(
         recipe, lock, trainer, tokenizer, place, threads, observer, trace, worker_supervisor
@@ -336,7 +336,7 @@ def evaluate_model(
         if checkpoint is None:
             raise UserError(f"{path} has no complete checkpoint to evaluate")
         model_path = checkpoint
-    recipe = load_tasks(recipe_path or (run or path) / "recipe.toml")
+    recipe = load_recipe(TaskRecipe, recipe_path or (run or path) / "recipe.toml")
     set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(str(model_path))
     mixture = TaskMixture(recipe.task, recipe.answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from baton.policy.tokenizer import Tokenizer
 from baton.records.evaluation import Evaluation, share_interval
@@ -23,7 +23,6 @@ def evaluate(
     *,
     samples: int,
     version: int,
-    on_tokens: Callable[[int], None] | None = None,
 ) -> tuple[list[Evaluation], list[Group]]:
     """Generate and score `samples` responses to each prompt; return the results of each task, and the scored groups.
 
@@ -32,7 +31,7 @@ def evaluate(
     requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
     members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
     finished: list[list[Trajectory]] = [[] for _ in prompts]
-    for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version, on_tokens=on_tokens):
+    for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
         ready = finished[trajectory.group_id]
         ready.append(trajectory)
         if len(ready) == samples or not judge.sees_groups:

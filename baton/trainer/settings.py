@@ -97,13 +97,5 @@ class SftSettings(Settings):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=100, ge=0)
     """Number of updates over which the learning rate rises linearly. Afterwards it decays as a cosine."""
-    min_lr_frac: float = Field(default=0.02, ge=0, le=1)
-    """Final learning rate of the decay, as a fraction of `lr`."""
-    betas: tuple[float, float] = (0.9, 0.98)
-    """Decay rates of AdamW's moments."""
-    weight_decay: float = Field(default=0.05, ge=0)
-    """Decoupled weight decay per unit of learning rate, on matrices only."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Maximum Euclidean norm of the gradient; larger gradients are scaled down."""
     dtype: DTypeName = "float32"
     """Data type in which linear layers compute. Master weights are always float32."""

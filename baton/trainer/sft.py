@@ -16,6 +16,12 @@ from baton.trainer.settings import SftSettings
 
 LENGTH_MULTIPLE = 8
 """Rows are padded to multiples of this many tokens, because bfloat16 kernels on a CPU are compiled for each shape."""
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.05
+"""Decoupled weight decay per unit of learning rate, on matrices only."""
+MIN_LR_FRAC = 0.02
+"""Final learning rate of the cosine decay, as a fraction of the peak."""
+MAX_GRAD_NORM = 1.0
 
 
 class Demonstration(msgspec.Struct, frozen=True):
@@ -47,7 +53,7 @@ def fine_tune(
     if settings.dtype == "bfloat16":
         prefer_float32_attention(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    optimizer = make_optimizer(parameters, lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
     model.eval()  # type: ignore[no-untyped-call]  # no dropout, as in RL
     for step in range(1, settings.steps + 1):
         rows = sorted((next(examples) for _ in range(settings.batch_size)), key=lambda row: -row.num_tokens)
@@ -58,7 +64,7 @@ def fine_tune(
             (summed / num_targets).backward()  # type: ignore[no-untyped-call]
             loss += float(summed.detach()) / num_targets
             num_tokens += processed
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             raise TrainingDiverged(f"warm start step {step}: the gradient is not finite (loss {loss})")
         set_learning_rate(
@@ -69,7 +75,7 @@ def fine_tune(
                 warmup_steps=settings.warmup_steps,
                 decay="cosine",
                 total_steps=settings.steps,
-                min_lr_frac=settings.min_lr_frac,
+                min_lr_frac=MIN_LR_FRAC,
             ),
         )
         optimizer.step()

@@ -16,8 +16,8 @@ import baton
 from baton.errors import UserError
 from baton.files import seal
 from baton.recipe.keys import recipe_keys
-from baton.recipe.load import load_recipe, load_tasks
-from baton.recipe.recipe import Recipe, WarmStart
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe, TaskRecipe, WarmStart
 from baton.records.run_directory import without_none
 from baton.rollout.settings import RolloutSettings
 from baton.settings import Settings
@@ -63,7 +63,7 @@ def test_the_recipes_of_the_repository_load_and_come_back_from_what_a_run_writes
     written.write_text(tomli_w.dumps(without_none(loaded.model_dump(mode="json"))))
     assert load_recipe(kind_of(path), written) == loaded
     if loaded.task:
-        assert load_tasks(written).task == loaded.task
+        assert load_recipe(TaskRecipe, written).task == loaded.task
 
 
 def test_a_resolved_recipe_holds_every_key_and_loads_as_the_same(base: Path, tmp_path: Path) -> None:
@@ -126,6 +126,10 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
         ("task.0.wieght=1", "unknown key task.0.wieght; did you mean 'weight'?"),
         ("rollout.batch_group=1", "unknown key rollout.batch_group; did you mean 'batch_groups'?"),
         ("weights.path=chunks", "weights.path was removed: workers always fetch versions as chunks; remove the key"),
+        (
+            "log.trace_mb=9",
+            "log.trace_mb was removed: a trace has at most 32 MB; log.trace = false disables it; remove",
+        ),
         ("swarm.silence_s=9", "swarm.silence_s is now called swarm.heartbeat_timeout_s"),
         ("swarm.relief=0", "swarm.relief is now called swarm.backup_lease_factor"),
         ("trainer.lr=fast", "trainer.lr: got 'fast', input should be a valid number"),

@@ -40,6 +40,8 @@ REMEMBERED_OPEN = 100_000
 """Maximum number of finished trajectories of a worker that are tracked until they are trained on."""
 REMEMBERED_TRAINED = 10_000
 """Maximum number of trained trajectories that are listed per worker."""
+EVALUATED_TOGETHER = 64
+"""Number of the newest checked trajectories of a worker that are evaluated together."""
 
 
 class InspectionSettings(Settings):
@@ -58,8 +60,6 @@ class InspectionSettings(Settings):
     """True to also check the workers that the run has started itself, with `--workers` or on a cluster."""
     device: str = "cpu"
     """Device on which trajectories are scored again. The default keeps the trainer's accelerator free."""
-    remembered: int = Field(default=64, ge=1)
-    """Number of the newest checked trajectories of a worker that are evaluated together."""
 
 
 class QuarantineRecord(msgspec.Struct, frozen=True):
@@ -411,7 +411,7 @@ class VerificationPolicy:
 
     def _of(self, worker: str) -> _CheckedWorker:
         if worker not in self._workers:
-            self._workers[worker] = _CheckedWorker(deque(maxlen=self._settings.remembered), self._settings.first)
+            self._workers[worker] = _CheckedWorker(deque(maxlen=EVALUATED_TOGETHER), self._settings.first)
         return self._workers[worker]
 
     def _draw(self, worker: str, name: str) -> float:
