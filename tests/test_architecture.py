@@ -318,7 +318,12 @@ OTHER_ENGINES = {
     "rollout/engines/vllm/client.py",
 }
 """Where vLLM and SGLang are asked, instead of the first two files: three of these in a run."""
-VERIFY_OR_SHOW = ("swarm/verification/", "rollout/rescoring.py", "rollout/engines/embedded/rescore.py", "views/")
+VERIFY_OR_SHOW = (
+    "swarm/verification/",
+    "rollout/rescoring.py",
+    "rollout/engines/embedded/rescore.py",
+    "run/trajectories.py",
+)
 ALL_LOGPROBS_ARE_BEHAVIORS = ("rollout/", "swarm/", "run/", "records/")
 """Elsewhere a name that says only `logprob` may be of another policy."""
 

@@ -40,23 +40,22 @@ from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.run.dry_run import Footprint
 from baton.run.summary import RunReport
+from baton.run.trajectories import ReadableTrajectory
 from baton.simulator.parameter_sweep import ParameterSweep
 from baton.simulator.result import Result
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Idle
 from baton.swarm.hub.status import HubStatus
 from baton.tasks.gym import ListedTask
-from baton.views.pages.plan_page import write_plan_page
+from baton.views.pages.plan import write_plan_page
 from baton.views.pages.simulation import write_result_page
-from baton.views.terminal.algorithms import print_algorithms
 from baton.views.terminal.bench import print_bench
-from baton.views.terminal.keys import print_keys
+from baton.views.terminal.lists import print_algorithms, print_keys, print_tasks
 from baton.views.terminal.plan import print_plan
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_dry_run, print_evaluations, print_report
 from baton.views.terminal.simulation import print_result, print_sweep
-from baton.views.terminal.tasks import print_tasks
-from baton.views.terminal.trajectories import ReadableTrajectory, print_trajectories
+from baton.views.terminal.trajectories import print_trajectories
 from tests.cluster.plans import plan_of, replica, stage
 
 ROOT = Path(__file__).parents[1]
@@ -270,7 +269,7 @@ def test_errors_and_log_lines_of_a_command_are_spelled_out(tmp_path: Path) -> No
 
 def test_pages_hold_texts_from_outside_as_texts(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
-    page = tmp_path / "page.html"
+    page = tmp_path / "report.html"
     plan = plan_of([stage("H100", "a:0")], [replica("L20", "b:0", share=1.0)], cluster=hostile, model=hostile)
     write_plan_page(page, PlanResult(plan, inputs_of(hostile)), ())
     assert "<script>alert" not in page.read_text()

@@ -21,9 +21,9 @@ from baton.records.run_directory import RunDirectory
 from baton.records.trace import read_trace
 from baton.run.assemble import build_loop, evaluate_model
 from baton.run.summary import summarise
+from baton.run.trajectories import read_trajectories
 from baton.views.pages.report import write_page
 from baton.views.terminal.progress import TerminalObserver
-from baton.views.terminal.trajectories import read_trajectories
 from tests.run.stopping import StopWhen
 from tests.run.test_resume import recipe, tiny_model
 

@@ -43,6 +43,7 @@ from baton.rollout.processes import protocol
 from baton.run import dry_run as footprint
 from baton.run import loop, summary
 from baton.run import sft as warmstart
+from baton.run.trajectories import ShownTrajectory
 from baton.simulator import parameter_sweep as simulator_sweep
 from baton.simulator import result as simulator_result
 from baton.specs import plan
@@ -54,7 +55,6 @@ from baton.swarm.verification import quarantine
 from baton.tasks import gym
 from baton.trainer import checkpoint
 from baton.trainer.parallel import messages as ranks
-from baton.views.terminal.trajectories import ShownTrajectory
 from baton.weights import manifest
 
 TABLE = Path(__file__).with_name("wire_names.toml")

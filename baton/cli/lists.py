@@ -15,7 +15,7 @@ def keys(
 ) -> None:
     """List every key of a recipe with its default and meaning."""
     from baton.recipe.keys import recipe_keys
-    from baton.views.terminal.keys import print_keys
+    from baton.views.terminal.lists import print_keys
 
     show(recipe_keys(section), print_keys, as_json=as_json)
 
@@ -26,7 +26,7 @@ def tasks(
 ) -> None:
     """List the tasks of reasoning-gym, each with an example."""
     from baton.tasks.gym import list_tasks
-    from baton.views.terminal.tasks import print_tasks
+    from baton.views.terminal.lists import print_tasks
 
     show(list_tasks(name), print_tasks, as_json=as_json)
 
@@ -37,6 +37,6 @@ def algorithms(
 ) -> None:
     """List the algorithm presets with their papers and settings."""
     from baton.recipe.presets import list_algorithms
-    from baton.views.terminal.algorithms import print_algorithms
+    from baton.views.terminal.lists import print_algorithms
 
     show(list_algorithms(name), print_algorithms, as_json=as_json)

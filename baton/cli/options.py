@@ -45,7 +45,12 @@ Insecure = Annotated[
 Authority = Annotated[Path | None, typer.Option("--ca", help="PEM file of the CA that signed the hub's certificate.")]
 
 
-RENAMED_OPTIONS = {"--patience": "--reconnect-timeout"}
+RENAMED_OPTIONS = {
+    "--patience": "--reconnect-timeout",
+    "--best": "--sort best",
+    "--worst": "--sort worst",
+    "--longest": "--sort longest",
+}
 """Options of earlier versions, each with its current name."""
 
 

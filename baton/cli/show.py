@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from baton.cli.options import Json, RunPath
 from baton.console import out, print_json
-from baton.errors import UserError
 
 
 def show(
@@ -18,9 +17,10 @@ def show(
         bool, typer.Option("--skipped", help="Show the batch that `baton train --skip-batch` skipped.")
     ] = False,
     group: Annotated[int | None, typer.Option("--group", help="Show only the group with this id.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
-    longest: Annotated[bool, typer.Option("--longest", help="Longest response first.")] = False,
+    order: Annotated[
+        Literal["best", "worst", "longest"] | None,
+        typer.Option("--sort", help="Sort by reward (best or worst first), or by response length (longest first)."),
+    ] = None,
     task: Annotated[str | None, typer.Option("--task", help="Show only trajectories of this task.")] = None,
     correct: Annotated[
         bool | None, typer.Option("--correct/--wrong", help="Show only correct or only wrong trajectories.")
@@ -29,12 +29,9 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the trajectories of a train step: prompt, response, answer, reward."""
-    from baton.views.terminal.trajectories import ORDERS, print_trajectories, read_trajectories
+    from baton.run.trajectories import read_trajectories
+    from baton.views.terminal.trajectories import print_trajectories
 
-    chosen = [name for name, is_on in zip(ORDERS, (best, worst, longest), strict=True) if is_on]
-    if len(chosen) > 1:
-        raise UserError(f"--{chosen[0]} and --{chosen[1]} exclude each other: give one order")
-    order = chosen[0] if chosen else None
     found = read_trajectories(
         run, step, group=group, task=task, is_correct=correct, order=order, limit=limit, skipped=skipped
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,10 @@ from baton.console import wide_out
 from baton.errors import UserError
 
 if TYPE_CHECKING:
+    from baton.records.trace import Span
     from baton.simulator.input_sources import SettingSource
+    from baton.simulator.parameter_sweep import ParameterSweep
+    from baton.simulator.result import Result
 
 
 def simulate(
@@ -78,33 +82,41 @@ def simulate(
         is_detailed=faults is not None or laws,
     )
     if html is not None:
-        from baton.views.pages.page import check_page
+        from baton.views.pages.template import check_page
 
         check_page(html)
     failing = FaultsSettings() if faults is None else load_recipe(FaultsSettings, faults)
     options = RunOptions(seed, failing.schedule(seed), laws)
     if sweep:
         swept = sweep_parameters(source, simulation_options, read_axes(sweep), options)
-        if html is not None:
-            from baton.views.pages.simulation import write_sweep_page
-
-            write_sweep_page(html, swept)
+        _write_sweep(swept, html)
         show(swept, print_sweep, as_json=as_json, console=wide_out())
     else:
         is_traced = trace is not None or html is not None
         result, spans = run_request(SimulationRequest(source.setting(simulation_options), options, log, is_traced))
-        if trace is not None:
-            from baton.files import write_whole
-            from baton.records.trace import chrome_trace
-
-            write_whole(trace, chrome_trace(spans))
-        if html is not None:
-            from baton.views.pages.simulation import write_result_page
-
-            write_result_page(html, result, spans)
+        _write_result(result, spans, html, trace)
         show(result, print_result, as_json=as_json, console=wide_out())
     if not as_json:
         print_written(log, html, trace)
+
+
+def _write_sweep(swept: ParameterSweep, html: Path | None) -> None:
+    if html is not None:
+        from baton.views.pages.simulation import write_sweep_page
+
+        write_sweep_page(html, swept)
+
+
+def _write_result(result: Result, spans: Sequence[Span], html: Path | None, trace: Path | None) -> None:
+    if trace is not None:
+        from baton.files import write_whole
+        from baton.records.trace import chrome_trace
+
+        write_whole(trace, chrome_trace(spans))
+    if html is not None:
+        from baton.views.pages.simulation import write_result_page
+
+        write_result_page(html, result, spans)
 
 
 def _source(

@@ -1,4 +1,4 @@
-"""Read `support.toml`, which states what is tested, experimental or refused; check runs against it; render the docs.
+"""Read `support.toml`, which states what is tested, experimental or refused; check runs against it.
 
 A run is a mapping from axis to values, such as {"mode": ("async",), "engine": ("vllm",)}. Axes whose values are unknown
 are absent from the mapping. The header of `support.toml` defines its entries.
@@ -6,8 +6,6 @@ are absent from the mapping. The header of `support.toml` defines its entries.
 
 from __future__ import annotations
 
-import string
-import textwrap
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -18,8 +16,6 @@ import msgspec
 from baton.errors import UserError
 
 Run = Mapping[str, tuple[str, ...]]
-ARCHITECTURES_IN_README = 6
-"""Maximum number of architectures that the README lists per refusal; docs/support.md lists all of them."""
 
 
 class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,7 +82,7 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
     table, found, doubtful = support_table(), [], set()
     for axis in table.axis:
         for value in run.get(axis.name, ()):
-            entry = next((e for e in table.support if _is_single(e, axis.name) and e.describes(axis.name, value)), None)
+            entry = next((e for e in table.support if is_single(e, axis.name) and e.describes(axis.name, value)), None)
             if entry is None or entry.experimental:
                 doubtful.add((axis.name, value))
                 found.append(f"{axis.name} {value} ({entry.experimental if entry else 'no test covers it'})")
@@ -101,64 +97,7 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_single(entry: SupportEntry, axis: str) -> bool:
+def is_single(entry: SupportEntry, axis: str) -> bool:
     """Return True if an entry has this axis and no other axis, or has default values on all axes."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())
-
-
-# ---- rendering -------------------------------------------------------------------------------------------------------
-
-
-def support_page() -> str:
-    """Render the tables of docs/support.md."""
-    table = support_table()
-    lines = []
-    for axis in table.axis:
-        lines += [f"### {axis.title}", "", "| value | status | test or reason |", "|---|---|---|"]
-        lines += [
-            f"| {_named(entry.when[axis.name], axis.default)} | {entry.status} | {_reason(entry)} |"
-            for entry in table.support
-            if _is_single(entry, axis.name)
-        ]
-        lines.append("")
-    lines += ["### Combinations", "", "| combination | status | test or reason |", "|---|---|---|"]
-    for entry in (entry for entry in table.support if not any(_is_single(entry, axis) for axis in entry.when)):
-        when = "; ".join(f"{axis}: {_named(values)}" for axis, values in entry.when.items())
-        lines.append(f"| {when} | {entry.status} | {_reason(entry)} |")
-    return "\n".join(lines) + "\n"
-
-
-def support_gaps() -> str:
-    """Render README's list "What does not work yet": experimental and refused values, and refused architectures."""
-    lines = []
-    for entry in support_table().support:
-        (axis, values), *others = entry.when.items()
-        if "architecture" in entry.when and entry.refused:
-            names = entry.when["architecture"]
-            more = ", …" if len(names) > ARCHITECTURES_IN_README else ""
-            lines.append(f"{_named(names[:ARCHITECTURES_IN_README])}{more}: {_without_key(_reason(entry))}")
-        elif entry.status != "tested" and not others:
-            lines.append(f"{axis} {_named(values)}: {_without_key(_reason(entry))}")
-    return "".join(
-        textwrap.fill(line, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) + "\n"
-        for line in lines
-    )
-
-
-def _named(values: tuple[str, ...], default: str = "") -> str:
-    return ", ".join(f"`{value}`{' (default)' if value == default else ''}" for value in values)
-
-
-def _without_key(sentence: str) -> str:
-    """Return a sentence without the recipe key or option at its start."""
-    key, _, rest = sentence.partition(": ")
-    return sentence if " " in key else rest
-
-
-def _reason(entry: SupportEntry) -> str:
-    """Return the test's name as Markdown code, or the sentence with words in place of its placeholders."""
-    if entry.test:
-        return f"`{entry.test}`"
-    words = {field: f"this {field}" for _, field, _, _ in string.Formatter().parse(entry.why) if field}
-    return entry.why.format(**words) if entry.refused else entry.why

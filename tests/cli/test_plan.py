@@ -222,7 +222,7 @@ def test_a_wrong_file_is_named_with_key_and_what_is_allowed(files: Path, file: s
 def test_questions_that_do_not_go_together_are_refused(files: Path) -> None:
     offers = ("--offers", files / "offers.toml")
     assert "give --cluster" in mistake(files, cluster=False)
-    assert "--offers goes with" in mistake(files, *offers)
+    assert "--offers needs" in mistake(files, *offers)
     assert "exclude each other" in mistake(files, *offers, "--budget", 5, "--target-throughput", 5, cluster=False)
     assert "--budget: got -5" in mistake(files, *offers, "--budget", -5, cluster=False)
     assert "the cheapest machine costs 2.7" in mistake(files, *offers, "--budget", 1, cluster=False)

@@ -121,7 +121,7 @@ def test_a_run_too_short_for_a_steady_state_says_so() -> None:
 
 
 def test_a_trace_and_a_page_show_who_generated_what(tmp_path: Path) -> None:
-    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    trace, page = tmp_path / "trace.json", tmp_path / "report.html"
     call("--recipe", RECIPE, "--steps", 3, "--trace", trace, "--html", page, "rollout.mode=partial")
     names = {event["name"] for event in json.loads(trace.read_bytes())["traceEvents"]}
     assert names >= {"generate", "prefill", "train", "publish", "wait_for_batch"}

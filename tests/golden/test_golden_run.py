@@ -87,8 +87,8 @@ def assert_shown(run: str, steps: int) -> None:
     assert (report["steps"], report["num_steps"]) == (steps, 4)
     assert report["changes"]
     assert "steps" in baton("report", run)[0]
-    baton("report", run, "--html", "--out", "page.html")
-    assert "<svg" in Path("page.html").read_text()
+    baton("report", run, "--html", "--out", "report.html")
+    assert "<svg" in Path("report.html").read_text()
     for step in groups_of(Path(run)):
         shown = json.loads(baton("show", run, "--step", str(step), "--json", "-n", "100")[0])
         assert len(shown) == 6

@@ -27,6 +27,7 @@ from baton.rewards import scorer_protocol as calls
 from baton.rollout.processes import protocol
 from baton.run.loop import LoopState
 from baton.run.summary import RunReport
+from baton.run.trajectories import ShownTrajectory
 from baton.specs.plan import Plan
 from baton.swarm import messages
 from baton.swarm.audit_log import AuditLine
@@ -37,7 +38,6 @@ from baton.swarm.verification.quarantine import LiftRecord
 from baton.trainer.checkpoint import CheckpointState
 from baton.trainer.parallel import messages as ranks
 from baton.types import Batch, FinishReason, Group, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
-from baton.views.terminal.trajectories import ShownTrajectory
 from tests.golden.canonical import Canonical, members, tag_of
 
 FILE = Path(__file__).parent / "wire.json"

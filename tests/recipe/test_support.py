@@ -22,8 +22,6 @@ from baton.recipe.support import (
     SupportEntry,
     check_support,
     experimental_parts,
-    support_gaps,
-    support_page,
     support_table,
 )
 from baton.rollout.engine import EngineSettings
@@ -31,6 +29,7 @@ from baton.rollout.settings import RolloutSettings
 from baton.run.dry_run import footprint
 from baton.trainer.algorithm import PRESETS
 from tests.model_families import tiny_config
+from tests.recipe.support_pages import support_gaps, support_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = {ROOT / "docs" / "support.md": support_page, ROOT / "README.md": support_gaps}

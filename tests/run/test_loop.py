@@ -206,7 +206,7 @@ def test_an_evaluation_that_cannot_be_judged_is_recorded_without_accuracy_and_th
     console = Console(record=True, width=120, file=io.StringIO())
     print_report(console, report)
     assert "not scored" in console.export_text()
-    page = tmp_path / "page.html"
+    page = tmp_path / "report.html"
     write_page(loop.run, page)
     assert "not scored before training" in page.read_text()
 

@@ -26,11 +26,11 @@ from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
 from baton.run.resume import skip_batch
+from baton.run.trajectories import read_trajectories
 from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
 from baton.types import FinishReason, Group, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 from baton.views.terminal.progress import TerminalObserver
-from baton.views.terminal.trajectories import read_trajectories
 from tests.run.stopping import StopWhen
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]

@@ -23,9 +23,9 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.records.evaluation import Evaluation, Interval
 from baton.records.run_directory import RunDirectory
 from baton.run.summary import summarise
+from baton.run.trajectories import choose_examples
 from baton.types import RewardResult
-from baton.views.pages import charts, length_charts, page
-from baton.views.pages.examples import choose_examples
+from baton.views.pages import charts, length_charts, template
 from baton.views.pages.history import Curve, evenly
 from baton.views.pages.report import duration, render, short, write_page
 from baton.views.terminal.report import print_evaluations, print_report
@@ -217,9 +217,9 @@ def test_the_special_tokens_of_an_example_stand_apart(run: RunDirectory) -> None
 
 def test_examples_are_of_both_ends_of_the_run_and_none_is_there_twice(run: RunDirectory) -> None:
     found = list(choose_examples(run))
-    assert {e.shown.step for e in found} == {run.recorded_steps()[0], run.recorded_steps()[-1]}
-    assert {e.kind for e in found} == {"best", "worst", "longest"}
-    names = [(e.shown.step, e.shown.group_id, e.shown.sample_index) for e in found]
+    assert {e.shown.step for _, e in found} == {run.recorded_steps()[0], run.recorded_steps()[-1]}
+    assert {order for order, _ in found} == {"best", "worst", "longest"}
+    names = [(e.shown.step, e.shown.group_id, e.shown.sample_index) for _, e in found]
     assert len(set(names)) == len(names)
 
 
@@ -236,9 +236,10 @@ def test_an_example_without_a_judgement_says_why(run: RunDirectory) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_a_very_long_response_is_shortened_and_the_page_says_so(run: RunDirectory) -> None:
     write_responses(run, 3, [("a1 " * 10_000, 1.0), ("2", 0.0)])
-    example = next(e for e in choose_examples(run) if e.shown.num_tokens > 5000)
-    assert sum(len(piece.text) for piece in example.response) < 13_000
-    assert "18,000 characters omitted" in render(run)
+    page = render(run)
+    assert "18,000 characters omitted" in page
+    responses = [part.partition("</pre>")[0] for part in page.split('<pre class="response">')[1:]]
+    assert max(map(len, responses)) < 13_000
 
 
 @pytest.mark.parametrize(
@@ -305,7 +306,7 @@ def test_the_page_is_written_whole_where_it_is_asked_for(run: RunDirectory, tmp_
 def test_without_matplotlib_one_sentence_says_what_to_install(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "find_spec", lambda name: None if name == "matplotlib" else object())
+    monkeypatch.setattr(template, "find_spec", lambda name: None if name == "matplotlib" else object())
     with pytest.raises(UserError, match=r"matplotlib.*pip install 'baton-rl\[report\]'"):
         render(run)
 

@@ -13,7 +13,7 @@ from baton.records.run_directory import RunDirectory
 from baton.records.trace import ASIDE, BEGIN, Span
 from baton.views.pages.report import render
 from baton.views.pages.slots import MAX_ROWS, MAX_WORKERS, busy_slots, ramp, slot_picture, slot_pictures
-from baton.views.pages.steps import Window, choose_windows, steps_of
+from baton.views.pages.windows import Window, choose_windows, steps_of
 from tests.views.report_cases import changeable_run as changeable_run
 
 

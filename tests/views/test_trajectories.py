@@ -11,7 +11,8 @@ import pytest
 from baton.console import Console, visible
 from baton.errors import UserError
 from baton.records.run_directory import RunDirectory
-from baton.views.terminal.trajectories import print_trajectories, read_trajectories
+from baton.run.trajectories import read_trajectories
+from baton.views.terminal.trajectories import print_trajectories
 from tests.views.report_cases import changeable_run as changeable_run
 from tests.views.report_cases import write_responses
 

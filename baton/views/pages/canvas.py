@@ -7,7 +7,8 @@ variables of the page.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
 
 SERIES = tuple(f"#01020{i}" for i in range(1, 8))
 """Placeholders of the page's data colours `--s1` to `--s7`, which colour-blind readers can distinguish."""
@@ -62,11 +64,28 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_step: int | None = None) -> str:
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with title and note."""
+
+    title: str
+    svg: str
+    note: str = ""
+    """Explanation for the reader, plain text."""
+
+
+def draw(
+    paint: Callable[[Axes], None],
+    *,
+    x: str = "train step",
+    y: str,
+    last_step: int | None = None,
+    from_zero: bool = False,
+) -> str:
     """Return the SVG of a chart.
 
     `paint` draws on empty axes. `x` and `y` are the labels of the axes, with units. If the horizontal axis is train
-    steps, `last_step` is the end of its range.
+    steps, `last_step` is the end of its range. With `from_zero`, the vertical axis begins at zero.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
@@ -78,6 +97,8 @@ def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_s
             axes.set_xlim(-0.02 * end, 1.02 * end)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
         paint(axes)
+        if from_zero:
+            axes.set_ylim(bottom=0)
         _tick(axes)
         handles, labels = axes.get_legend_handles_labels()
         if labels:
@@ -89,6 +110,16 @@ def draw(paint: Callable[[Axes], None], *, x: str = "train step", y: str, last_s
             page, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
     return to_svg(page.getvalue())
+
+
+def stack_bars(
+    axes: Axes, lefts: NDArray[np.float64], bars: Iterable[tuple[str, str, NDArray[np.float64]]], **style: Any
+) -> None:
+    """Draw bars at the same places on top of each other. `bars` has the label, the colour and the heights of each."""
+    bottom = np.zeros(len(lefts))
+    for label, colour, heights in bars:
+        axes.bar(lefts, heights, bottom=bottom, color=colour, label=label, **style)
+        bottom = bottom + heights
 
 
 def _tick(axes: Axes) -> None:

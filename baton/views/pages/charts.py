@@ -11,23 +11,13 @@ from matplotlib.axes import Axes
 
 from baton.records.evaluation import Evaluation
 from baton.records.run_directory import RecordedEvaluation
-from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, SKY, YELLOW, draw
+from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, SKY, YELLOW, Chart, draw, stack_bars
 from baton.views.pages.history import Curve, History
 
 MARKED = 40
 """Maximum number of points of a curve that is drawn with markers."""
 STAGES = {"generate": BLUE, "judge": YELLOW, "train": ORANGE, "weight_sync": GREEN}
 """Colours of the stages of a train step. The remaining time of the step is drawn as `other`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A drawing with title and note."""
-
-    title: str
-    svg: str
-    note: str = ""
-    """Explanation for the reader, plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,16 +251,13 @@ def speed_charts(history: History) -> Iterator[Chart]:
     def paint(axes: Axes) -> None:
         names = [name.replace("_", " ") for name in by_stage]
         if len(whole.steps) <= MARKED:
-            bottom = np.zeros(len(whole.steps))
-            for name, colour, seconds in zip(names, colours, stacked, strict=True):
-                axes.bar(whole.steps, seconds, 0.8, bottom, color=colour, label=name)
-                bottom = bottom + seconds
+            stack_bars(axes, whole.steps, zip(names, colours, stacked, strict=True))
         else:
             axes.stackplot(whole.steps, stacked, colors=colours, labels=names, linewidth=0)
-        axes.set_ylim(bottom=0)
 
     note = f"Mean of {window} steps." if window > 1 else ""
-    yield Chart("Where the time of a step goes", draw(paint, y="seconds", last_step=history.last_step), note)
+    svg = draw(paint, y="seconds", last_step=history.last_step, from_zero=True)
+    yield Chart("Where the time of a step goes", svg, note)
 
 
 def _on(curve: Curve, steps: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ MAX_SAMPLED_STEPS = 40
 """Maximum number of train steps whose trajectories are read. If a run has more, evenly spaced steps are read."""
 
 Floats = NDArray[np.float64]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,11 @@ def verdict(member: ScoredTrajectory) -> str:
     return "correct" if member.judgement.is_correct else "wrong"
 
 
-def evenly(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of the steps, evenly spaced, including the first and the last step."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """Return at most `count` of the items, evenly spaced, including the first and, unless `count` is 1, the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def _is_finite(value: Any) -> bool:

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path
 
-from baton.views.pages.canvas import BLUE, GREY, ORANGE, draw
-from baton.views.pages.charts import Chart
+from baton.views.pages.canvas import BLUE, GREY, ORANGE, Chart, draw, stack_bars
 from baton.views.pages.history import VERDICTS, Floats, StepLengths
 
 COLOURS = dict(zip(VERDICTS, (BLUE, ORANGE, GREY), strict=True))
@@ -69,9 +68,8 @@ def _by_verdict(samples: Sequence[StepLengths], last_step: int) -> Chart:
             points = [(step, lengths.mean()) for step, lengths in found if len(lengths)]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", ms=3, color=colour, label=name)
-        axes.set_ylim(bottom=0)
 
-    return Chart("Mean length by verdict", draw(paint, y="tokens", last_step=last_step))
+    return Chart("Mean length by verdict", draw(paint, y="tokens", last_step=last_step, from_zero=True))
 
 
 def _histogram(when: str, samples: Sequence[StepLengths], edges: Floats) -> Chart:
@@ -80,11 +78,9 @@ def _histogram(when: str, samples: Sequence[StepLengths], edges: Floats) -> Char
     present = [name for name in VERDICTS if (verdicts == name).any()]
 
     def paint(axes: Axes) -> None:
-        bottom = np.zeros(len(edges) - 1)
-        for name in present:
-            shares = 100 * np.histogram(lengths[verdicts == name], edges)[0] / len(lengths)
-            axes.bar(edges[:-1], shares, 0.92 * np.diff(edges), bottom, align="edge", color=COLOURS[name], label=name)
-            bottom = bottom + shares
+        shares = {name: 100 * np.histogram(lengths[verdicts == name], edges)[0] / len(lengths) for name in present}
+        bars = ((name, COLOURS[name], shares[name]) for name in present)
+        stack_bars(axes, edges[:-1], bars, width=0.92 * np.diff(edges), align="edge")
         axes.set_xlim(0, edges[-1])
 
     means = ", ".join(f"{name} {lengths[verdicts == name].mean():.1f}" for name in present)

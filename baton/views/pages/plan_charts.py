@@ -13,6 +13,7 @@ from baton.planner.what_if import Marginal, PricePoint
 from baton.specs.cluster import GB, Cluster
 from baton.specs.plan import Plan
 from baton.views.pages.canvas import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, draw
+from baton.views.terminal.plan import replicas_by_shape
 
 CELL, GAP, PAD, WIDTH = 13, 3, 8, 1160
 TRAIN_COLOURS = ("--s1", "--s5", "--s4")
@@ -40,16 +41,12 @@ def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
         keys.append(
             LegendEntry(colour, f"train: {len(stage.gpu_ids)} {stage.gpu}, dp {stage.dp} · tp {stage.tp}, {layers}")
         )
-    shapes = list(dict.fromkeys((r.gpu, r.tp, r.pp, r.batch) for r in plan.replicas))
-    for index, shape in enumerate(shapes):
+    for index, same in enumerate(replicas_by_shape(plan)):
         colour = ROLLOUT_COLOURS[index % len(ROLLOUT_COLOURS)]
-        same = [r for r in plan.replicas if (r.gpu, r.tp, r.pp, r.batch) == shape]
-        for replica in same:
-            by_gpu |= dict.fromkeys(replica.gpu_ids, colour)
-        gpu, tp, pp, batch = shape
-        keys.append(
-            LegendEntry(colour, f"rollout: {len(same)} × {gpu}, tp {tp} · pp {pp}, {batch} trajectories at once")
-        )
+        by_gpu |= {gpu: colour for replica in same for gpu in replica.gpu_ids}
+        r = same[0]
+        shape = f"{len(same)} × {r.gpu}, tp {r.tp} · pp {r.pp}, {r.batch} trajectories at once"
+        keys.append(LegendEntry(colour, f"rollout: {shape}"))
     if plan.idle:
         by_gpu |= {gpu: IDLE_COLOUR for idle in plan.idle for gpu in idle.gpu_ids}
         keys.append(LegendEntry(IDLE_COLOUR, f"idle: {sum(len(idle.gpu_ids) for idle in plan.idle)} GPUs"))
@@ -178,10 +175,9 @@ def curve_drawing(spots: Sequence[PricePoint], plan: Plan) -> str:
         axes.plot([s.price_per_h for s in others], [s.tokens_per_s for s in others], "o", color=GREY, label="dominated")
         axes.plot([s.price_per_h for s in best], [s.tokens_per_s for s in best], "o-", color=BLUE, label="efficient")
         axes.plot([plan.price_per_h], [plan.tokens_per_s], "D", color=ORANGE, markersize=7, label="this plan")
-        axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
 
-    return draw(paint, x=f"price per hour, {plan.currency}", y="trained tokens/s")
+    return draw(paint, x=f"price per hour, {plan.currency}", y="trained tokens/s", from_zero=True)
 
 
 def marginal_drawing(marginals: Sequence[Marginal]) -> str:
@@ -192,6 +188,5 @@ def marginal_drawing(marginals: Sequence[Marginal]) -> str:
         for index, marginal in enumerate(marginals):
             axes.text(index, 100 * marginal.gain, f"+{100 * marginal.gain:.2g} %", ha="center", va="bottom")
         axes.margins(y=0.2)
-        axes.set_ylim(bottom=0)
 
-    return draw(paint, x="one more GPU of", y="throughput gained, %")
+    return draw(paint, x="one more GPU of", y="throughput gained, %", from_zero=True)

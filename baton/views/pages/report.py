@@ -23,14 +23,15 @@ from baton.records.evaluation import Evaluation
 from baton.records.run_directory import RunDirectory
 from baton.records.trace import read_trace
 from baton.run.summary import RunReport, summarise
-from baton.views.pages.examples import Example, choose_examples
+from baton.run.trajectories import ReadableTrajectory, TextPiece, choose_examples
 from baton.views.pages.history import MAX_SAMPLED_STEPS, History, read_lengths
-from baton.views.pages.page import check_installed, check_page, render_template, write_rendered
+from baton.views.pages.template import check_installed, check_page, render_template, write_rendered
 
 if TYPE_CHECKING:
-    from baton.views.pages.charts import Chart
-    from baton.views.pages.slots import Picture
+    from baton.views.pages.canvas import Chart
 
+MAX_CHARACTERS = 12_000
+"""Maximum length of a text on the page; a note replaces the middle of a longer text."""
 SLOTS_NOTE = (
     "Each row is a slot. Each bar is a lease, during which a worker generates one response until the response is "
     "finished or aborted. Dashed lines mark the start of training in a step; solid lines mark the publication of the "
@@ -49,7 +50,7 @@ class Section(msgspec.Struct, frozen=True):
     """Charts under one heading."""
 
     heading: str
-    charts: Sequence[Chart | Picture]
+    charts: Sequence[Chart]
     note: str = ""
     is_wide: bool = False
     """Show each chart in the full width of the page."""
@@ -77,9 +78,8 @@ def render(run: RunDirectory) -> str:
     history = History.read(run)
     recipe = run.recipe()
     summary = None if "sft" in recipe else summarise(run)
-    examples = list(choose_examples(run))
     return render_template(
-        "page.html",
+        "report.html",
         {"short": short, "percent": percent, "duration": duration},
         name=run.path.absolute().name,
         summary=summary,
@@ -87,7 +87,7 @@ def render(run: RunDirectory) -> str:
         facts=list(_facts(run, recipe, summary, history)),
         tiles=list(_tiles(summary, history)),
         sections=[section for section in _sections(run, history) if section.charts],
-        examples=_by_step(examples),
+        examples=_examples(run),
         visible=visible,
         metrics=[_range(history, name) for name in sorted(history.names)],
         recipe=(run.path / "recipe.toml").read_text(encoding="utf-8"),
@@ -214,9 +214,26 @@ def _accuracy(result: Evaluation) -> str:
     return "not scored" if result.accuracy is None else percent(result.accuracy.value)
 
 
-def _by_step(examples: Sequence[Example]) -> list[tuple[int, list[Example]]]:
-    steps = sorted({e.shown.step for e in examples})
-    return [(step, [e for e in examples if e.shown.step == step]) for step in steps]
+def _examples(run: RunDirectory) -> list[tuple[int, list[tuple[str, ReadableTrajectory]]]]:
+    """Return the examples of each step, each with the order in which it is first, and with readable texts."""
+    by_step: dict[int, list[tuple[str, ReadableTrajectory]]] = {}
+    for order, found in choose_examples(run):
+        readable = ReadableTrajectory(found.shown, tuple(_readable(found.prompt)), tuple(_readable(found.response)))
+        by_step.setdefault(found.shown.step, []).append((order, readable))
+    return sorted(by_step.items())
+
+
+def _readable(pieces: Sequence[TextPiece]) -> Iterator[TextPiece]:
+    """Escape control characters, and replace the middle of a long text by a note."""
+    for piece in pieces:
+        text = visible(piece.text)
+        if len(text) > MAX_CHARACTERS:
+            half = MAX_CHARACTERS // 2
+            yield TextPiece(text[:half], piece.is_special)
+            yield TextPiece(f" … {len(text) - 2 * half:,} characters omitted … ", True)
+            yield TextPiece(text[-half:], piece.is_special)
+        else:
+            yield TextPiece(text, piece.is_special)
 
 
 def _range(history: History, name: str) -> MetricRange:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,9 @@ from baton.planner.plan_from_solution import seconds
 from baton.records.trace import Span
 from baton.simulator.parameter_sweep import ParameterSweep, SweepPoint
 from baton.simulator.result import Result
-from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, SERIES, draw
-from baton.views.pages.charts import Chart
-from baton.views.pages.page import render_template, write_rendered
-from baton.views.pages.slots import Picture, slot_pictures
+from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, SERIES, Chart, draw
+from baton.views.pages.slots import slot_pictures
+from baton.views.pages.template import render_template, write_rendered
 from baton.views.terminal.plan import money
 
 
@@ -76,7 +75,7 @@ def _write(
     heading: Sequence[str],
     rows: Sequence[Sequence[str]],
     notes: Sequence[str],
-    pictures: Sequence[Picture] = (),
+    pictures: Sequence[Chart] = (),
 ) -> None:
     page = render_template(
         "simulation.html",
@@ -108,9 +107,8 @@ def _bars(names: Sequence[str], values: Sequence[float], colours: Sequence[str],
     def paint(axes: Axes) -> None:
         axes.bar(range(len(names)), values, color=list(colours), width=0.7)
         axes.set_xticks(range(len(names)), names)
-        axes.set_ylim(bottom=0)
 
-    return draw(paint, x=x, y=y)
+    return draw(paint, x=x, y=y, from_zero=True)
 
 
 def _time(result: Result) -> Chart:
@@ -139,7 +137,7 @@ def _tokens(untrained: dict[str, float]) -> Chart:
     return Chart("Tokens that were not trained", svg, "Tokens carried at the end would be trained in later batches.")
 
 
-def _lines(swept: ParameterSweep, title: str, unit: str, value: object) -> Chart:
+def _lines(swept: ParameterSweep, title: str, unit: str, value: Callable[[Result], float]) -> Chart:
     """Return a chart over the values of the last axis, with one line per combination of the other axes."""
     last = swept.axes[-1]
     lines: dict[str, list[SweepPoint]] = {}
@@ -149,9 +147,8 @@ def _lines(swept: ParameterSweep, title: str, unit: str, value: object) -> Chart
 
     def paint(axes: Axes) -> None:
         for (name, points), colour in zip(lines.items(), [*SERIES] * len(lines), strict=False):
-            ys = [value(p.result) if p.result is not None else np.nan for p in points]  # type: ignore[operator]
+            ys = [value(p.result) if p.result is not None else np.nan for p in points]
             axes.plot(range(len(points)), ys, marker="o", color=colour, label=name or None)
         axes.set_xticks(range(len(last.values)), last.values)
-        axes.set_ylim(bottom=0)
 
-    return Chart(title, draw(paint, x=last.key, y=unit))
+    return Chart(title, draw(paint, x=last.key, y=unit, from_zero=True))

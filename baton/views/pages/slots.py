@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from baton.records.trace import ASIDE, Span, actors_of
-from baton.views.pages.steps import Window, choose_windows
+from baton.views.pages.canvas import Chart
+from baton.views.pages.history import evenly
+from baton.views.pages.windows import Window, choose_windows
 
 WIDTH, LEFT, RIGHT = 1180.0, 132.0, 10.0
 LANES_HEIGHT, MAX_ROWS, MAX_WORKERS = 400.0, 320, 40
@@ -36,17 +38,9 @@ _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206
 """RGB colours from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
 
 
-class Picture(msgspec.Struct, frozen=True):
-    """A drawing with title and note."""
-
-    title: str
-    svg: str
-    note: str = ""
-
-
-def slot_pictures(spans: Sequence[Span]) -> list[Picture]:
+def slot_pictures(spans: Sequence[Span]) -> list[Chart]:
     """Draw all steps of a short trace; of a longer trace, draw the first, the slowest and the last steps."""
-    return [Picture(w.title, slot_picture(w), _occupancy_note(w)) for w in choose_windows(spans)]
+    return [Chart(w.title, slot_picture(w), _occupancy_note(w)) for w in choose_windows(spans)]
 
 
 def slot_picture(window: Window) -> str:
@@ -56,10 +50,8 @@ def slot_picture(window: Window) -> str:
 
 def ramp(share: float) -> str:
     """Return the colour at a position between the oldest version (`share` 0) and the newest version (1)."""
-    place = min(max(share, 0.0), 1.0) * (len(_RAMP) - 1)
-    low = min(int(place), len(_RAMP) - 2)
-    mixed = (a + (b - a) * (place - low) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True))
-    return "#" + "".join(f"{round(value):02x}" for value in mixed)
+    shares = np.linspace(0, 1, len(_RAMP))
+    return "#" + "".join(f"{round(np.interp(share, shares, channel)):02x}" for channel in zip(*_RAMP, strict=True))
 
 
 def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) -> NDArray[np.float64]:
@@ -120,7 +112,8 @@ class _Drawing:
         window = self.window
         shown = [s for s in window.spans if s.end_s > window.begin_s and s.begin_s < window.end_s]
         others, _ = actors_of(window.spans)
-        self._legend(shown, sorted({version for s in shown for version, _ in _versions(s)}))
+        versions = sorted({version for s in shown for version, _ in _versions(s)})
+        self._legend(shown, versions)
         self.y += 22
         top = self.y
         for actor in others:
@@ -129,10 +122,9 @@ class _Drawing:
                 self._band(actor, mine, 15 if actor == "trainer" else 7)
         rows = _chosen_rows(window.spans)
         height = min(9.0, max(1.25, LANES_HEIGHT / max(1, sum(len(lanes) for _, lanes in rows))))
-        versions = [version for s in shown for version, _ in _versions(s)]
-        low, high = min(versions, default=0), max(versions, default=0)
+        low_high = (versions[0], versions[-1]) if versions else (0, 0)
         for worker, lanes in rows:
-            self._worker(worker, lanes, [s for s in shown if s.actor == worker], height, (low, high))
+            self._worker(worker, lanes, [s for s in shown if s.actor == worker], height, low_high)
         self._busy(shown, sum(count for _, count in _lanes(window.spans)))
         self._steps(top)
         self._axis()
@@ -156,8 +148,7 @@ class _Drawing:
 
         if versions:
             self._text(LEFT - 8, self.y, "policy version", "end")
-            few = versions if len(versions) <= 6 else [versions[round(i * (len(versions) - 1) / 5)] for i in range(6)]
-            for version in few:
+            for version in evenly(versions, 6):
                 entry(_colour(version, versions[0], versions[-1]), str(version))
         if any(s.facts.get("ended") in ("lost", "dropped") for s in shown):
             entry(ramp(0.5), "lost", 0.35)
@@ -172,11 +163,14 @@ class _Drawing:
 
     def _band(self, actor: str, spans: Sequence[Span], height: float) -> None:
         self._text(LEFT - 8, self.y + height / 2 + 4, actor, "end")
+        self._bars(spans, height)
+        self.y += height + 5
+
+    def _bars(self, spans: Sequence[Span], height: float) -> None:
         for span in spans:
             x = self.x(span.begin_s)
             ink = _ink(COLOURS.get(span.name, "--s7,#8b949e"))
             self._rect(x, self.y, max(0.6, self.x(span.end_s) - x), height, ink)
-        self.y += height + 5
 
     def _worker(
         self, worker: str, lanes: Sequence[int], spans: Sequence[Span], height: float, versions: tuple[int, int]
@@ -186,9 +180,7 @@ class _Drawing:
         aside = [s for s in spans if s.lane == ASIDE and s.name in COLOURS]
         total = height * len(lanes)
         self._text(LEFT - 8, self.y + total / 2 + 6, worker if len(worker) <= 20 else f"{worker[:19]}…", "end")
-        for span in aside:
-            x = self.x(span.begin_s)
-            self._rect(x, self.y, max(0.6, self.x(span.end_s) - x), 3, _ink(COLOURS[span.name]))
+        self._bars(aside, 3)
         self.y += 4
         self._rect(LEFT, self.y, WIDTH - LEFT - RIGHT, total, _ink("--rule,#d8dde3"), 0.35)
         row = {lane: index for index, lane in enumerate(lanes)}
@@ -252,13 +244,11 @@ class _Drawing:
 
     def _axis(self) -> None:
         window = self.window
-        length = window.end_s - window.begin_s
-        every = next((t for t in _round_numbers() if length / t <= 10), length)
-        first = np.ceil((window.begin_s - window.zero_s) / every) * every
+        begin_s, end_s = window.begin_s - window.zero_s, window.end_s - window.zero_s
         self.y += 14
-        for tick in np.arange(first, window.end_s - window.zero_s, every):
+        for tick in MaxNLocator(10, steps=[1, 2, 5, 10]).tick_values(begin_s, end_s):
             x = self.x(window.zero_s + tick)
-            if x < WIDTH - 170:
+            if begin_s <= tick and x < WIDTH - 170:  # the label of the axis is at the right end
                 self._text(x, self.y, f"{tick:,.10g}", "middle")
         self._text(WIDTH - RIGHT, self.y, "seconds since the start", "end")
         self.y += 6
@@ -307,17 +297,6 @@ def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
 def _chosen_rows(spans: Sequence[Span]) -> list[tuple[str, list[int]]]:
     """Return the workers and slots to draw: all, or an evenly spaced subset if there are too many to distinguish."""
     lanes = _lanes(spans)
-    if len(lanes) > MAX_WORKERS:
-        lanes = [lanes[round(i * (len(lanes) - 1) / (MAX_WORKERS - 1))] for i in range(MAX_WORKERS)]
+    lanes = evenly(lanes, MAX_WORKERS)
     share = min(1.0, MAX_ROWS / max(1, sum(count for _, count in lanes)))
-    chosen = []
-    for worker, count in lanes:
-        shown = max(1, int(count * share))
-        chosen.append((worker, sorted({round(i * (count - 1) / max(1, shown - 1)) for i in range(shown)})))
-    return chosen
-
-
-def _round_numbers() -> Iterator[float]:
-    for power in range(-4, 9):
-        for digit in (1, 2, 5):
-            yield digit * 10.0**power
+    return [(worker, evenly(range(count), max(1, int(count * share)))) for worker, count in lanes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -91,12 +90,11 @@ def _roles(plan: Plan) -> Table:
         layers = f"{stage.layers[0]}-{stage.layers[1] - 1}"
         gpus = f"{len(stage.gpu_ids)} {stage.gpu}"
         table.add_row("train", gpus, f"dp {stage.dp} · tp {stage.tp}", layers, memory(stage), "")
-    kinds = Counter((r.gpu, r.tp, r.pp, r.batch) for r in plan.replicas)
-    for (gpu, tp, pp, batch), count in kinds.items():
-        same = [r for r in plan.replicas if (r.gpu, r.tp, r.pp, r.batch) == (gpu, tp, pp, batch)]
-        shape = f"{count} × tp {tp} · pp {pp}, batch {batch}"
-        share = f"{sum(r.share for r in same):.1%}"
-        table.add_row("rollout", f"{count * tp * pp} {gpu}", shape, "all", memory(same[0]), share)
+    for same in replicas_by_shape(plan):
+        r = same[0]
+        shape = f"{len(same)} × tp {r.tp} · pp {r.pp}, batch {r.batch}"
+        share = f"{sum(each.share for each in same):.1%}"
+        table.add_row("rollout", f"{len(same) * r.tp * r.pp} {r.gpu}", shape, "all", memory(r), share)
     return table
 
 
@@ -110,14 +108,26 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
         *((alternative.name, alternative.plan) for alternative in alternatives if alternative.plan is not None),
     ]
     for name, other in rows:
-        table.add_row(
-            name,
-            f"{other.tokens_per_s:,.0f}",
-            f"{other.tokens_per_s / plan.tokens_per_s:.2f} ×",
-            money(other.price_per_h, other.currency),
-            money(other.price_per_million_tokens, other.currency),
-        )
+        table.add_row(name, *plan_cells(other, plan))
     return table
+
+
+def plan_cells(plan: Plan, reference: Plan) -> tuple[str, str, str, str]:
+    """Return a plan's throughput, its ratio to the reference's, its price per hour and per million trained tokens."""
+    return (
+        f"{plan.tokens_per_s:,.0f}",
+        f"{plan.tokens_per_s / reference.tokens_per_s:.2f} ×",
+        money(plan.price_per_h, plan.currency),
+        money(plan.price_per_million_tokens, plan.currency),
+    )
+
+
+def replicas_by_shape(plan: Plan) -> list[list[Replica]]:
+    """Return the replicas in groups of equal GPU type, parallel shape and batch."""
+    groups: dict[tuple[str, int, int, int], list[Replica]] = {}
+    for replica in plan.replicas:
+        groups.setdefault((replica.gpu, replica.tp, replica.pp, replica.batch), []).append(replica)
+    return list(groups.values())
 
 
 def memory(part: Stage | Replica) -> str:

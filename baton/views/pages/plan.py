@@ -9,8 +9,8 @@ from baton.planner.plan_from_solution import seconds
 from baton.planner.request import PlanResult
 from baton.planner.what_if import PricePoint
 from baton.specs.plan import Plan
-from baton.views.pages.page import render_template, write_rendered
-from baton.views.terminal.plan import gpu_names, memory, money
+from baton.views.pages.template import render_template, write_rendered
+from baton.views.terminal.plan import gpu_names, memory, money, plan_cells, replicas_by_shape
 
 
 def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint]) -> None:
@@ -34,16 +34,8 @@ def _rendered(result: PlanResult, curve: Sequence[PricePoint]) -> str:
         more=plan_charts.marginal_drawing(marginals) if marginals else "",
         replicas=_replica_rows(plan),
         alternatives=[
-            (
-                alternative.name,
-                f"{alternative.plan.tokens_per_s:,.0f}" if alternative.plan else "no plan",
-                f"{alternative.plan.tokens_per_s / plan.tokens_per_s:.2f} ×" if alternative.plan else "",
-                money(alternative.plan.price_per_h, alternative.plan.currency) if alternative.plan else "",
-                money(alternative.plan.price_per_million_tokens, alternative.plan.currency)
-                if alternative.plan
-                else alternative.why_not,
-            )
-            for alternative in result.alternatives
+            (each.name, *plan_cells(each.plan, plan)) if each.plan else (each.name, "no plan", "", "", each.why_not)
+            for each in result.alternatives
         ],
     )
 
@@ -61,18 +53,14 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _replica_rows(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
     """Return (replicas, shape, layers, memory, tokens/s of a replica, share of the work) of each replica shape."""
-    rows = []
-    for shape in dict.fromkeys((r.gpu, r.tp, r.pp, r.batch) for r in plan.replicas):
-        same = [r for r in plan.replicas if (r.gpu, r.tp, r.pp, r.batch) == shape]
-        layers = ", ".join(f"{a} to {b - 1}" for a, b in same[0].layers)
-        rows.append(
-            (
-                f"{len(same)} × {shape[0]}",
-                f"tp {shape[1]} · pp {shape[2]}",
-                layers,
-                f"{memory(same[0])} GB",
-                f"{same[0].tokens_per_s:,.0f}",
-                f"{sum(r.share for r in same):.1%}",
-            )
+    return [
+        (
+            f"{len(same)} × {same[0].gpu}",
+            f"tp {same[0].tp} · pp {same[0].pp}",
+            ", ".join(f"{a} to {b - 1}" for a, b in same[0].layers),
+            f"{memory(same[0])} GB",
+            f"{same[0].tokens_per_s:,.0f}",
+            f"{sum(r.share for r in same):.1%}",
         )
-    return rows
+        for same in replicas_by_shape(plan)
+    ]

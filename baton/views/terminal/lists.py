@@ -1,4 +1,4 @@
-"""Print the algorithm presets."""
+"""Print the listings of `baton keys`, `baton tasks` and `baton algorithms`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,48 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.console import Console
+from baton.recipe.keys import LISTS, RecipeKey
 from baton.recipe.presets import Algorithm
+from baton.tasks.gym import ListedTask
+
+
+def print_keys(console: Console, keys: Sequence[RecipeKey]) -> None:
+    """Print keys by section."""
+    section = None
+    for key in keys:
+        if key.section != section:
+            section = key.section
+            console.print(f"\n[{section}]" if section else "\ntop level", style="bold")
+            if section in LISTS:
+                console.print(
+                    f"  a list: [[{section}]] may appear several times; overrides number the entries from 0, such as "
+                    f"{section}.0.{key.key}=…"
+                )
+        default = "required" if key.default is None else f"= {key.default}"
+        console.print(f"  {key.key} {default}   ({key.type})")
+        console.print(f"      {key.meaning}", style="dim")
+
+
+def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
+    """Print a single task with its parameters, or a table of several tasks."""
+    if len(tasks) == 1:
+        task = tasks[0]
+        console.print(task.name, style="bold")
+        console.print(f"\nexample:\n{task.question}")
+        console.print(f"\nanswer: {task.answer}")
+        if task.compact is not None:
+            console.print(f'with form = "compact": {task.compact}')
+        console.print("\nparams and their defaults:")
+        for key, value in task.params.items():
+            console.print(f"  {key} = {value}")
+        return
+    width = max(len(task.name) for task in tasks) + 2
+    for task in tasks:
+        line = Text(f"{task.name:<{width}}", style="bold")
+        line.append(" ".join(task.question.split()), style="not bold")
+        line.truncate(console.width - 1, overflow="ellipsis")
+        console.print(line)
+    console.print("\nFor a task's parameters: baton tasks NAME")
 
 
 def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
