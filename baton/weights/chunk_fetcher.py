@@ -13,7 +13,7 @@ from blake3 import blake3
 from baton.errors import BatonError, DeadlineExceeded, WeightsFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import Chunk, Manifest, decode_manifest, name_of
-from baton.weights.sources import ChunkCache, WeightsSource
+from baton.weights.sources import WeightsSource
 
 Got = TypeVar("Got")
 
@@ -43,18 +43,11 @@ class ChunkFetcher:
     """Requests data from one source after another until an answer passes verification. Serves one fetch."""
 
     def __init__(
-        self,
-        sources: Sequence[WeightsSource],
-        cache: ChunkCache | None,
-        record: FetchStats,
-        *,
-        avoided: set[str],
-        order: random.Random,
-        deadline_s: float,
+        self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
     ) -> None:
         """Start the deadline. Sources named in `avoided` are asked last; `blame` adds names to it."""
-        self._sources, self._cache, self.record = sources, cache, record
-        self._avoided, self._order = avoided, order
+        self._sources, self.record, self._avoided = sources, record, avoided
+        self._order = random.Random()
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
 
@@ -75,7 +68,7 @@ class ChunkFetcher:
         return self._first(asked, lambda source: source.manifest(version), check, what)
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """Return a chunk's bytes. Raises WeightsFault when no source has them, StorageFault when the disk is full."""
+        """Return a chunk's bytes. Raises WeightsFault when no source sends them."""
 
         def check(data: bytes) -> bytes:
             if len(data) != chunk.size:
@@ -84,16 +77,8 @@ class ChunkFetcher:
                 raise WeightsFault(f"the {chunk.size} bytes have another digest")
             return data
 
-        if self._cache is not None and (kept := self._cache.get(chunk.digest)) is not None:
-            try:
-                return check(kept)
-            except WeightsFault as error:
-                self.record.faults.append(f"cache: refused chunk {chunk.digest[:8]}: {error}")
         what = f"chunk {chunk.digest[:8]}"
-        data, _ = self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)
-        if self._cache is not None:
-            self._cache.put(chunk.digest, data)
-        return data
+        return self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)[0]
 
     def blame(self, source: WeightsSource, what: str) -> None:
         """Record that a source sent wrong data; from now on it is asked last."""

@@ -12,7 +12,6 @@ Memory: the held version, the copy, one chunk and one part.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from baton.weights.delta import decode
 from baton.weights.flat_buffer import flattened, layout_of, piece_digests, tensors_of
 from baton.weights.manifest import Encoding, Manifest, TensorEntry, check_version, name_of, tensors_digest
 from baton.weights.shared import SharedMemory
-from baton.weights.sources import ChunkCache, WeightsSource
+from baton.weights.sources import WeightsSource
 
 MAX_STEPS = 4096
 """Maximum number of versions in a plan."""
@@ -65,20 +64,9 @@ class _BadPlan(Exception):
 class Fetcher:
     """Holds one version and fetches the next. Its methods block, so call them in a thread."""
 
-    def __init__(
-        self,
-        sources: Sequence[WeightsSource],
-        *,
-        shared: SharedMemory | None = None,
-        cache: ChunkCache | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """Fetch from `shared` memory of this machine's trainer if possible, else from `sources`.
-
-        `cache` keeps chunks on disk. `seed` fixes the order in which sources of equal distance are asked.
-        """
-        self.sources, self.shared, self._cache = list(sources), shared, cache
-        self._order = random.Random(seed)
+    def __init__(self, sources: Sequence[WeightsSource], *, shared: SharedMemory | None = None) -> None:
+        """Fetch from `shared` memory of this machine's trainer if possible, else from `sources`."""
+        self.sources, self.shared = list(sources), shared
         self._avoided: set[str] = set()
         """Names of sources that once sent wrong data: they are asked last."""
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
@@ -107,8 +95,8 @@ class Fetcher:
     def fetch(self, want: PolicyVersion, *, deadline_s: float) -> Mapping[str, torch.Tensor]:
         """Fetch and verify a version, hold it, and return its tensors. The caller must not change them.
 
-        Raises WeightsFault when no source has the version complete and correct, StorageFault when the cache cannot be
-        written, or DeadlineExceeded. After an error the held version is the same as before.
+        Raises WeightsFault when no source has the version complete and correct, or DeadlineExceeded. After an error the
+        held version is the same as before.
         """
         begin = time.monotonic()
         with self._lock:
@@ -138,14 +126,7 @@ class Fetcher:
 
     def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
         """Construct a version from chunks and hold it. If a manifest is wrong, try the manifests of other sources."""
-        gather = ChunkFetcher(
-            self.sources,
-            self._cache,
-            record,
-            avoided=self._avoided,
-            order=self._order,
-            deadline_s=deadline_s,
-        )
+        gather = ChunkFetcher(self.sources, record, avoided=self._avoided, deadline_s=deadline_s)
         misleading: set[str] = set()
         while True:
             plan = self._plan(want, gather, misleading)

@@ -27,11 +27,9 @@ from baton.weights.manifest import (
     BufferPart,
     Chunk,
     Encoding,
-    Kind,
     Manifest,
     TensorEntry,
     check_version,
-    encode_manifest,
     name_of,
     tensors_digest,
 )
@@ -47,22 +45,11 @@ class PublishedVersion:
     manifest: Manifest
     bytes: int
     """Bytes of the delta, or of the whole encoding without a delta; the manifest is not included."""
-    whole_bytes: int | None
-    """Bytes of the whole encoding, if there is one."""
-    manifest_bytes: int
-    """Size of the encoded manifest."""
-    full_bytes: int
-    """Size of the tensors."""
     density: float | None
     """Fraction of the elements that changed since the base, if there is one."""
     seconds: float
     is_new: bool = True
     """False if the version had been published before."""
-
-    @property
-    def kind(self) -> Kind:
-        """The manifest's kind."""
-        return self.manifest.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +99,6 @@ class Publisher:
         return PublishedVersion(
             manifest,
             bytes=0 if way is None else way.size,
-            whole_bytes=None if manifest.whole is None else manifest.whole.size,
-            manifest_bytes=len(encode_manifest(manifest)),
-            full_bytes=flat_buffer.size,
             density=density,
             seconds=time.perf_counter() - begin,
             is_new=there is None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from baton.errors import StorageFault
 from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_CHUNK_BYTES
 from baton.weights.storage import ByteReader, LocalStorage
@@ -74,10 +73,7 @@ class ChunkCache:
         if len(data) > self._max_bytes:
             return
         self._shrink(len(data))
-        try:
-            self._place.write(f"chunks/{digest}", data)
-        except StorageFault as error:
-            raise StorageFault(f"{error}; the previous version is still served") from error
+        self._place.write(f"chunks/{digest}", data)
         self._sizes[f"chunks/{digest}"] = len(data)
 
     def _shrink(self, wanted: int) -> None:

@@ -35,6 +35,7 @@ from baton.run.assemble import build_loop
 from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
 from baton.weights.flat_buffer import flattened
+from baton.weights.manifest import encode_manifest
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
@@ -153,15 +154,16 @@ def measure(versions: list[dict[str, torch.Tensor]], *, with_others: bool = True
             assert all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())
             now = flattened(tensors)[1].view(np.uint16)
             if before is not None:
+                manifest = published.manifest
                 row = {
                     "density": published.density or 0.0,
                     "bytes": published.bytes,
-                    "manifest_bytes": published.manifest_bytes,
-                    "full_bytes": published.full_bytes,
+                    "manifest_bytes": len(encode_manifest(manifest)),
+                    "full_bytes": manifest.num_bytes,
                     "entropy_bytes": entropy_bytes(now, before),
                     "publish_s": published.seconds,
                     "fetch_s": fetch_s,
-                    "whole_bytes": float(published.whole_bytes or math.nan),
+                    "whole_bytes": float(math.nan if manifest.whole is None else manifest.whole.size),
                     **(others(now, before) if with_others else {}),
                 }
                 rows.append({name: value for name, value in row.items() if value == value})

@@ -111,13 +111,15 @@ def test_a_damaged_marker_marks_nothing(tmp_path):
 def test_a_thousand_publications_and_fetches_leave_files_memory_and_descriptors_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("baton.weights.storage.flush_to_disk", lambda path: None)  # two thousand of them take seconds
     run = Run(tmp_path / "store", keyframe_every=10)
-    fetcher = Fetcher([StoreSource(run.store)], cache=ChunkCache(tmp_path / "cache", max_bytes=3000))
+    fetcher, cache = Fetcher([StoreSource(run.store)]), ChunkCache(tmp_path / "cache", max_bytes=3000)
     tensors = {"embed": torch.randn(20, 10).bfloat16(), "norm": torch.ones(7).bfloat16()}
     measured = []
     for number in range(1000):
         run.tensors.clear()
         run.publish(number, tensors)
         found = fetcher.fetch(run.version(number), deadline_s=60)
+        for chunk in run.store.find("first", number).chunks:
+            cache.put(chunk.digest, run.store.get_chunk(chunk.digest))
         run.store.collect([run.version(number)], keep=5)
         if number % 100 == 99:  # just before a version that can be had whole: the longest chain
             assert are_bit_equal(found, tensors)
