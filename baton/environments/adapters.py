@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from baton.environments.calls import EnvironmentSpec
 from baton.environments.environment import Environment, Replay
@@ -31,8 +31,11 @@ class LoadedEnvironment:
 
     make: Callable[[], Environment]
     replay: Replay = "log"
-    is_serial: bool = False
-    """Whether calls must not overlap: classes written for a process of their own may use the global random state."""
+    note: str = ""
+    """A line for the user from the class's `prepare`."""
+    serial: Literal["nothing", "reset", "all"] = "nothing"
+    """Calls that run one at a time in a process. The global random state of Python and numpy, which classes of other
+    projects may use, is seeded before `reset`; with `all`, each episode also keeps it from call to call."""
 
 
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
@@ -44,15 +47,16 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
         raise UserError(f"environment {spec.name!r}: replay is {replay!r}; allowed are 'log' and 'never'")
     args = dict(spec.args)
     if _has(kind, "init") and _has(kind, "step"):
-        return LoadedEnvironment(lambda: _SkyRL(factory, args), replay)
+        return LoadedEnvironment(lambda: _SkyRL(factory, args), replay, serial="reset")
     if _has(kind, "reset") and _has(kind, "step"):
         seed = inspect.signature(kind.reset).parameters.get("seed")
         if seed is not None and seed.default is inspect.Parameter.empty:
-            return LoadedEnvironment(lambda: cast(Environment, factory(**args)), replay)
-        return LoadedEnvironment(lambda: _Gymnasium(factory(**args)), replay, is_serial=True)
+            note = kind.prepare(**args) if _has(kind, "prepare") else ""
+            return LoadedEnvironment(lambda: cast(Environment, factory(**args)), replay, note)
+        return LoadedEnvironment(lambda: _Gymnasium(factory(**args)), replay, serial="all")
     if _has(kind, "reset") and public_methods(kind):
         family = args.pop("family", "hermes")
-        return LoadedEnvironment(lambda: _TRL(factory(**args), family), replay)
+        return LoadedEnvironment(lambda: _TRL(factory(**args), family), replay, serial="reset")
     raise UserError(
         f"environment {spec.name!r}: {spec.path!r} has none of the known shapes: reset and step (Baton, Gymnasium, "
         "GEM), init and step (SkyRL-gym), or reset and tool methods (TRL)"
@@ -146,7 +150,9 @@ class _TRL(ToolEnvironment):
 
     def reset(self, *, seed: int, **row: Any) -> str:
         accepted = inspect.signature(self._inner.reset).parameters
-        text = self._inner.reset(**({"seed": seed} if "seed" in accepted else {}), **row)
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
+        given = {"seed": seed, **row} if "seed" in accepted else row
+        text = self._inner.reset(**{name: value for name, value in given.items() if takes_all or name in accepted})
         return prompt_text(row.get("prompt", "")) + ("" if text is None else str(text))
 
     def score(self, response: str) -> tuple[float, dict[str, Any]]:

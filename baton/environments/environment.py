@@ -18,7 +18,9 @@ class Environment(Protocol):
     * `instructions: str`, an attribute: text that precedes the first observation in the prompt;
     * `canonical() -> str`: called after `reset`, returns a text that is equal for equivalent problems. The split into
       training and held-out problems hashes it. The default is the first observation;
-    * `close()`: releases resources.
+    * `close()`: releases resources;
+    * `prepare(**args) -> str`, a classmethod: called with the constructor's arguments when a process loads the class.
+      Returns a line that is shown to the user, such as the isolation in force, or raises UserError.
     """
 
     def reset(self, *, seed: int, **row: Any) -> str:

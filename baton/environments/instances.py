@@ -29,7 +29,7 @@ MAX_METRICS = 32
 class _Instance:
     environment: Environment
     random_state: Any
-    """Global random state of Python and numpy after the last call; None if the environment is not serial."""
+    """Global random state of Python and numpy after the last call; None unless all calls are serial."""
     actions: list[str] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
     """[actions + 1] the first is that of the reset."""
@@ -92,6 +92,10 @@ class EnvironmentInstances:
         self.discard(request.key)
 
         def make_and_reset() -> tuple[Environment, Any]:
+            if loaded.serial != "nothing":
+                random.seed(request.seed)
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(request.seed)
             environment = loaded.make()
             return environment, environment.reset(seed=request.seed, **request.row)
 
@@ -134,7 +138,8 @@ class EnvironmentInstances:
         self, request: ActRequest, name: str, method: Callable[[], Result], random_state: Any
     ) -> tuple[Result, float, Any]:
         """Call the environment; return (result, seconds, random state). Serial environments wait for each other."""
-        is_serial = self._environments[request.environment].is_serial
+        serial = self._environments[request.environment].serial
+        is_serial = serial == "all" or serial == name
         with self._serial if is_serial else nullcontext():
             self.called_at[request.key] = time.monotonic()
             began_s = time.perf_counter()
@@ -144,7 +149,7 @@ class EnvironmentInstances:
                 result = method()
             except BaseException as error:
                 raise _Failed(FailureCause.RAISED, f"{name} raised {describe_error(error)}") from error
-            return result, time.perf_counter() - began_s, _random_state() if is_serial else None
+            return result, time.perf_counter() - began_s, _random_state() if serial == "all" else None
 
     def _record(self, key: EpisodeKey, instance: _Instance, result: tuple[Any, ...], seconds: float) -> None:
         text, reward, is_terminated, is_truncated, info = result

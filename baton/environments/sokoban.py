@@ -8,16 +8,12 @@ their targets, and a depth-first search over reversed moves selects the state fr
 from __future__ import annotations
 
 import random
-import re
-from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from baton.environments.grid import MOVES, Cell, Form, canonical_grid, read_moves
 from baton.errors import UserError
 
-Cell = tuple[int, int]
-MOVES: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
-"""Name of a move → change of (row, column). The order is that of the published generator."""
 MASKS = ("000111000", "010010010", "000110010", "000110110", "000011010")
 """Cells around a position of the random walk that become floor, row by row."""
 TURN_PROBABILITY = 0.35
@@ -70,12 +66,7 @@ class Room:
     @property
     def canonical(self) -> str:
         """A text that is equal for rooms that are rotations or reflections of each other."""
-        rows = self.drawn(SYMBOLS["ascii"]).split("\n")
-        found = []
-        for _ in range(4):
-            rows = ["".join(column) for column in zip(*rows[::-1], strict=True)]  # a quarter turn
-            found += ["\n".join(rows), "\n".join(row[::-1] for row in rows)]
-        return min(found)
+        return canonical_grid(self.drawn(SYMBOLS["ascii"]).split("\n"))
 
     def _symbol(self, cell: Cell) -> int:
         if cell not in self.floor:
@@ -101,22 +92,6 @@ def generate_room(seed: int, *, size: int, num_boxes: int, search_depth: int) ->
             player, boxes, distance = best
             player = _walked(dice, floor.difference(boxes), player, 0.8 if distance == 1 else 0.5)
             return Room(size, floor, frozenset(targets), frozenset(boxes), player)
-
-
-def shortest_solution(room: Room) -> list[str] | None:
-    """Return a shortest list of moves that solves a room; None if there is none."""
-    start: tuple[Room, list[str]] = (room, [])
-    queue, seen = deque([start]), {(room.player, room.boxes)}
-    while queue:
-        state, moves = queue.popleft()
-        if state.is_solved:
-            return moves
-        for move in MOVES:
-            after = state.moved(move)
-            if (after.player, after.boxes) not in seen:
-                seen.add((after.player, after.boxes))
-                queue.append((after, [*moves, move]))
-    return None
 
 
 def _floor(dice: random.Random, size: int) -> frozenset[Cell]:
@@ -192,7 +167,7 @@ class Sokoban:
         actions_per_turn: int = 5,
         max_actions: int | None = None,
         search_depth: int = 100,
-        form: Literal["ragen", "compact"] = "ragen",
+        form: Form = "ragen",
         rewards: Literal["ragen", "success"] = "ragen",
     ) -> None:
         """`max_actions`: moves per episode, by default `max_turns × actions_per_turn`. `form`: `ragen` has instructions
@@ -226,7 +201,7 @@ class Sokoban:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Execute the moves of one turn. Names that are no moves are skipped and cost the format reward once."""
-        moves, is_valid = self._moves(action)
+        moves, is_valid = read_moves(action, self._form)
         reward = 0.0 if is_valid else FORMAT_REWARD
         num_effective = 0
         for move in moves[: min(self._actions_per_turn, self._actions_left)]:
@@ -244,15 +219,6 @@ class Sokoban:
             reward = float(is_solved)
         info = {"success": is_solved, "is_valid": is_valid, "effective_moves": num_effective}
         return self._observation(), reward, is_solved, is_over, info
-
-    def _moves(self, action: str) -> tuple[list[str], bool]:
-        if self._form == "compact":
-            names = [{"U": "Up", "D": "Down", "L": "Left", "R": "Right"}.get(letter, "") for letter in action.strip()]
-        else:
-            answers = re.findall(r"<answer>(.*?)</answer>", action, re.DOTALL)
-            names = [name.strip().capitalize() for name in answers[-1].split("||")] if answers else []
-        moves = [name for name in names if name in MOVES]
-        return moves, bool(moves) and len(moves) == len(names)
 
     def _observation(self) -> str:
         if self._form == "compact":

@@ -69,7 +69,8 @@ def main() -> None:
     os.chdir(isolation.scratch)
     os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
     never = tuple(name for name, loaded in environments.items() if loaded.replay == "never")
-    outbox.send(EnvironmentReady(isolation=isolation.description, never_replayed=never))
+    notes = dict.fromkeys(filter(None, (isolation.description, *(one.note for one in environments.values()))))
+    outbox.send(EnvironmentReady(isolation="; ".join(notes), never_replayed=never))
     _serve(EnvironmentInstances(environments, setup.max_observation_chars), pipe, outbox, setup.timeout_s)
 
 

@@ -74,7 +74,7 @@ class Bank:
 
     def reset(self, **kwargs: Any) -> str | None:
         self.balance = kwargs["start"]
-        return f" You have {self.balance}."
+        return f" You have {self.balance}. Lucky number: {random.randint(0, 10**6)}."
 
     def deposit(self, amount: int) -> int:
         """
@@ -159,7 +159,10 @@ def test_trl() -> None:
     row = {"prompt": [{"role": "user", "content": "Get to 10."}], "start": 3}
     first = bank.act(request(1, None, row=row))
     assert isinstance(first, Observation)
-    assert first.text == "Get to 10. You have 3."
+    assert first.text.startswith("Get to 10. You have 3. Lucky number: ")
+    again = made("Bank").act(request(1, None, row=row))
+    assert isinstance(again, Observation)
+    assert again.text == first.text, "the global random state is that of the seed"
     assert '"name": "deposit"' in first.instructions
     assert "get_reward" not in first.instructions
     call = '<tool_call>{"name": "deposit", "arguments": {"amount": 7}}</tool_call>'

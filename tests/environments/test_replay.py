@@ -10,8 +10,8 @@ from environment_cases import play, pool_of, request, results, spec
 
 from baton.environments.adapters import load_environment
 from baton.environments.calls import ActFailure, EnvironmentSpec, EpisodeKey, Observation, Turn
+from baton.environments.grid import MOVES
 from baton.environments.instances import EnvironmentInstances
-from baton.environments.sokoban import MOVES
 from baton.types import FailureCause
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.timing]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
-from baton.environments.sokoban import SYMBOLS, Room, Sokoban, generate_room, shortest_solution
+from baton.environments.grid import MOVES
+from baton.environments.sokoban import SYMBOLS, Room, Sokoban, generate_room
 from baton.errors import UserError
 
 ROOM = """\
@@ -28,6 +31,22 @@ def room_of(text: str) -> Room:
 
 def turned(text: str) -> str:
     return "\n".join("".join(column) for column in zip(*text.splitlines()[::-1], strict=True))
+
+
+def shortest_solution(room: Room) -> list[str] | None:
+    """Return a shortest list of moves that solves a room; None if there is none."""
+    start: tuple[Room, list[str]] = (room, [])
+    queue, seen = deque([start]), {(room.player, room.boxes)}
+    while queue:
+        state, moves = queue.popleft()
+        if state.is_solved:
+            return moves
+        for move in MOVES:
+            after = state.moved(move)
+            if (after.player, after.boxes) not in seen:
+                seen.add((after.player, after.boxes))
+                queue.append((after, [*moves, move]))
+    return None
 
 
 @pytest.mark.parametrize(("size", "boxes", "depth"), [(5, 1, 100), (6, 1, 100), (6, 2, 20), (8, 2, 10)])

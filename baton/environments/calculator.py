@@ -1,0 +1,81 @@
+"""Arithmetic with a calculator: each call computes one operation, so an expression takes several turns."""
+
+from __future__ import annotations
+
+import operator
+import random
+import re
+from typing import Any
+
+from baton.environments.tools import ToolEnvironment
+from baton.errors import UserError
+from baton.rewards.answer import extract_answer
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+MAX_DIGITS = 40
+"""Digits of an operand; larger numbers are refused, so that no call takes long."""
+INSTRUCTIONS = "Compute the value of the expression. Give only the final answer inside <answer> and </answer>."
+
+
+def calculate(a: int, operation: str, b: int) -> str:
+    """
+    Compute one operation on two integers.
+
+    Args:
+        a: The first operand.
+        operation: The operation (choices: ["+", "-", "*"])
+        b: The second operand.
+    """
+    if operation not in OPERATIONS:
+        return f"error: the operation is one of {', '.join(OPERATIONS)}"
+    if not all(isinstance(x, int) and abs(x) < 10**MAX_DIGITS for x in (a, b)):
+        return f"error: operands are integers of at most {MAX_DIGITS} digits"
+    return str(OPERATIONS[operation](a, b))
+
+
+class Calculator(ToolEnvironment):
+    """The environment. The reward is 1 for the right answer in the turn without a call."""
+
+    def __init__(
+        self,
+        num_operations: int = 4,
+        digits: int = 3,
+        family: str = "hermes",
+        max_turns: int = 10,
+        is_compact: bool = False,
+    ) -> None:
+        """`is_compact`: a call is a turn like `12*34=`, and the prompt is the expression alone. Raises UserError."""
+        if not 1 <= num_operations <= 50 or not 1 <= digits <= 9:
+            raise UserError(
+                f"calculator: got num_operations {num_operations} and digits {digits}; allowed are 1 to 50 and 1 to 9"
+            )
+        super().__init__([] if is_compact else [calculate], family=family, max_turns=max_turns)
+        self.instructions = "" if is_compact else f"{INSTRUCTIONS}\n\n{self.instructions}"
+        self._num_operations, self._largest, self._is_compact = num_operations, 10**digits - 1, is_compact
+
+    def reset(self, *, seed: int, **row: Any) -> str:
+        """Return an expression."""
+        dice = random.Random(f"calculator:{seed}")
+        self._value = dice.randint(1, self._largest)
+        text = str(self._value)
+        for _ in range(self._num_operations):
+            operation, number = dice.choice(list(OPERATIONS)), dice.randint(1, self._largest)
+            self._value = OPERATIONS[operation](self._value, number)
+            text = f"({text})" if operation == "*" and not text.isdigit() else text
+            text += f"{operation}{number}"
+        return text
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Execute a call, or score the answer."""
+        call = re.fullmatch(r"\s*(-?\d{1,40})([-+*])(-?\d{1,40})=?\s*", action) if self._is_compact else None
+        if call is None:
+            return super().step(action)
+        self._turn += 1
+        is_over = self._turn >= self._max_turns
+        result = calculate(int(call[1]), call[2], int(call[3]))
+        return result, 0.0, False, is_over, {"tool": "calculate", **({"success": False} if is_over else {})}
+
+    def score(self, response: str) -> tuple[float, dict[str, Any]]:
+        """Return 1 for the right answer."""
+        is_right = extract_answer(response, "tags") == str(self._value)
+        return float(is_right), {"success": is_right}

@@ -1,0 +1,35 @@
+"""What the grid worlds share: moves, reading moves from a turn, and forms that do not depend on symmetry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+Cell = tuple[int, int]
+"""Row and column."""
+Form = Literal["ragen", "compact"]
+"""`ragen`: answers like `<answer>Right || Up</answer>`. `compact`: letters like `RU`."""
+MOVES: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+"""Name of a move → change of row and column. The order is that of gym-sokoban's generator."""
+LETTERS = {name[0]: name for name in MOVES}
+
+
+def read_moves(action: str, form: Form) -> tuple[list[str], bool]:
+    """Return the moves of a turn, and whether it has the answer format and names nothing but moves."""
+    if form == "compact":
+        names = [LETTERS.get(letter, "") for letter in action.strip()]
+    else:
+        answers = re.findall(r"<answer>(.*?)</answer>", action, re.DOTALL)
+        names = [name.strip().capitalize() for name in answers[-1].split("||")] if answers else []
+    moves = [name for name in names if name in MOVES]
+    return moves, bool(moves) and len(moves) == len(names)
+
+
+def canonical_grid(rows: Sequence[str]) -> str:
+    """Return a text that is equal for grids that are rotations or reflections of each other."""
+    found = []
+    for _ in range(4):
+        rows = ["".join(column) for column in zip(*rows[::-1], strict=True)]  # a quarter turn
+        found += ["\n".join(rows), "\n".join(row[::-1] for row in rows)]
+    return min(found)

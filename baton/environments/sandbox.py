@@ -1,0 +1,231 @@
+"""Runs Python code that a policy wrote, in a process without files, network and further processes.
+
+The child is `python -I -S sandbox.py`. Before it executes the code it gives up, for good:
+
+* rlimits: memory, processor time, size of files and their number;
+* Landlock (Linux 5.13): all files, except reading those of Python itself and its empty working directory;
+* seccomp: sockets, starting programs and processes, signals to others, changes of permissions, calls for debugging;
+* capabilities, if it runs as root.
+
+This needs neither root nor namespaces. Only the standard library is available to the code. The limit of processor time
+decides whether code is too slow; the limit of wall time, several seconds longer, ends code that sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+MAX_OUTPUT_BYTES = 2**20
+MAX_OPEN_FILES = 32
+START_S = 10.0
+"""Seconds beyond the time limit for Python to start."""
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3, _CLONE_THREAD = 435, 0x10000
+_FORBIDDEN = {
+    # socket socketpair connect bind sendto sendmsg; fork vfork execve execveat; kill tkill tgkill rt_sigqueueinfo
+    # rt_tgsigqueueinfo pidfd_send_signal; ptrace process_vm_readv process_vm_writev; mount umount2 pivot_root chroot
+    # unshare setns; bpf perf_event_open userfaultfd keyctl add_key request_key; io_uring_* pidfd_open pidfd_getfd;
+    # chmod and chown in all forms; setxattr lsetxattr fsetxattr setxattrat; prlimit64 open_by_handle_at
+    "x86_64": (
+        "41 53 42 49 44 46 57 58 59 322 62 200 234 129 297 424 101 310 311 165 166 155 161 272 308 321 298 323 250 248 "
+        "249 425 426 427 434 438 90 91 92 93 94 260 268 452 188 189 190 463 302 304"
+    ),
+    "aarch64": (
+        "198 199 203 200 206 211 221 281 129 130 131 138 240 424 117 270 271 40 39 41 51 97 268 280 241 282 219 217 "
+        "218 425 426 427 434 438 52 53 54 55 452 5 6 7 463 261 265"
+    ),
+}
+"""Numbers of the system calls that fail with EPERM, by machine."""
+_READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
+_SCRATCH_ACCESS = sum(1 << bit for bit in (1, 2, 3, 4, 5, 7, 8, 14))
+"""Write, read, list, remove and make files and directories, truncate."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """The outcome of one execution."""
+
+    stdout: str
+    """Shortened to `MAX_OUTPUT_BYTES`."""
+    stderr: str
+    exit_code: int
+    """Negative: ended by a signal."""
+    is_timeout: bool
+
+
+def run_code(
+    source: str, stdin: str = "", *, timeout_s: float = 5.0, memory_bytes: int = 2**30, allow_unisolated: bool = False
+) -> SandboxResult:
+    """Execute Python source with a text as its standard input. Raises PermissionError where isolation is missing."""
+    isolation(allow_unisolated=allow_unisolated)
+    order = json.dumps([source, timeout_s, memory_bytes, allow_unisolated]).encode() + b"\n"
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-code-") as scratch,
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+        tempfile.TemporaryFile() as inbox,
+    ):
+        inbox.write(order + stdin.encode(errors="replace"))
+        inbox.seek(0)
+        command = [sys.executable, "-I", "-S", str(Path(__file__))]
+        process = subprocess.Popen(command, stdin=inbox, stdout=out, stderr=err, cwd=scratch, env={"LC_ALL": "C.UTF-8"})
+        try:
+            process.wait(timeout_s + START_S)
+            is_timeout = process.returncode == -signal.SIGXCPU
+        except subprocess.TimeoutExpired:
+            is_timeout = True
+        finally:
+            process.kill()
+            process.wait(START_S)
+        # the name of the directory would differ in a replay
+        stdout, stderr = (_text(file).replace(scratch, ".") for file in (out, err))
+        return SandboxResult(stdout, stderr, process.returncode, is_timeout)
+
+
+@lru_cache(maxsize=2)
+def isolation(*, allow_unisolated: bool) -> str:
+    """Return the isolation in force, as a line for the user. Raises PermissionError if it is incomplete."""
+    missing = _missing()
+    if missing and not allow_unisolated:
+        raise PermissionError(
+            f"code cannot be isolated on this machine ({'; '.join(missing)}); allow_unisolated = true runs it anyway"
+        )
+    return "code runs with rlimits" + (f" but without {'; '.join(missing)}" if missing else ", Landlock and seccomp")
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    return bytes(file.read(MAX_OUTPUT_BYTES)).decode(errors="replace")
+
+
+def _missing() -> list[str]:
+    found = []
+    if _landlock_abi() < 1:
+        found.append("Landlock (Linux 5.13 with CONFIG_SECURITY_LANDLOCK, in the lsm= list)")
+    if sys.platform != "linux" or platform.machine() not in _AUDIT_ARCH:
+        found.append("seccomp (Linux on x86_64 or aarch64)")
+    return found
+
+
+# ---- in the child ----------------------------------------------------------------------------------------------------
+
+
+def _syscall(*arguments: Any) -> int:
+    return int(ctypes.CDLL(None, use_errno=True).syscall(*arguments))
+
+
+def _landlock_abi() -> int:
+    return _syscall(444, None, 0, 1) if sys.platform == "linux" else -1
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def _limit(timeout_s: float, memory_bytes: int) -> None:
+    import resource
+
+    seconds = int(timeout_s) + 1
+    for kind, most in (
+        (resource.RLIMIT_DATA, memory_bytes),
+        (resource.RLIMIT_FSIZE, MAX_OUTPUT_BYTES),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+
+
+def _restrict_files() -> None:
+    """Leave access to Python's own files and to the working directory only."""
+    abi = _landlock_abi()
+    handled = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
+    attributes = struct.pack("=QQQ", handled, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = _check(_syscall(444, attributes, len(attributes), 0), "landlock_create_ruleset")
+    places = {sys.base_prefix, sys.base_exec_prefix, str(Path(os.__file__).parent), "/usr/lib", "/lib", "/lib64"}
+    allowed = [(place, _READ_FILE | _READ_DIRECTORY) for place in places]
+    allowed += [("/dev/null", _READ_FILE | 1 << 1), ("/dev/urandom", _READ_FILE), (str(Path.cwd()), _SCRATCH_ACCESS)]
+    for place, access in allowed:
+        try:
+            descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        rule = struct.pack("=Qi", access & handled, descriptor)
+        _check(_syscall(445, rules, 1, rule, 0), f"landlock_add_rule for {place}")
+        os.close(descriptor)
+    _check(_syscall(446, rules, 0), "landlock_restrict_self")
+    os.close(rules)
+
+
+def _restrict_calls() -> None:
+    """Install a filter by which the forbidden system calls fail with EPERM, and new processes too, but not threads."""
+    machine = platform.machine()
+    load, jump_equal, jump_greater, jump_set, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
+    program = [
+        (load, 0, 0, 4),
+        (jump_equal, 1, 0, _AUDIT_ARCH[machine]),
+        (leave, 0, 0, kill),
+        (load, 0, 0, 0),
+        (jump_greater, 0, 1, 0x40000000),  # the x32 numbers of x86_64
+        (leave, 0, 0, kill),
+        (jump_equal, 0, 1, _CLONE3),  # its flags are in memory, out of reach: libc then uses clone
+        (leave, 0, 0, refuse | errno.ENOSYS),
+    ]
+    for number in map(int, _FORBIDDEN[machine].split()):
+        program += [(jump_equal, 0, 1, number), (leave, 0, 0, refuse | errno.EPERM)]
+    program += [
+        (jump_equal, 0, 3, _CLONE[machine]),
+        (load, 0, 0, 16),  # the flags
+        (jump_set, 1, 0, _CLONE_THREAD),
+        (leave, 0, 0, refuse | errno.EPERM),
+        (leave, 0, 0, allow),
+    ]
+    code = b"".join(struct.pack("=HBBI", *one) for one in program)
+    buffer = ctypes.create_string_buffer(code)
+    header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(buffer)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.prctl(22, 2, header, 0, 0), "prctl(PR_SET_SECCOMP)")
+
+
+def _main() -> None:
+    # Read byte by byte: what follows the first line is the standard input of the code.
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        line += os.read(0, 1)
+    source, timeout_s, memory_bytes, allow_unisolated = json.loads(line)
+    missing = _missing()
+    _limit(timeout_s, memory_bytes)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "linux":
+        _check(libc.prctl(38, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+        _check(libc.prctl(4, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+        _check(libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capset")
+    if not any("Landlock" in one for one in missing):
+        _restrict_files()
+    if not any("seccomp" in one for one in missing):
+        _restrict_calls()
+    if missing and not allow_unisolated:
+        sys.exit(f"not isolated: {missing}")
+    exec(compile(source, "<code>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    _main()
