@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def begin(call: Callable[[], T]) -> Future[T]:
-    """Run a call in a new daemon thread."""
+    """Start a call in a new daemon thread; return the future of its result."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -68,8 +68,10 @@ def begin(call: Callable[[], T]) -> Future[T]:
 
 
 def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
-    """Return the result of a call. Raises DeadlineExceeded naming `who` after `timeout_s`; the call's thread is
-    abandoned."""
+    """Run a call in a daemon thread and return its result.
+
+    Raises DeadlineExceeded naming `who` after `timeout_s`. The thread then continues, and its result is discarded.
+    """
     future = begin(call)
     try:
         return future.result(timeout_s)
@@ -80,5 +82,5 @@ def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Run a call in a new daemon thread and await it. If the awaiting task is cancelled, the thread is abandoned."""
+    """Run a call in a new daemon thread and await it. If the awaiting task is cancelled, the thread continues."""
     return await asyncio.wrap_future(begin(lambda: call(*arguments)))

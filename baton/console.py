@@ -1,8 +1,8 @@
 """All output of the commands. Untrusted text is escaped before it is printed.
 
-Worker names, error messages, model responses and dataset rows may contain escape sequences, characters that reorder
-displayed text, and rich's markup. A `Console` escapes the first two and does not interpret markup, whatever is printed;
-our own styles are given as `style=` or `rich.text.Text`. tests/test_architecture.py allows no other way to print.
+Worker names, error messages, model responses and dataset rows may contain escape sequences, characters that reorder the
+displayed text, and rich's markup. `Console` escapes the first two and never interprets markup. Baton's own styles are
+passed as `style=` or as `rich.text.Text`. tests/test_architecture.py checks that no module prints in another way.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rich.segment import Segment
 from rich.text import Text
 
 _SEPARATORS = frozenset("\u2028\u2029")
-"""Line separators that some programs interpret as line breaks. They are in no category that `_is_control` tests."""
+"""Separators that some programs display as line breaks, but whose Unicode categories `_is_control` does not test."""
 
 
 def visible(text: str, *, keep: str = "\n\t") -> str:
-    """Return text with its control, formatting and lone surrogate characters spelled out as `\\x1b`, but for `keep`.
+    """Return text whose control, formatting and lone surrogate characters are replaced by escapes such as `\\x1b`.
 
-    An escape sequence moves a terminal's cursor, a direction mark reorders what is read, and a lone surrogate cannot be
-    written at all. keep="" makes one line of a text.
+    An escape sequence can move the terminal's cursor, a direction mark can reorder the displayed text, and a lone
+    surrogate cannot be encoded. keep: characters that are not replaced; with keep="" the result is a single line.
     """
     return _spelled(text, keep, _escape)
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON, for scripts. Characters that `visible` escapes become JSON escapes."""
+    """Print a value as JSON. Characters that `visible` would replace become JSON escapes."""
     text = msgspec.json.format(msgspec.json.encode(value, enc_hook=lambda settings: settings.model_dump())).decode()
     try:
         out.file.write(_spelled(text, "\n", lambda character: json.dumps(character)[1:-1]) + "\n")
@@ -44,7 +44,7 @@ def print_json(value: Any) -> None:
 
 
 class Console(rich.console.Console):
-    """A console that prints any text safely."""
+    """A console that escapes everything it prints."""
 
     ends_when_closed = True
     """Whether the command exits when its standard output is closed, as in `baton tasks | head`."""
@@ -53,18 +53,21 @@ class Console(rich.console.Console):
         super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output because the reader closed the pipe. May raise SystemExit."""
+        """Discard all further output after the reader has closed the pipe.
+
+        Raises SystemExit for standard output, unless `ends_when_closed` is False.
+        """
         self.quiet = True
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.file.fileno())  # buffered output is flushed there when the process exits
+        os.dup2(null, self.file.fileno())  # at exit Python flushes its buffer, which would raise again
         os.close(null)
         if self.stderr:
             return
         if self.ends_when_closed:
             raise SystemExit(1)
-        say("standard output is closed: the command goes on without printing to it")
+        say("standard output is closed: the command continues without printing to it")
 
-    def render_str(self, text: str, **options: Any) -> Text:  # before the layout, so that escapes get their width
+    def render_str(self, text: str, **options: Any) -> Text:  # escapes must be present when rich measures widths
         return super().render_str(visible(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -73,7 +76,7 @@ class Console(rich.console.Console):
 
 
 class LogFormatter(logging.Formatter):
-    """One line per record, followed by its traceback if it has one. Control characters are escaped."""
+    """A formatter that escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
@@ -84,12 +87,12 @@ err = Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """Print a line to standard error, without wrapping."""
+    """Print a line to standard error without wrapping it."""
     err.print(text, soft_wrap=True)
 
 
 def wide_out() -> Console:
-    """Return standard output; 120 columns wide if it is not a terminal, for wide tables."""
+    """Return the console for wide tables: standard output, 120 columns wide if it is not a terminal."""
     return out if out.is_terminal else Console(width=120)
 
 

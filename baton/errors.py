@@ -1,4 +1,4 @@
-"""Every error that Baton raises on purpose, and how errors are sent between processes.
+"""All exceptions that Baton defines, and the message in which one process sends an error to another.
 
 BatonError
   ├─ UserError (also a ValueError)
@@ -25,7 +25,7 @@ class BatonError(Exception):
 
 
 class UserError(BatonError, ValueError):
-    """Invalid user input. The message says what is wrong, what was given, what is allowed, and where."""
+    """Invalid user input. The message names the input, the given value, and what is allowed."""
 
 
 class TaskExhausted(UserError):
@@ -33,15 +33,15 @@ class TaskExhausted(UserError):
 
 
 class Damaged(UserError):
-    """The content of a file is not what was written: it is truncated or corrupted."""
+    """A file is truncated or corrupted."""
 
 
 class EngineFault(BatonError):
-    """An engine, or the worker that runs it, failed."""
+    """An engine or the worker that runs the engine failed."""
 
 
 class DeadlineExceeded(BatonError):
-    """A wait timed out. The message names what was waited for and for how long."""
+    """A wait timed out. The message names the process that did not respond, and the time."""
 
 
 class TrainingDiverged(BatonError):
@@ -49,7 +49,7 @@ class TrainingDiverged(BatonError):
 
 
 class RankLost(BatonError):
-    """A rank of a sharded trainer has ended or does not answer. The other ranks have been terminated."""
+    """A rank of a sharded trainer has exited or does not respond. The other ranks have been terminated."""
 
 
 class StorageFault(BatonError):
@@ -57,16 +57,15 @@ class StorageFault(BatonError):
 
 
 class RunTakenOver(BatonError):
-    """Another process has taken over the run's directory. This process has written nothing since."""
+    """Another process has taken over the run's directory. This process has written nothing since then."""
 
 
 class WeightsFault(BatonError):
-    """A policy version could not be published, or could not be fetched complete and verified. The version held before
-    is unchanged."""
+    """A policy version could not be published, or could not be fetched and verified. The previous version is kept."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text: the texts of some libraries are pages long."""
+    """Return the first line of an error's text, or its class name if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -80,8 +79,8 @@ KINDS: Final[dict[str, type[BatonError]]] = {
     "TrainingDiverged": TrainingDiverged,
     "EngineFault": EngineFault,
 }
-"""Errors that the receiving process raises again with the same type. For others, the receiver names the failed process.
-"""
+"""Errors that the receiving process raises again with the same class. Any other error becomes an error of the receiver
+that names the failed process."""
 
 
 NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KINDS.items()} | {
@@ -94,27 +93,27 @@ NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KIN
     WeightsFault: "WeightsFault",
     OSError: "OSError",
 }
-"""Names under which errors are sent. They are fixed, so renaming a class changes no message."""
+"""Names under which errors are sent. They do not follow the class names: a renamed class must not change a message."""
 
 
 class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
-    """An error as it is sent: the sender cannot continue, or cannot answer the request."""
+    """The message that reports an error: the sender cannot continue, or cannot answer a request."""
 
     kind: str
-    """One of `NAMES`; for an error that is neither Baton's nor an OSError, the name of its class."""
+    """One of `NAMES`; otherwise the name of the error's class."""
     text: str
     errno: int = 0
-    """Error number of an OSError; 0 if it has none."""
+    """Error number of an OSError; 0 for other errors."""
 
     def error(self) -> BatonError | OSError | None:
-        """Return the error if it is one of `KINDS`, or an OSError with a number; else None."""
+        """Return the error if its kind is in `KINDS` or it is an OSError with a number; otherwise None."""
         if self.kind in KINDS:
             return KINDS[self.kind](self.text)
         return OSError(self.errno, self.text) if self.kind == NAMES[OSError] and self.errno else None
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Return an error in the form in which it is sent."""
+    """Return the message that reports an error."""
     errno = (error.errno or 0) if isinstance(error, OSError) else 0
     return Fault(_name_of(type(error)), str(error)[:MAX_TEXT], errno)
 

@@ -1,8 +1,8 @@
-"""Atomic, durable writes: after a crash or a power failure a file or directory is complete or absent.
+"""Atomic and durable writes: after a crash or a power failure, a file or directory is complete or absent.
 
 write_whole, atomic_directory   write under a temporary name, flush to disk, rename, flush the parent directory
-append, read_rows               JSON lines: only the last line may be incomplete after a crash
-seal, verify                    digests of a directory's files, written last and checked before use
+append, read_rows               files of JSON lines, of which only the last line may be incomplete after a crash
+seal, verify                    digests of a directory's files, which are written last and checked before use
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.errors import Damaged
 
 Row = TypeVar("Row")
 SEAL = Path("baton") / "manifest.json"
-"""Path within a sealed directory of the file with the digests."""
+"""Path of the file with the digests, relative to the sealed directory."""
 STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 """Error numbers of a full, over-quota, damaged or read-only disk."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -37,13 +37,13 @@ class _File(msgspec.Struct, frozen=True):
 
 class _Seal(msgspec.Struct, frozen=True):
     files: dict[str, _File]
-    """By path relative to the directory, in POSIX form."""
+    """Size and digest by relative path with forward slashes."""
     blake3: str
-    """Digest of `files`, encoded as JSON."""
+    """Digest of the JSON encoding of `files`."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file's content atomically and durably: a reader finds either the old or the new content."""
+    """Replace the content of a file atomically and durably. A reader sees either the old or the new content."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with writing(path):
         unfinished.write_bytes(data)
@@ -53,17 +53,17 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append bytes to a file. They survive a kill of the process; a power failure may lose or cut the last ones."""
+    """Append bytes to a file. They survive a kill of the process, but a power failure may lose the last ones."""
     with writing(path), path.open("ab", buffering=0) as file:
-        while data:  # a nearly full disk accepts a part of the data and then raises
+        while data:  # a nearly full disk first accepts a part of the data, and raises at the next write
             data = data[file.write(data) :]
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Read a file of JSON lines; return an empty list if it does not exist.
+    """Read a file of JSON lines. Return an empty list if the file does not exist.
 
-    An undecodable last line is skipped: a process may have died while writing it. Raises Damaged for any other line
-    that cannot be decoded.
+    A last line that cannot be decoded is skipped, because a process may have died while writing it. Raises Damaged if
+    any other line cannot be decoded.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
     decoder = msgspec.json.Decoder(kind)
@@ -79,13 +79,13 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
 
 
 def memory_directory() -> Path | None:
-    """Return the directory whose files are in memory; None if the system has none."""
+    """Return the directory of the in-memory file system; None if the system has none."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else None
 
 
 def make_directory(path: Path) -> list[Path]:
-    """Make a directory and its parents durably. Return those that did not exist, deepest first."""
+    """Make a directory and its parents durably. Return the directories that did not exist, deepest first."""
     missing = [each for each in (path, *path.absolute().parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -95,10 +95,10 @@ def make_directory(path: Path) -> list[Path]:
 
 @contextmanager
 def atomic_directory(path: Path, before_rename: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """Yield an empty temporary directory beside `path`; rename it to `path` when the block succeeds.
+    """Yield an empty temporary directory, and rename it to `path` when the block succeeds.
 
-    An existing directory at `path` is replaced. If the block or `before_rename` raises, `path` is unchanged and the
-    temporary directory is removed.
+    A directory that exists at `path` is replaced. If the block or `before_rename` raises, `path` does not change, and
+    the temporary directory is removed.
     """
     path = path.absolute()
     make_directory(path.parent)
@@ -115,22 +115,22 @@ def atomic_directory(path: Path, before_rename: Callable[[], None] = lambda: Non
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     if path.exists():
-        path.rename(replaced)  # rename cannot replace a directory that is not empty
+        path.rename(replaced)  # a rename cannot replace a directory that contains files
     unfinished.rename(path)
     flush_to_disk(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory atomically: it is renamed first, so its name never refers to a part of its files."""
+    """Remove a directory. It is renamed first, so that its name never refers to an incomplete directory."""
     doomed = path.with_name(f".{path.name}.removed")
     path.rename(doomed)
-    flush_to_disk(path.parent)  # else a power failure could restore the name with some files missing
+    flush_to_disk(path.parent)  # otherwise a power failure could undo the rename but not the deletion of files
     shutil.rmtree(doomed)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what a process that died within the functions above left in a directory."""
+    """Clean up a directory after a process has died within one of the functions above."""
     for replaced in directory.glob(".*.replaced"):
         path = directory / replaced.name[1 : -len(".replaced")]
         if not path.exists():
@@ -154,7 +154,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def seal(directory: Path) -> None:
-    """Write the digests of all files below a directory into it. To be called after all other writes."""
+    """Write the digests of all files of a directory into the directory. Call after all other writes."""
     files = {
         path.relative_to(directory).as_posix(): _File(path.stat().st_size, _digest(path))
         for path in sorted(directory.rglob("*"))
@@ -168,9 +168,9 @@ def seal(directory: Path) -> None:
 
 
 def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Check the files of a directory against the digests written by `seal`; a directory without digests passes.
+    """Check the files of a directory against the digests that `seal` wrote. A directory without digests passes.
 
-    wanted: selects files by their path relative to the directory. Raises Damaged naming the first file that differs.
+    wanted: selects files by relative path. Raises Damaged naming the first file that differs.
     """
     file = directory / SEAL
     if not file.is_file():
@@ -180,7 +180,7 @@ def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Damaged(f"{directory} is damaged: {SEAL} cannot be read ({error})") from error
     if found.blake3 != blake3(msgspec.json.encode(found.files)).hexdigest():
-        raise Damaged(f"{directory} is damaged: {SEAL} does not have its own digest")
+        raise Damaged(f"{directory} is damaged: {SEAL} does not match the digest that it contains")
     for name, expected in found.files.items():
         path = directory / name
         if not wanted(name):
@@ -188,9 +188,9 @@ def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -
         if not path.is_file():
             raise Damaged(f"{directory} is damaged: {name} is missing")
         if (size := path.stat().st_size) != expected.size:
-            raise Damaged(f"{directory} is damaged: {name} has {size} bytes, {expected.size} were written")
+            raise Damaged(f"{directory} is damaged: {name} has {size} bytes instead of {expected.size}")
         if _digest(path) != expected.blake3:
-            raise Damaged(f"{directory} is damaged: {name} does not have the digest that it was written with")
+            raise Damaged(f"{directory} is damaged: the content of {name} does not match its digest in {SEAL}")
 
 
 def _digest(path: Path) -> str:
@@ -201,13 +201,13 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Make an OSError raised in the context name a file, and convert safetensors' own error for I/O to an OSError."""
+    """Add a file name to any OSError raised in the context. Convert I/O errors of safetensors to OSError."""
     try:
         yield
     except SafetensorError as error:
         found = _OS_ERROR.search(str(error))
         raise OSError(int(found[1]) if found else errno.EIO, str(error), str(path)) from error
     except OSError as error:
-        if error.errno is not None:  # without a number Python would print the name in place of the message
+        if error.errno is not None:  # an OSError without a number would print the file name instead of its message
             error.filename = error.filename or str(path)
         raise

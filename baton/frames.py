@@ -1,9 +1,8 @@
-"""Length-prefixed frames over a socket pair between two processes of one machine. The parent never blocks.
+"""Length-prefixed frames over a socket pair between a parent and a child process. The parent never blocks.
 
-A frame is its length as 8 bytes, big-endian, followed by that number of bytes. `send` queues what the socket does not
-accept at once, `ready` sends more of the queue, and `receive` returns a frame only when it is complete. A child that
-stops in the middle of a frame, or does not read, therefore cannot block its parent, which waits only in `ready`, with a
-timeout.
+A frame is a length (8 bytes, big-endian) followed by that number of bytes. `send` queues the bytes that the socket does
+not accept, `ready` sends more of the queue, and `receive` returns only complete frames. A child that stops in the
+middle of a frame or does not read therefore cannot block its parent: the parent waits only in `ready`, with a timeout.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from collections.abc import Iterable, Sequence
 
 _HEADER = struct.Struct("!Q")
 _MAX_RECEIVE_BYTES = 4 * 1024**2
-"""Maximum read per call, so that a frame of gigabytes does not keep the parent from serving other children."""
+"""Maximum bytes per read: while a frame of gigabytes arrives, the parent must also serve its other children."""
 
 
 class FrameSocket:
-    """One end of a socket pair. One thread may send while another receives."""
+    """One end of a socket pair. One thread may send while another one receives."""
 
     def __init__(self, end: socket.socket, max_frame_bytes: int) -> None:
         end.setblocking(False)
@@ -34,21 +33,22 @@ class FrameSocket:
         self._in_body = False
 
     def fileno(self) -> int:
-        """File descriptor, for selectors; -1 after `close`."""
+        """Return the file descriptor; -1 after `close`."""
         return self._socket.fileno()
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes in the queue that the socket has not accepted yet."""
+        """Number of queued bytes that the socket has not accepted yet."""
         return sum(map(len, self._unsent))
 
     def send(self, data: bytes) -> None:
-        """Send a frame; queue what the socket does not accept. Raises OSError if the other process is gone."""
+        """Send a frame and queue the bytes that the socket does not accept. Raises OSError if the other process has
+        exited."""
         self._unsent += (memoryview(_HEADER.pack(len(data))), memoryview(data))
         self.send_more()
 
     def send_more(self) -> None:
-        """Send as much of the queue as the socket accepts. Raises OSError if the other process is gone."""
+        """Send as much of the queue as the socket accepts. Raises OSError if the other process has exited."""
         while self._unsent:
             try:
                 count = self._socket.send(self._unsent[0])
@@ -62,7 +62,7 @@ class FrameSocket:
     def receive(self) -> bytes | None:
         """Return the next frame, or None while it is incomplete.
 
-        Raises EOFError or OSError if the other process is gone, and OSError if the frame is too long.
+        Raises EOFError or OSError if the other process has exited, and OSError for a frame that is too long.
         """
         while True:
             wanted = self._body if self._in_body else self._header
@@ -83,19 +83,19 @@ class FrameSocket:
                 return bytes(frame)
             (size,) = _HEADER.unpack(self._header)
             if size > self._max_frame_bytes:
-                raise OSError(f"a frame of {size} bytes; allowed are {self._max_frame_bytes}")
+                raise OSError(f"received a frame of {size} bytes, allowed are at most {self._max_frame_bytes}")
             self._body = bytearray(size)
 
     def send_all(self, data: bytes) -> None:
-        """Send a frame and block until the socket has accepted all of it. For a child: the wait ends if the parent
-        dies."""
+        """Send a frame and block until the socket has accepted it. Only children call this: the wait ends if the parent
+        exits."""
         self.send(data)
         while self._unsent:
             _wait_for([(self, selectors.EVENT_WRITE)], None)
             self.send_more()
 
     def receive_next(self) -> bytes:
-        """Block until the next frame is complete. For a child: the wait ends if the parent dies."""
+        """Block until the next frame is complete. Only children call this: the wait ends if the parent exits."""
         while (frame := self.receive()) is None:
             _wait_for([(self, selectors.EVENT_READ)], None)
         return frame
@@ -106,13 +106,13 @@ class FrameSocket:
 
 
 def frame_sockets(max_frame_bytes: int) -> tuple[FrameSocket, socket.socket]:
-    """Make a socket pair: this process's end, and the end to pass to a child."""
+    """Make a socket pair. Return this process's end, and the end for the child."""
     ours, theirs = socket.socketpair()
     return FrameSocket(ours, max_frame_bytes), theirs
 
 
 def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
-    """Return a child's end from the file descriptor that the child was started with."""
+    """Return the child's end of a socket pair. descriptor: the file descriptor passed by the parent."""
     return FrameSocket(socket.socket(fileno=descriptor), max_frame_bytes)
 
 
@@ -120,7 +120,7 @@ def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[Fr
     """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads and a socket pair to it."""
     ours, theirs = frame_sockets(max_frame_bytes)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    if threads == 1:  # with more threads a passive wait makes a step about 1.5 times as long
+    if threads == 1:  # with more threads, passive waiting makes a step about 1.5 times as long
         environment["OMP_WAIT_POLICY"] = "passive"
     process = subprocess.Popen(
         [sys.executable, "-m", "baton", command, str(theirs.fileno())],
@@ -133,7 +133,7 @@ def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[Fr
 
 
 def exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a child that has closed its socket; None if it does not end within 2 s."""
+    """Return the exit code of a child that has closed its socket; None if it does not exit within 2 s."""
     try:
         return process.wait(2.0)
     except subprocess.TimeoutExpired:
@@ -143,7 +143,7 @@ def exit_code(process: subprocess.Popen[bytes]) -> int | None:
 def end_children(
     sockets: Iterable[FrameSocket], processes: Sequence[subprocess.Popen[bytes]], *, grace_s: float
 ) -> None:
-    """Close the sockets, which makes the children exit, and wait for them; kill those still running after `grace_s`."""
+    """Close the sockets, which makes the children exit, and kill the children that still run after `grace_s`."""
     for one in sockets:
         one.close()
     deadline_s = time.monotonic() + grace_s
@@ -156,9 +156,9 @@ def end_children(
 
 
 def ready(sockets: Iterable[FrameSocket], timeout_s: float) -> list[FrameSocket]:
-    """Wait until a socket can be read or can send more; return the readable ones.
+    """Wait until a socket can be read or can send more of its queue; return the readable sockets.
 
-    Queued data is sent as far as the sockets accept it. A socket whose process is gone is among those returned: its
+    Sends as much of the queues as the sockets accept. The result includes sockets whose process has exited; their
     `receive` raises.
     """
     found = []
@@ -167,7 +167,7 @@ def ready(sockets: Iterable[FrameSocket], timeout_s: float) -> list[FrameSocket]
         if events & selectors.EVENT_WRITE:
             try:
                 one.send_more()
-            except OSError:  # gone: `receive` returns what is still buffered, and then raises
+            except OSError:  # the process has exited: `receive` returns the buffered frames, and then raises
                 events |= selectors.EVENT_READ
         if events & selectors.EVENT_READ:
             found.append(one)

@@ -1,4 +1,4 @@
-"""Base class of recipe sections. Each section is declared by its owner; `recipe/recipe.py` combines them."""
+"""The base class of recipe sections. The module that uses a section declares it; `recipe/recipe.py` combines them."""
 
 from __future__ import annotations
 

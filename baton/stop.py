@@ -1,7 +1,7 @@
-"""A request to stop, made by a signal, and the two ways in which it ends a wait.
+"""Stop requests by signal, and the two ways in which a stop request ends a wait.
 
-A wait whose state is used afterwards calls `check` about once a second. A wait that may be cut at any point (the start
-of a run, loading a version) runs in `with stop.interrupting()`, where the signal handler itself raises.
+A wait that must leave consistent state calls `check` about once a second. A wait that may end at any instruction (the
+start of a run, loading a version) runs inside `with stop.interrupting()`, in which the signal handler raises Stopped.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 
 class Stopped(BaseException):
-    """A stop was requested. It derives from BaseException, as KeyboardInterrupt does, so that `except Exception` does
-    not catch it."""
+    """A stop was requested. Like KeyboardInterrupt it derives from BaseException, so `except Exception` does not catch
+    it."""
 
 
 class StopRequest:
-    """Handles SIGINT and SIGTERM as a context manager.
+    """A context manager that handles SIGINT and SIGTERM.
 
-    The first signal requests a clean stop; a second Ctrl-C raises KeyboardInterrupt. Further SIGTERMs are ignored: a
-    cluster scheduler may send several before it takes the machine away.
+    The first signal requests a clean stop, and a second Ctrl-C raises KeyboardInterrupt. Further SIGTERMs are ignored,
+    because a cluster scheduler may send several before it kills the process.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """say: receives a line for the user when the request arrives."""
+        """say: prints a line for the user when a stop is requested."""
         self.signal: int | None = None
         """Number of the first signal."""
         self._say = say
@@ -44,7 +44,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise Stopped anywhere within the context as soon as a stop is requested."""
+        """Make the signal handler raise Stopped within the context, at any instruction."""
         self._interrupts = True
         try:
             self.check()
@@ -53,10 +53,10 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request a stop as a signal of this number does."""
+        """Request a stop in the same way as a signal with this number."""
         if self.signal is None:
             self.signal = number
-            self._say("stopping, after the train step if one is running; Ctrl-C again leaves at once")
+            self._say("stopping after the current train step; press Ctrl-C again to exit immediately")
             if self._interrupts:
                 raise Stopped
         elif number == signal.SIGINT:

@@ -1,8 +1,7 @@
-"""The types that pass between modules: prompt → lease → segments → trajectory → group → batch, and the hub's and
-workers' messages.
+"""The types that pass between modules: prompt → lease → segments → trajectory → group → batch, and worker messages.
 
-All are frozen msgspec structs: the same object is passed in memory, sent over the network and written to disk. `L` is
-the number of tokens of one trajectory after its prompt; `G` is the group size.
+All types are frozen msgspec structs. The same object is passed in memory, sent over the network and written to disk.
+Shapes: `L` tokens of one trajectory after its prompt, `G` trajectories of one group.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import msgspec
 
 
 class Author(StrEnum):
-    """Who wrote a segment. Only the policy's tokens are trained."""
+    """The author of a segment. Only tokens of the policy are trained."""
 
     POLICY = "policy"
     ENVIRONMENT = "environment"
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory is complete. A partial trajectory has no finish reason."""
+    """The reason why a trajectory is complete. A partial trajectory has no finish reason."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,29 +29,29 @@ class FinishReason(StrEnum):
 
 
 class FailureCause(StrEnum):
-    """Why a trajectory has no reward."""
+    """The reason why a trajectory has no reward."""
 
     TIMEOUT = "timeout"
-    """The scorer did not answer within the deadline; its process is killed where that is possible."""
+    """The scorer did not return before its deadline. If it runs in its own process, the process is killed."""
     CRASHED = "crashed"
     """The scorer's process ended."""
     RAISED = "raised"
-    """The scorer raised an exception, or refused the request."""
+    """The scorer raised an exception or refused the request."""
     MALFORMED = "malformed"
-    """The scorer returned something that is no reward: None, NaN, a string, or a list of the wrong length."""
+    """The scorer returned a value that is not a reward: None, NaN, a string, or a list of the wrong length."""
     UNREACHABLE = "unreachable"
     """A remote scorer could not be reached, or returned a server error."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True):
-    """Identity of one set of weights."""
+    """The identity of one set of weights."""
 
     lineage: str
-    """Changes when a run goes back to a checkpoint, so versions made before and after are never confused."""
+    """Id that changes when a run resumes from a checkpoint. It keeps apart versions with equal numbers."""
     number: int
-    """Train steps since the start of the run."""
+    """Number of train steps since the start of the run."""
     digest: str = ""
-    """blake3 over the published tensors, hexadecimal."""
+    """Hexadecimal blake3 digest of the published tensors."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -66,16 +65,16 @@ class Prompt(msgspec.Struct, frozen=True):
     """One task given to the policy."""
 
     prompt_id: str
-    """Digest of the canonical problem; two wordings of one problem have the same id."""
+    """Digest of the canonical problem. Different wordings of one problem have the same id."""
     task: str
     """Name of the task in the recipe."""
     messages: tuple[Message, ...]
     answer: str | None = None
-    """Reference answer, in the form that the task's scorer expects."""
+    """Reference answer in the form that the task's scorer expects."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Further input of reward scorers, as plain JSON values. For a dataset row: all columns except the prompt."""
+    """Additional input of reward scorers, as plain JSON values. For a dataset row: all columns except the prompt."""
     is_conversation: bool = False
-    """Whether the source contained messages. If False, it contained one text, which is the last message."""
+    """True if the data contained a list of messages. False if it contained one text, which is the last message."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -84,44 +83,48 @@ class Segment(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     """[L_segment]"""
     behavior_logprobs: tuple[float, ...]
-    """[L_segment] log π(token) at the sampling temperature over the whole vocabulary; 0.0 for environment tokens."""
+    """[L_segment] log π(token) over the whole vocabulary, at the sampling temperature; 0.0 for environment tokens."""
     policy_version: int
-    """Number of the version whose weights produced these tokens' logits."""
+    """Number of the version whose weights computed the logits of these tokens."""
     author: Author = Author.POLICY
     routing: tuple[bytes, ...] = ()
-    """[L_segment] experts that were selected where each token's logits were computed, one byte per expert, [routers ×
+    """[L_segment] Experts selected at the position that computed each token's logits: one byte per expert, [routers ×
     experts per token]. Empty unless the model is a mixture of experts and the engine reports its routing."""
 
     def __post_init__(self) -> None:
         if self.routing and len(self.routing) != len(self.token_ids):
-            raise ValueError(f"a segment of {len(self.token_ids)} tokens has the routing of {len(self.routing)}")
+            raise ValueError(
+                f"a segment of {len(self.token_ids)} tokens must have as many routing entries or none: "
+                f"got {len(self.routing)}"
+            )
         if not self.token_ids or len(self.token_ids) != len(self.behavior_logprobs):
             raise ValueError(
-                f"a segment needs as many behavior_logprobs as token_ids, and at least one: "
-                f"got {len(self.behavior_logprobs)} and {len(self.token_ids)}"
+                f"a segment needs at least one token and one behavior logprob per token: got {len(self.token_ids)} "
+                f"tokens and {len(self.behavior_logprobs)} logprobs"
             )
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One response. `extended` is the only way to change it, and it only appends."""
+    """One response to a prompt. Only `extended` makes a longer one, by appending segments."""
 
     group_id: int
-    """Unique within a run and never reused, also across restarts."""
+    """Id that is unique within a run. It is never reused, not even after a restart."""
     sample_index: int
-    """0 ≤ sample_index < G; with the run's seed, group id and token position it determines the sampling noise."""
+    """Index within the group, from 0. Run seed, group id, sample index and token position key the sampling noise."""
     prompt_ids: tuple[int, ...]
-    """[prompt] the exact ids that the engine received."""
+    """[prompt] Exactly the token ids that the engine received."""
     segments: tuple[Segment, ...] = ()
     finish_reason: FinishReason | None = None
 
     def extended(self, segments: tuple[Segment, ...], finish_reason: FinishReason | None = None) -> Trajectory:
         """Return this trajectory with whole segments appended.
 
-        Adjacent segments of one author and one version are merged, so a segment stays maximal however many reports it
-        arrives in. Raises ValueError if the trajectory is finished, or if a segment is older than the last one.
+        Adjacent segments of one author and one version are merged: the result does not depend on how the tokens were
+        divided into reports. Raises ValueError if the trajectory is finished, or if a segment's version is older than
+        that of the segment before it.
         """
         if self.finish_reason is not None:
-            raise ValueError(f"trajectory {self.name} is finished ({self.finish_reason}) and takes no more segments")
+            raise ValueError(f"trajectory {self.name} is finished ({self.finish_reason}): no segment can be appended")
         merged = list(self.segments)
         for segment in segments:
             last = merged[-1] if merged else None
@@ -146,7 +149,7 @@ class Trajectory(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, segments=tuple(merged), finish_reason=finish_reason)
 
     def segments_between(self, start: int, end: int) -> tuple[Segment, ...]:
-        """Return the segments that cover tokens `start` to `end` (exclusive), counted after the prompt."""
+        """Return the segments of the tokens from `start` to `end` (exclusive), counted after the prompt."""
         found, offset = [], 0
         for s in self.segments:
             first, last = max(start - offset, 0), min(end - offset, len(s.token_ids))
@@ -158,12 +161,12 @@ class Trajectory(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """`group/sample`, for messages and logs."""
+        """Name for messages and logs: `group/sample`."""
         return f"{self.group_id}/{self.sample_index}"
 
     @property
     def num_tokens(self) -> int:
-        """L."""
+        """L: number of tokens after the prompt."""
         return sum(len(s.token_ids) for s in self.segments)
 
     @property
@@ -178,40 +181,40 @@ class Trajectory(msgspec.Struct, frozen=True):
 
     @property
     def policy_versions(self) -> list[int]:
-        """[L] version number of each token."""
+        """[L] Version number of each token."""
         return [s.policy_version for s in self.segments for _ in s.token_ids]
 
     @property
     def routing(self) -> list[bytes]:
-        """[L] experts of each token as in `Segment`; empty bytes where they are not known."""
+        """[L] Experts of each token as in `Segment`; empty bytes for tokens whose experts were not reported."""
         return list(chain.from_iterable(s.routing or (b"",) * len(s.token_ids) for s in self.segments))
 
     @property
     def is_policy(self) -> list[bool]:
-        """[L] whether the policy wrote each token."""
+        """[L] Whether the policy wrote each token."""
         return [s.author is Author.POLICY for s in self.segments for _ in s.token_ids]
 
 
 class RewardResult(msgspec.Struct, frozen=True):
-    """The reward of one finished trajectory, or why it has none."""
+    """The reward of one finished trajectory, or the reason why it has no reward."""
 
     reward: float
-    """Weighted sum of `parts`; 0.0 and meaningless if there is a failure."""
+    """Weighted sum of `parts`. If scoring failed, it is 0.0 and must not be used."""
     parts: dict[str, float]
     """Unweighted value of each reward part that applies, by name."""
     is_correct: bool
     """Whether the task's scorer gave the full score; partial credit does not count."""
     answer: str | None = None
-    """The answer extracted from the response; None if the response does not have the answer format."""
+    """Answer extracted from the response; None if the response does not have the answer format."""
     failure: str | None = None
-    """Why there is no reward, as a sentence. Such a trajectory counts as neither correct nor wrong and is not trained
-    on."""
+    """Sentence that explains why scoring failed; None if it succeeded. After a failure the trajectory counts as neither
+    correct nor wrong, and it is not trained on."""
     cause: FailureCause | None = None
-    """The kind of failure; None if there is none."""
+    """Kind of failure; None if scoring succeeded."""
 
     @property
     def is_judged(self) -> bool:
-        """Whether reward and correctness are meaningful."""
+        """Whether scoring succeeded, so that `reward` and `is_correct` are valid."""
         return self.failure is None
 
 
@@ -228,27 +231,27 @@ class Group(msgspec.Struct, frozen=True):
     group_id: int
     prompt: Prompt
     members: tuple[ScoredTrajectory, ...]
-    """[G] ordered by sample_index."""
+    """[G] Members ordered by sample_index."""
 
     def __post_init__(self) -> None:
         for index, member in enumerate(self.members):
             trajectory = member.trajectory
             assert (trajectory.group_id, trajectory.sample_index) == (self.group_id, index), (
-                f"group {self.group_id}, place {index} holds trajectory {trajectory.name}"
+                f"member {index} of group {self.group_id} is trajectory {trajectory.name}"
             )
-            assert trajectory.finish_reason is not None, f"group {self.group_id} holds a partial, {trajectory.name}"
+            assert trajectory.finish_reason is not None, f"trajectory {trajectory.name} of a group is not finished"
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What one train step consumes."""
+    """The groups that one train step consumes."""
 
     step: int
-    """The train step that consumes the batch, from 1; it produces version `step`."""
+    """Number of the train step, from 1. The step produces version `step`."""
     groups: tuple[Group, ...]
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All members, group by group."""
+        """Trajectories of all groups, group by group."""
         return [member.trajectory for group in self.groups for member in group.members]
 
 
@@ -256,21 +259,19 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How one trajectory is sampled.
-
-    `max_new_tokens` counts all tokens after the prompt, however many times the trajectory is resumed.
-    """
+    """The sampling parameters of one trajectory."""
 
     max_new_tokens: int
+    """Maximum number of tokens after the prompt, summed over all resumes."""
     temperature: float = 1.0
-    """0 selects greedy decoding."""
+    """Sampling temperature; 0 selects greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """Number of most likely tokens that are kept; 0 keeps the whole vocabulary."""
     stop_token_ids: tuple[int, ...] = ()
-    """In addition to the model's own end-of-sequence ids."""
+    """Ids that end a trajectory, in addition to the model's end-of-sequence ids."""
     stop: tuple[str, ...] = ()
-    """A trajectory ends when its text contains one of these strings; the tokens that complete the string are kept."""
+    """Strings that end a trajectory when its text contains one of them. The token that completes it is kept."""
 
 
 class Lease(msgspec.Struct, frozen=True, tag="Lease"):
@@ -278,53 +279,54 @@ class Lease(msgspec.Struct, frozen=True, tag="Lease"):
 
     lease_id: int
     trajectory: Trajectory
-    """Prompt ids and the segments so far. A resume sends ids, never text."""
+    """Prompt ids and the segments generated so far. A resume sends ids, never text."""
     sampling: SamplingParams
     noise_seed: int
-    """Seed of the sampling noise; with group id, sample index and token position it determines every draw."""
+    """Seed of the sampling noise. Noise seed, group id, sample index and token position determine every draw."""
     version: int
-    """The requested policy version."""
+    """Number of the requested policy version."""
     is_exact: bool = True
-    """True: serve exactly this version or answer Retry. False: serve this version or a newer one."""
+    """True: serve exactly this version, or answer with `Retry`. False: serve this version or a newer one."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="Abort"):
-    """Stop a lease and report its remaining tokens. Has no effect if the lease has already ended."""
+    """A request to stop a lease and report its remaining tokens. It has no effect if the lease has ended."""
 
     lease_id: int
 
 
 class Report(msgspec.Struct, frozen=True, tag="Report"):
-    """The tokens that a lease has generated since its last report."""
+    """The tokens that a worker has generated under a lease since its previous report."""
 
     lease_id: int
     token_offset: int
-    """Tokens after the prompt before `segments`. The receiver appends only if this equals the trajectory's length."""
+    """Number of response tokens before `segments`. The receiver appends only at exactly this length."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None = None
     is_aborted: bool = False
-    """The lease ended before the trajectory was finished."""
+    """Whether the lease ended before the trajectory was finished."""
 
 
 class Retry(msgspec.Struct, frozen=True, tag="Retry"):
-    """A worker refuses a lease because it does not hold the requested version."""
+    """The refusal of a lease by a worker that does not serve the requested version."""
 
     lease_id: int
     has_version: int
+    """Number of the version that the worker serves."""
 
 
 class WorkLost(msgspec.Struct, frozen=True, tag="WorkLost"):
-    """Generated tokens that belong to no trajectory."""
+    """The discard of generated tokens, for example those of the slower of two leases of one trajectory."""
 
     cause: str
     num_tokens: int
 
 
 class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
-    """The tokens that a trajectory has so far are not trusted. Its lease, if there was one, has ended."""
+    """The revocation of a trajectory whose tokens are not trusted. Its lease, if any, has ended."""
 
     noise_seed: int
-    """Noise seed of the lease. It separates training from evaluation, whose group ids may be equal."""
+    """Noise seed of the lease. It distinguishes training from evaluations, whose group ids may be equal."""
     group_id: int
     sample_index: int
     cause: str
@@ -333,9 +335,9 @@ class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
 FromHub = Lease | Abort
 FromWorker = Report | Retry
 FromPort = FromWorker | WorkLost | WorkRevoked
-"""What the controller receives; only a swarm sends WorkLost and WorkRevoked."""
+"""Messages that the controller receives. Only a swarm sends `WorkLost` and `WorkRevoked`."""
 
 
 def ends_lease(message: FromWorker) -> bool:
-    """Whether a worker's message is the last of its lease."""
+    """Return whether a worker's message is the last one of its lease."""
     return isinstance(message, Retry) or message.is_aborted or message.finish_reason is not None

@@ -1,1 +1,1 @@
-"""Rollouts: the scheduler and controller that generate trajectories, and the engines that sample them."""
+"""Rollouts: the scheduler, the controller, and the engines that generate trajectories."""

@@ -1,11 +1,11 @@
-"""Forms batches of finished groups within the staleness bound. Uses ids, counts and versions, no tokens.
+"""`Buffer`: forms batches of complete groups and enforces the staleness bound. It stores ids and versions, no tokens.
 
     opened ──▶ unfinished ──complete──▶ waiting ──take──▶ a batch
        └──────── closed (filtered, dropped, lost) ◀── too old, stale = "drop"
 
-The staleness bound: at the trainer's version v only tokens of version v − max_staleness or newer are trained. The
-scheduler's rule for opening groups makes older tokens rare. `take` drops groups that have them if `stale = "drop"`; if
-`stale = "mask"`, `trainer/samples.py` masks them.
+The staleness bound: when the trainer is at version v, only tokens of version v − max_staleness or newer are trained.
+The scheduler opens groups under a rule that makes older tokens rare. With `stale = "drop"`, `take` drops groups that
+contain older tokens; with `stale = "mask"`, `trainer/samples.py` masks these tokens.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ class TakeResult:
     """The result of `Buffer.take`."""
 
     group_ids: tuple[int, ...]
-    """[batch_groups] the batch, or empty while too few groups are complete."""
+    """[batch_groups] The groups of the batch; empty if too few groups are complete."""
     expired: tuple[int, ...]
-    """Groups that were too old (`stale = "drop"`) and have left the buffer."""
+    """Groups that were removed because they contain tokens that are too old (`stale = "drop"`)."""
 
 
 class Buffer:
-    """The groups that are open: between their opening and their batch."""
+    """The open groups: opened, and neither taken into a batch nor discarded."""
 
     def __init__(self, batch_groups: int, max_staleness: int, *, consume: Consume, stale: Stale) -> None:
         self._batch_groups, self._max_staleness = batch_groups, max_staleness
         self._consume, self._stale = consume, stale
         self._open: dict[int, None] = {}
-        """Groups that are in no batch yet, in the order of submission."""
+        """Open groups in the order of submission."""
         self._complete: dict[int, int] = {}
-        """Oldest version among the tokens of each complete group, in the order of completion."""
+        """Complete groups in the order of completion, each with the oldest version among its tokens."""
 
     def __len__(self) -> int:
-        """Number of groups that are in no batch yet, complete or not."""
+        """Return the number of open groups, complete or not."""
         return len(self._open)
 
     @property
@@ -49,18 +49,18 @@ class Buffer:
         return len(self._complete)
 
     def opened(self, group_id: int) -> None:
-        """Add a group. Ids must ascend: their order is the order of submission."""
+        """Add a group. Ids must ascend, because their order is the order of submission."""
         assert group_id not in self._open, f"group {group_id} was opened twice"
         self._open[group_id] = None
 
     def completed(self, group_id: int, oldest_version: int) -> None:
         """Mark a group whose members have all finished and been scored."""
-        assert group_id in self._open, f"group {group_id} is complete but was never opened, or is in a batch already"
+        assert group_id in self._open, f"group {group_id} was completed but is not open"
         assert group_id not in self._complete, f"group {group_id} was completed twice"
         self._complete[group_id] = oldest_version
 
     def reopened(self, group_id: int) -> None:
-        """Mark a complete group as incomplete: one of its members is generated again."""
+        """Mark a complete group as incomplete, because one of its members will be generated again."""
         del self._complete[group_id]
 
     def closed(self, group_id: int) -> None:
@@ -69,7 +69,8 @@ class Buffer:
         self._complete.pop(group_id, None)
 
     def take(self, version: int) -> TakeResult:
-        """Take a batch for the train step from `version` to `version + 1`, if enough groups are complete."""
+        """Remove and return the batch of the train step from `version` to `version + 1`, if enough groups are
+        complete."""
         floor = version - self._max_staleness
         expired: tuple[int, ...] = ()
         if self._stale == "drop":
@@ -85,7 +86,7 @@ class Buffer:
         return TakeResult(tuple(chosen), expired)
 
     def _choice(self) -> dict[int, None]:
-        """Return up to `batch_groups` complete groups, in the order of consumption."""
+        """Return up to `batch_groups` complete groups in the order of consumption."""
         if len(self._complete) < self._batch_groups:
             return {}
         ids: Iterable[int] = self._complete
@@ -96,7 +97,7 @@ class Buffer:
         return dict.fromkeys(group_id for group_id, _ in zip(ids, range(self._batch_groups), strict=False))
 
     def _first_in_order(self) -> Iterable[int]:
-        """Yield complete groups in the order of submission, up to the first incomplete one."""
+        """Yield complete groups in the order of submission, up to the first group that is incomplete."""
         for group_id in self._open:
             if group_id not in self._complete:
                 return

@@ -1,6 +1,6 @@
-"""Generates responses to a list of prompts under one version, for evaluations. All are leased at once.
+"""`EvalRollout`: generates responses to a list of prompts under one version, for evaluations.
 
-Each trajectory is yielded when it finishes, so that scoring overlaps with generation.
+It leases all trajectories at once, and yields each one when it finishes, so scoring overlaps with generation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.types import FromPort, Retry, SamplingParams, Trajectory, WorkLost, W
 
 
 class EvalGroup(msgspec.Struct, frozen=True):
-    """One prompt with `group_size` trajectories to generate."""
+    """A request for `group_size` responses to one prompt."""
 
     group_id: int
     prompt_ids: tuple[int, ...]
@@ -23,7 +23,7 @@ class EvalGroup(msgspec.Struct, frozen=True):
 
 
 class EvalRollout:
-    """Generates trajectories on a worker that has no other leases meanwhile."""
+    """Generates trajectories on a worker that has no other leases at the same time."""
 
     def __init__(self, worker: WorkerClient) -> None:
         self.worker = worker
@@ -37,13 +37,13 @@ class EvalRollout:
         version: int,
         on_tokens: Callable[[int], None] | None = None,
     ) -> Iterator[Trajectory]:
-        """Yield each trajectory of the requests when it finishes, all under exactly `version`.
+        """Generate the requested trajectories under exactly `version`, and yield each one when it finishes.
 
-        on_tokens: receives the token count of each report. Raises EngineFault when the worker breaks the protocol or
-        does not serve the version, DeadlineExceeded when the worker makes no progress for `stall_timeout_s`, UserError
-        for a prompt that leaves no room for a response, and Stopped.
+        on_tokens: called with the number of new tokens of each report. Raises UserError for a prompt that leaves no
+        room for a response, EngineFault if the worker does not serve the version or ends a trajectory early,
+        DeadlineExceeded if the worker makes no progress, and Stopped.
         """
-        for request in requests:  # all of them, before the first lease is sent
+        for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
         growing: dict[int, Trajectory] = {}
 
@@ -69,22 +69,23 @@ class EvalRollout:
         self, message: FromPort, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
     ) -> Trajectory | None:
         if isinstance(message, WorkLost | WorkRevoked):
-            return None  # concerns training, whose rollouts are aborted meanwhile, or was handled by the caller
+            return None  # the caller has handled revocations of this evaluation; the others concern training
         trajectory = growing.get(message.lease_id)
         if trajectory is None:
-            return None  # a late message of a lease that has ended
+            return None  # the lease has ended: the message was repeated or arrived late
         if isinstance(message, Retry):
             raise EngineFault(
-                f"{self.worker.name} serves version {message.has_version} and refused trajectory {trajectory.name}"
+                f"{self.worker.name} serves version {message.has_version} and refused trajectory {trajectory.name} "
+                "of another version; look for errors in the log of the worker"
             )
         if message.token_offset != trajectory.num_tokens:
-            return None  # a repeated report
+            return None  # a repeated report, whose tokens have been appended already
         grown = trajectory.extended(message.segments, message.finish_reason)
         if on_tokens is not None:
             on_tokens(grown.num_tokens - trajectory.num_tokens)
         if grown.finish_reason is None:
             if message.is_aborted:
-                raise EngineFault(f"{self.worker.name} aborted trajectory {trajectory.name}, which nobody asked for")
+                raise EngineFault(f"{self.worker.name} aborted trajectory {trajectory.name} without a request")
             growing[message.lease_id] = grown
             return None
         del growing[message.lease_id]

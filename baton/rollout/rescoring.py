@@ -1,6 +1,7 @@
-"""Input and output of rescoring a trajectory's tokens. Needs no torch; `engines/embedded/rescore.py` computes it.
+"""Input and output of rescoring: computing the logprobs of reported tokens again, to verify a worker.
 
-N: policy tokens of one trajectory under one policy version.
+`engines/embedded/rescore.py` does the computation; this module needs no torch. Shapes: N policy tokens of one
+trajectory under one policy version.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from baton.types import SamplingParams, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A trajectory as a worker reported it, with the sampling parameters and noise seed of its lease."""
+    """A trajectory as reported by a worker, with the sampling parameters and noise seed of its lease."""
 
     trajectory: Trajectory
     sampling: SamplingParams
@@ -21,24 +22,24 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """The policy tokens that a claim attributes to one version, scored by the weights of that version."""
+    """The policy tokens of a claim under one version, scored by the weights of that version."""
 
     name: str
-    """`group/sample` of the trajectory."""
+    """Name of the trajectory: `group/sample`."""
     version: int
     temperature: float
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     places: tuple[int, ...]
-    """[N] token positions after the prompt."""
+    """[N] Token positions after the prompt."""
     token_ids: tuple[int, ...]
     """[N]"""
     behavior_logprobs: tuple[float, ...]
-    """[N] nats, as reported."""
+    """[N] Reported logprobs, nats."""
     logprobs: tuple[float, ...]
-    """[N] nats, the correct values up to rounding: at the sampling temperature, over the whole vocabulary."""
+    """[N] Recomputed logprobs, nats: over the whole vocabulary, at the sampling temperature."""
     draw_gaps: tuple[float, ...]
-    """[N] nats. 0 where the keyed draw selects this token; otherwise the distance in log-odds from the draw to the
-    token's interval of the distribution function. Greedy: the largest logit minus the token's logit."""
+    """[N] Distance in log-odds, nats, from the keyed draw to the token's interval of the distribution function; 0 if
+    the draw selects the token. For greedy decoding: the largest logit minus the token's logit."""
     tail_masses: tuple[float, ...]
-    """[N] total probability, in the distribution sampled from, of all tokens that are not more likely than this one,
-    itself included; 1 for greedy."""
+    """[N] Total probability of the token and all tokens that are at most as likely, in the sampling distribution; 1 for
+    greedy decoding."""

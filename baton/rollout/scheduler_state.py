@@ -1,4 +1,4 @@
-"""The scheduler's state: groups and trajectories as counts by version, token accounts, and counters of one step."""
+"""The state of the scheduler: token counts of groups and trajectories, the token ledger, and the counters of a step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from enum import Enum
 from baton.rollout.overprovision import BatchMeasurement
 
 QUANTILES = 4
-"""Number of length classes of `staleness/length_q…`."""
+"""Number of metrics `staleness/length_q…`, one per quantile of trajectory length."""
 
 
 class TrajectoryState(Enum):
     """The state of a trajectory."""
 
     PENDING = 0
-    """Not leased: not started, or aborted."""
+    """Waiting for a lease: not started, or aborted."""
     LEASED = 1
     SCORING = 2
-    """Finished, and submitted for scoring."""
+    """Finished and submitted for scoring."""
     SCORED = 3
-    """Scored."""
 
 
 @dataclass(slots=True)
@@ -32,17 +31,17 @@ class TrackedTrajectory:
     sample_index: int
     state: TrajectoryState = TrajectoryState.PENDING
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(version, number of tokens), versions ascending."""
+    """Pairs of (version, number of tokens), with ascending versions."""
     num_tokens: int = 0
     reward: float | None = None
 
     @property
     def name(self) -> str:
-        """`group/sample`, for error messages."""
+        """Name in error messages: `group/sample`."""
         return f"{self.group_id}/{self.sample_index}"
 
     def grow(self, version: int, num_tokens: int) -> None:
-        """Add tokens of a version, which must not be older than the last."""
+        """Add tokens of a version that is not older than the last one."""
         last, count = self.versions[-1] if self.versions else (-1, 0)
         assert num_tokens > 0, f"trajectory {self.name} grew by {num_tokens} tokens"
         assert version >= last, f"trajectory {self.name}: version {version} after {last}"
@@ -53,7 +52,7 @@ class TrackedTrajectory:
         self.num_tokens += num_tokens
 
     def forget(self) -> int:
-        """Reset to no tokens and no reward; return the number of tokens discarded."""
+        """Remove all tokens and the reward; return the number of removed tokens."""
         forgotten, self.num_tokens, self.reward = self.num_tokens, 0, None
         self.versions.clear()
         return forgotten
@@ -65,59 +64,63 @@ class TrackedGroup:
 
     group_id: int
     members: list[TrackedTrajectory]
-    """[group_size]"""
+    """[group_size] Members by sample index."""
     num_unscored: int
+    """Number of members without a reward."""
     opened_at: int
-    """The trainer's version when the group was opened."""
+    """Version of the trainer when the group was opened."""
     attempts: int = 0
-    """Earlier attempts at its prompt."""
+    """Number of earlier attempts at the same prompt."""
 
     @classmethod
     def new(cls, group_id: int, group_size: int, *, opened_at: int, attempts: int = 0) -> TrackedGroup:
-        """Return a group without tokens."""
+        """Return a group of pending trajectories without tokens."""
         members = [TrackedTrajectory(group_id, index) for index in range(group_size)]
         return cls(group_id, members, group_size, opened_at, attempts)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all members."""
+        """Number of tokens of all members."""
         return sum(t.num_tokens for t in self.members)
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Whether all rewards are equal, or fewer than two exist, so that every advantage is zero."""
+        """Whether every advantage is zero: all rewards are equal, or there are fewer than two."""
         rewards = [t.reward for t in self.members if t.reward is not None]
         return len(rewards) < 2 or min(rewards) == max(rewards)
 
     def oldest_version(self, *, default: int) -> int:
-        """Return the oldest version among its tokens, or `default` without tokens."""
+        """Return the oldest version among the group's tokens, or `default` if it has no tokens."""
         return min((t.versions[0][0] for t in self.members if t.versions), default=default)
 
     def num_tokens_before(self, version: int) -> int:
-        """Return the number of tokens of versions older than this."""
+        """Return the number of tokens whose version is older than `version`."""
         return sum(count for t in self.members for v, count in t.versions if v < version)
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Policy tokens since the scheduler started: generated = trained + masked + filtered + dropped + lost + carried."""
+    """Accounts of policy tokens: generated = trained + masked + filtered + dropped + lost + carried.
+
+    Carried tokens are those of open groups; the ledger does not store their number.
+    """
 
     generated: int = 0
     trained: int = 0
     masked: int = 0
-    """Tokens in a batch that are too old to be trained."""
+    """Delivered tokens that are too old to be trained."""
     filtered: int = 0
     dropped: int = 0
     lost: Counter[str] = field(default_factory=Counter)
-    """Tokens by cause."""
+    """Number of lost tokens by cause."""
 
     def lose(self, cause: str, num_tokens: int) -> None:
-        """Count discarded tokens under a cause."""
+        """Add lost tokens to the account of their cause."""
         self.lost[cause] += num_tokens
 
     @property
     def settled(self) -> int:
-        """Tokens in a final account; the others are carried: they belong to groups that are in no batch yet."""
+        """Number of generated tokens that are not carried."""
         return self.trained + self.masked + self.filtered + self.dropped + self.lost.total()
 
 
@@ -127,13 +130,13 @@ class StepCounts:
 
     generated_tokens: int = 0
     reprefilled_tokens: int = 0
-    """Response tokens that were prefilled again when an aborted trajectory was resumed."""
+    """Number of response tokens that were prefilled again because a trajectory was resumed."""
     resumed: int = 0
-    """Resumed trajectories."""
+    """Number of resumed trajectories."""
     finished: int = 0
-    """Finished trajectories."""
+    """Number of finished trajectories."""
     carried_groups: int = 0
-    """Groups in no batch when this one was delivered."""
+    """Number of groups that were still open when the batch was delivered."""
     filtered_groups: int = 0
     requeued_groups: int = 0
     dropped_groups: int = 0
@@ -141,24 +144,24 @@ class StepCounts:
     consumed_tokens: int = 0
     lost_tokens: int = 0
     busy_slot_s: float = 0.0
-    """Slot-seconds in which a trajectory was leased, at most `slots` at a time."""
+    """Slot-seconds of occupied slots: min(leased trajectories, slots), integrated over time."""
     slot_s: float = 0.0
-    """Slot-seconds of all slots while any trajectory was leased."""
+    """Slot-seconds of all slots while at least one trajectory was leased."""
     ages: list[int] = field(default_factory=list)
-    """Per consumed group: versions made between its opening and its batch."""
+    """[consumed groups] Number of versions trained between the opening of the group and its delivery."""
     spans: list[int] = field(default_factory=list)
-    """Per consumed trajectory: version of its last token minus that of its first, plus one."""
+    """[consumed trajectories] Version of the last token minus version of the first token, plus one."""
     lengths_and_staleness: list[tuple[int, int]] = field(default_factory=list)
-    """Per consumed trajectory: number of tokens, and staleness of the oldest."""
+    """[consumed trajectories] Number of tokens, and staleness of the oldest token."""
 
     def pass_time(self, elapsed_s: float, num_leased: int, slots: int) -> None:
-        """Add elapsed slot time. Time without any lease does not count."""
+        """Add slot time, unless no trajectory is leased."""
         if num_leased:
             self.busy_slot_s += elapsed_s * min(num_leased, slots)
             self.slot_s += elapsed_s * slots
 
     def consume(self, group: TrackedGroup, masked_tokens: int, version: int) -> None:
-        """Count a group of the batch that the trainer receives at `version`."""
+        """Count a delivered group. version: the trainer's version at delivery."""
         self.consumed_tokens += group.num_tokens
         self.masked_tokens += masked_tokens
         self.ages.append(version - group.opened_at)
@@ -169,7 +172,7 @@ class StepCounts:
                 self.lengths_and_staleness.append((member.num_tokens, version - oldest))
 
     def measured(self) -> BatchMeasurement:
-        """Return the measurements from which the next over-provision is chosen."""
+        """Return the measurements that determine the next over-provision."""
         return BatchMeasurement(
             occupancy=self.busy_slot_s / self.slot_s if self.slot_s else 1.0,
             masked_frac=self.masked_tokens / max(1, self.consumed_tokens),
@@ -177,7 +180,7 @@ class StepCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return metric values by name; docs/metrics.md defines them."""
+        """Return metric values by name, as docs/metrics.md defines them."""
         found = {
             "rollout/carried_groups": self.carried_groups,
             "rollout/carry_age": _mean(self.ages),
@@ -195,7 +198,7 @@ class StepCounts:
         return {name: float(value) for name, value in (found | self._by_length()).items()}
 
     def _by_length(self) -> dict[str, float]:
-        """Return the mean staleness of the oldest token per length quartile; long trajectories are the stalest."""
+        """Return the mean staleness of the oldest token by quartile of trajectory length."""
         ranked = sorted(self.lengths_and_staleness)
         if not any(staleness for _, staleness in ranked):
             return {}

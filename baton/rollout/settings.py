@@ -1,4 +1,4 @@
-"""[rollout]: the mode, the sizes of batches and groups, sampling, and the staleness bound."""
+"""[rollout]: mode, sizes of batches and groups, sampling, and the staleness bound."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ DEFAULT_OVERPROVISION = 2.0
 DEFAULT_MAX_STALENESS = 4
 MAX_AUTO_OVERPROVISION = 4.0
 FILTERED_LIMIT = 20
-"""The run stops when dynamic sampling filters this many groups per group of one batch."""
+"""Maximum number of groups that dynamic sampling may filter for one batch, as a multiple of batch_groups. Beyond it the
+run stops, because the tasks are too easy or too hard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`RolloutSettings` with every default filled in, for the scheduler."""
+    """`RolloutSettings` with all defaults resolved, for the scheduler."""
 
     mode: Mode = "sync"
     batch_groups: int = 32
     group_size: int = 8
     overprovision: float = 1.0
-    """Open groups per group that a batch needs; infinite where only `max_concurrency` bounds them."""
+    """Number of open groups divided by batch_groups; infinite if only `max_concurrency` bounds them."""
     is_adaptive: bool = False
-    """Whether `overprovision` is the initial value and adapts to measurements."""
+    """Whether `overprovision` is only the initial value, which then adapts to measurements."""
     most_overprovision: float = MAX_AUTO_OVERPROVISION
     """Upper bound of an adaptive `overprovision`."""
     max_concurrency: int | None = None
@@ -43,9 +44,9 @@ class Rules:
     max_requeues: int = 2
     dynamic_sampling: bool = False
     is_swarm: bool = False
-    """Whether each worker loads a new version by itself, once it has fetched it."""
+    """Whether the workers are a swarm: each worker loads a new version as soon as it has fetched the weights."""
     max_lag: int = 0
-    """Versions that a swarm worker may be behind the latest published one and still receive leases."""
+    """Maximum number of published versions that a swarm worker may be behind and still receive leases."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -53,7 +54,7 @@ class Rules:
         return self.on_new_version == "keep" or (self.is_swarm and self.mode == "async")
 
     def max_outstanding(self, overprovision: float) -> float:
-        """Return the most groups that may be open at once in mode `partial`."""
+        """Return the maximum number of open groups in mode `partial`."""
         return (
             max(self.batch_groups, math.floor(overprovision * self.batch_groups + 1e-9))
             if (math.isfinite(overprovision))
@@ -62,55 +63,55 @@ class Rules:
 
 
 class RolloutSettings(Settings):
-    """[rollout] what is generated, and how far generation may run ahead of training."""
+    """[rollout] generation of training trajectories, and how far it may run ahead of training."""
 
     mode: Mode = "sync"
-    """`sync`: generate a batch, train it, publish. `partial` (APRIL): start more groups than a batch needs, stop when
-    enough are complete, resume the others under the next version. `async` (AReaL): generate while the trainer steps,
-    as far ahead as max_staleness allows."""
+    """`sync`: generate a batch, train on it, publish. `partial` (APRIL): start more groups than a batch needs, stop
+    when enough are complete, and resume the others under the next version. `async` (AReaL): generate during train
+    steps, as far ahead as max_staleness allows."""
     placement: Literal["separate", "colocated"] = "separate"
-    """`colocated`: engine and trainer use one device alternately. While the trainer is active the engine frees weights
-    and KV cache; while the engine is active the trainer frees gradients and moves weights and moments to the host."""
+    """`colocated`: engine and trainer use one device alternately. During a train step the engine frees its weights and
+    KV cache. During generation the trainer frees gradients and moves weights and moments to the host."""
     batch_groups: int = Field(default=32, ge=1)
-    """Groups per train step."""
+    """Number of groups per train step."""
     group_size: int = Field(default=8, ge=1)
-    """Trajectories per group: samples of one prompt."""
+    """Number of trajectories per group, all for one prompt."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Longest response, tokens, summed over all resumes."""
+    """Maximum tokens of a response, summed over all resumes."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer computes logprobs at the same one."""
+    """Sampling temperature. The trainer computes logprobs at the same temperature."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, in addition to the model's end-of-sequence ids."""
     overprovision: float | Literal["auto"] | None = None
-    """`partial`: groups open at once per group that a batch needs, at least 1; `auto` adapts to measured slot
-    occupancy. The default is 2, or no bound if max_concurrency is set."""
+    """Number of open groups divided by batch_groups in mode `partial`, at least 1; `auto` adapts it to the measured
+    slot occupancy. The default is 2, or no bound if max_concurrency is set."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Most trajectories generated concurrently, over all workers. A free place goes to a waiting sibling or the next
-    prompt."""
+    """Maximum number of trajectories generated concurrently by all workers together."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Most versions that a trained token may be behind the trainer. The default is 0 for `sync`, else 4."""
+    """Maximum number of versions that a trained token may be behind the trainer. The default is 0 in `sync`, 4 in the
+    other modes."""
     on_new_version: OnNewVersion | None = None
-    """What happens to running trajectories: `drain` (they finish first; only `sync`), `resume` (aborted, and resumed
-    from their ids under the new weights; default of `partial` and `async`), `keep` (`async`: they continue in flight
-    with the keys and values of the old weights)."""
+    """Treatment of running trajectories: `drain` lets them finish (only `sync`); `resume` aborts them and resumes from
+    their token ids under the new weights (default of `partial` and `async`); `keep` continues them with the keys and
+    values of the old weights (only `async`)."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""
     stale: Stale = "mask"
-    """What happens to tokens beyond max_staleness: `mask` keeps them as context without a gradient, and the reward
-    includes them; `drop` discards the group and tries its prompt again."""
+    """Treatment of tokens older than max_staleness: `mask` keeps them as context without a gradient, and the reward
+    still covers them; `drop` discards the group and tries its prompt again."""
     max_requeues: int = Field(default=2, ge=0)
-    """`drop`: attempts after the first before a prompt is discarded."""
+    """Number of further attempts at a dropped prompt before the prompt is discarded (stale = "drop")."""
     dynamic_sampling: bool = False
-    """DAPO: replace groups whose rewards are all equal by newly generated ones."""
+    """Replace groups whose rewards are all equal by new groups (DAPO)."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds without progress after which the run stops and names the worker."""
+    """Seconds without progress after which the run stops with an error that names the worker."""
 
     @field_validator("overprovision")
     @classmethod
     def _is_enough(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, float) and not (1 <= value < math.inf):
-            raise ValueError('allowed is a number of at least 1, or "auto": a batch cannot be made from fewer groups')
+            raise ValueError('allowed is a number of at least 1, or "auto": a batch needs batch_groups complete groups')
         return value
 
     @model_validator(mode="after")
@@ -124,32 +125,37 @@ class RolloutSettings(Settings):
         found = []
         if mode != "partial" and self.overprovision not in (None, 1.0):
             instead = "max_staleness bounds how far it runs ahead" if mode == "async" else 'use mode = "partial"'
-            found.append(f'overprovision: got {self.overprovision!r}, but it is of mode = "partial"; {instead}')
+            found.append(f'overprovision: got {self.overprovision!r}, but only mode = "partial" uses it; {instead}')
         allowed = {"sync": ("drain",), "partial": ("resume",), "async": ("resume", "keep")}[mode]
         if rules.on_new_version not in allowed:
             found.append(
                 f'on_new_version: got {rules.on_new_version!r}, but mode = "{mode}" allows {" or ".join(allowed)}; '
-                f"change it, or leave it out"
+                f"change or remove the key"
             )
         if mode == "sync" and rules.consume != "submission":
-            found.append(f'consume: got {rules.consume!r}, but mode = "sync" consumes in the order of submission')
+            found.append(
+                f'consume: got {rules.consume!r}, but mode = "sync" always consumes groups in the order of submission; '
+                "remove the key"
+            )
         return found
 
     def _complaints_of_staleness(self) -> list[str]:
         rules = self.rules()
         found = []
         if self.mode == "sync" and rules.max_staleness:
-            found.append(f'max_staleness: got {rules.max_staleness}, but mode = "sync" has 0; use "partial" or "async"')
+            found.append(
+                f'max_staleness: got {rules.max_staleness}, but mode = "sync" allows only 0; use "partial" or "async"'
+            )
         if rules.stale != "mask" and self.mode == "partial" and rules.overprovision > rules.max_staleness + 1:
             found.append(
                 f"overprovision: got {rules.overprovision:g} with max_staleness = {rules.max_staleness} and stale = "
-                f'"{rules.stale}", allowed at most max_staleness + 1 = {rules.max_staleness + 1}: what is carried gets '
-                'too old otherwise; lower it, raise max_staleness, or take stale = "mask"'
+                f'"{rules.stale}", allowed at most max_staleness + 1 = {rules.max_staleness + 1}, because carried '
+                'groups would become too old; lower overprovision, raise max_staleness, or use stale = "mask"'
             )
         return found
 
     def rules(self) -> Rules:
-        """Fill in the defaults of the mode."""
+        """Resolve the defaults, which depend on the mode."""
         is_adaptive = self.overprovision == "auto"
         staleness = self.max_staleness
         if staleness is None:

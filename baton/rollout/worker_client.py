@@ -1,4 +1,4 @@
-"""`WorkerClient`: sends leases to one worker, and raises an error when the worker makes no progress."""
+"""`WorkerClient`: sends leases to one worker, and raises an error if the worker makes no progress."""
 
 from __future__ import annotations
 

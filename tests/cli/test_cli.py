@@ -318,7 +318,7 @@ def test_a_run_outlives_the_readers_of_its_output(small: Any, tmp_path: Path, cl
         if closed == "stdout":
             assert process.stderr is not None
             said = process.stderr.read()
-            assert said.count(b"standard output is closed: the command goes on without printing to it") == 1
+            assert said.count(b"standard output is closed: the command continues without printing to it") == 1
             assert b"Traceback" not in said
         assert process.wait(300) == 0
     run = RunDirectory.open(tmp_path / "small")

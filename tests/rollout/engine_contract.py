@@ -65,7 +65,7 @@ def test_a_lease_with_nothing_left_is_reported_finished_without_a_step_of_the_mo
 @pytest.mark.parametrize("length", [0, 20, 21])
 def test_a_prompt_without_room_for_a_token_is_refused(length, any_engine, driver):
     engine = any_engine(max_context_tokens=20)
-    with pytest.raises(UserError, match=f"has {length} tokens, allowed 1 to 19"):
+    with pytest.raises(UserError, match=f"has {length} tokens, allowed are 1 to 19"):
         engine.submit(driver.lease(0, [1] * length))
     assert driver.run(engine, [driver.lease(1, [1] * 19)])[1].num_tokens == 1
 

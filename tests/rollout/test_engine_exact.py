@@ -268,7 +268,7 @@ def test_a_model_whose_cached_logits_are_wrong_is_refused(load, tokenizer, monke
         return plain(**inputs)
 
     monkeypatch.setattr(model, "forward", shifted)
-    with pytest.raises(UserError, match="differ from the plain forward"):
+    with pytest.raises(UserError, match="differ from those of the plain forward"):
         EmbeddedEngine(model, tokenizer, EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("run", 0), ())
 
 

@@ -29,7 +29,7 @@ def test_a_worker_takes_another_kind_slots_and_keys_of_its_own_and_the_rest_from
         ("vllm", ["tensors=2"], "got 'tensors=2'"),
         ("vllm", ["tensor_parallel=no"], "engine.vllm.tensor_parallel: got 'no'"),
         ("vllm", ["tensor_parallel=0"], "engine.vllm.tensor_parallel: got '0'"),
-        ("embedded", ["slots=8"], "allowed is none: embedded has no keys of its own"),
+        ("embedded", ["slots=8"], "allowed is nothing: embedded has no options"),
     ],
 )
 def test_what_a_worker_cannot_have_is_said_in_a_sentence(kind, options, sentence):

@@ -63,7 +63,9 @@ def test_a_graph_of_other_bits_is_not_used(caplog: pytest.LogCaptureFixture) -> 
     for _ in range(3):
         assert steps(IDS, POSITIONS, 16).tolist() == [[323.0], [525.0]]
     assert (len(recorder.eager), len(recorder.captured), len(recorder.replayed)) == (3, 1, 1)
-    assert caplog.messages == ["decode of 2 rows over 16 positions goes without a CUDA graph: its bits differ"]
+    assert caplog.messages == [
+        "decode steps of 2 rows over 16 positions run without a CUDA graph: its logits are not bit-identical"
+    ]
 
 
 def test_a_step_that_cannot_be_captured_is_done_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

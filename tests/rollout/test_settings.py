@@ -22,13 +22,13 @@ REFUSED = [
         ["rollout.overprovision=0.5", "rollout.mode=partial"],
         "rollout.overprovision: got 0.5, allowed is a number",
     ),
-    (["rollout.overprovision=2.0"], 'it is of mode = "partial"; use mode = "partial"'),
+    (["rollout.overprovision=2.0"], 'only mode = "partial" uses it; use mode = "partial"'),
     (["rollout.mode=async", "rollout.overprovision=2.0"], "max_staleness bounds how far it runs ahead"),
     (["rollout.mode=async", "rollout.on_new_version=drain"], "got 'drain', but mode = \"async\" allows resume or keep"),
     (["rollout.mode=partial", "rollout.on_new_version=keep"], 'mode = "partial" allows resume'),
-    (["rollout.max_staleness=2"], 'max_staleness: got 2, but mode = "sync" has 0'),
+    (["rollout.max_staleness=2"], 'max_staleness: got 2, but mode = "sync" allows only 0'),
     (["rollout.mode=async", "rollout.max_staleness=-1"], "rollout.max_staleness: got -1"),
-    (["rollout.consume=stalest"], 'mode = "sync" consumes in the order of submission'),
+    (["rollout.consume=stalest"], 'mode = "sync" always consumes groups in the order of submission'),
     (["rollout.mode=async", "rollout.stale=wait"], "rollout.stale: got 'wait', input should be 'mask' or 'drop'"),
     (
         ["rollout.mode=partial", "rollout.overprovision=4.0", "rollout.max_staleness=2", "rollout.stale=drop"],
@@ -93,5 +93,5 @@ def test_a_hub_may_send_its_worker_to_a_server_of_the_workers_own_machine_alone(
         check_server(named(url), is_own=False)
     for url in ("http://10.0.0.5:30000", "http://127.0.0.1.example.org", "http://localhost@example.org"):
         check_server(named(url), is_own=True)
-        with pytest.raises(UserError, match="another machine"):
+        with pytest.raises(UserError, match="only to a server on its own machine"):
             check_server(named(url), is_own=False)

@@ -81,7 +81,7 @@ def test_a_request_is_seen_by_whoever_checks_and_raises_only_where_it_may() -> N
     stop.check()
     stop.request(signal.SIGTERM)
     assert stop.is_requested
-    assert said == ["stopping, after the train step if one is running; Ctrl-C again leaves at once"]
+    assert said == ["stopping after the current train step; press Ctrl-C again to exit immediately"]
     with pytest.raises(Stopped):
         stop.check()
     entered = False

@@ -271,5 +271,5 @@ def test_routing_survives_the_way_through_segments():
     assert trajectory.segments[0].routing == (b"ab", b"cd", b"ef")
     trajectory = trajectory.extended((Segment((8,), (-1.0,), 1),))  # of an engine that does not say
     assert trajectory.routing == [b"ab", b"cd", b"ef", b""]
-    with pytest.raises(ValueError, match="a segment of 1 tokens has the routing of 2"):
+    with pytest.raises(ValueError, match="a segment of 1 tokens must have as many routing entries or none: got 2"):
         Segment((5,), (-1.0,), 0, routing=(b"ab", b"cd"))

@@ -64,7 +64,7 @@ def test_an_engine_whose_process_is_killed_says_so_and_can_be_closed(victim, vll
             engine.submit(driver.lease(i, PROMPT, 1000, is_exact=False))
         driver.grow(engine, 10)
         os.kill(next(pid for pid, name in own.items() if name.startswith(victim)), signal.SIGKILL)
-        with pytest.raises(EngineFault, match="the core of the vLLM engine has ended"):
+        with pytest.raises(EngineFault, match="the core of the vLLM engine has exited"):
             driver.grow(engine, 10**9)
         with pytest.raises(EngineFault, match="vLLM"):
             engine.load_weights(policy_tensors(load("qwen3")), V1)
@@ -102,5 +102,5 @@ def test_what_it_started_ends_with_a_process_that_is_killed(vllm_paths, tmp_path
 
 
 def test_a_shape_that_vllm_refuses_is_a_sentence(vllm_paths):
-    with pytest.raises(UserError, match=r"vLLM refuses this model or shape: .*max_model_len"):
+    with pytest.raises(UserError, match=r"vLLM refuses this model or these settings: .*max_model_len"):
         build(vllm_paths["qwen3"], max_context_tokens=4096)

@@ -32,7 +32,7 @@ def test_a_stop_string_ends_a_trajectory_where_it_is_complete_also_across_a_resu
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}])
 def test_what_it_has_no_logprobs_for_is_refused(cut, vllm, driver):
-    with pytest.raises(UserError, match="temperature alone"):
+    with pytest.raises(UserError, match="only temperature is allowed"):
         vllm().submit(driver.lease(0, PROMPT, 4, **cut))
 
 

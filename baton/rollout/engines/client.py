@@ -1,4 +1,4 @@
-"""`EngineClient`: sends requests to another program's engine from an event loop in its own thread.
+"""`EngineClient`: sends generation requests to vLLM or an SGLang server, from an event loop in its own thread.
 
 | task / thread     | consumes     | produces                         | waits for          | unblocked by         |
 |-------------------|--------------|----------------------------------|--------------------|----------------------|
@@ -23,81 +23,81 @@ from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
 _HEARTBEAT_S = 0.5
-"""Interval during a call at which the program is checked to be alive."""
+"""Seconds between two checks that the program is alive, during a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request to generate tokens for one row."""
+    """A request to generate the tokens of one lease."""
 
     key: str
     """Unique id of the request."""
     token_ids: tuple[int, ...]
-    """[prompt + L] all ids so far."""
+    """[prompt + L] All token ids so far."""
     max_tokens: int
     temperature: float
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     stop_token_ids: tuple[int, ...]
     seed: int
     cache_salt: str
-    """The prefix cache is shared only by requests with the same salt."""
+    """Salt of the prefix cache. Only requests with equal salts share cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
-    """New tokens of a request, in order of generation."""
+    """New tokens of a request, in the order of generation."""
 
     key: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Behavior logprobs of these tokens, at the sampling temperature."""
     finish: str | None
-    """The program's finish reason; None before the end."""
+    """Finish reason of the program; None before the end of the request."""
     prefilled: int
-    """Prompt tokens computed for the request; not zero only with its first tokens."""
+    """Number of prompt tokens that the program prefilled. Only the first message of a request has a value above 0."""
     weights: str | None = None
-    """Label of the weights that the program held; None where it does not report one."""
+    """Label of the weights that generated the tokens; None if the program does not report it."""
     by_weights: Mapping[str, int] | None = None
-    """At the end: the program's own count of tokens by the label of their weights; None where it reports none."""
+    """In the last message: number of tokens by label of their weights; None if the program does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLost:
-    """A request that failed in the program."""
+    """The failure of a request in the program."""
 
     key: str
     error: str
 
 
 class EngineClient(ABC):
-    """Base of clients: the event loop's thread and its requests. All public methods are called from one thread."""
+    """Base class of clients: an event loop in a thread, and its requests. One thread calls all public methods."""
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
-        """Start the loop's thread.
+        """Start the thread of the event loop.
 
-        name: of the program, for messages. answer_timeout_s: deadline of calls. close_s: longest wait for `_stop`, and
-        then for the thread.
+        name: name of the program in messages. answer_timeout_s: timeout of calls. close_s: maximum wait for `_stop`,
+        and again for the thread.
         """
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Accessed only in the loop's thread."""
+        """Tasks by request key. Only the loop's thread accesses this dict."""
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="engine client", daemon=True)
         self._thread.start()
 
     def begin(self, requests: Sequence[EngineRequest]) -> None:
-        """Start requests; `take` returns their tokens."""
+        """Start requests, whose tokens `take` returns."""
         self._loop.call_soon_threadsafe(self._submit_requests, list(requests))
 
     @abstractmethod
     def end(self, keys: Sequence[str]) -> None:
-        """Abort requests. `take` may still return tokens of them."""
+        """Abort requests. `take` may still return some of their tokens."""
 
     def take(self, timeout_s: float) -> list[GeneratedTokens | RequestLost]:
-        """Return what has arrived, waiting at most `timeout_s` for the first. Raises what `check` does."""
+        """Return the received messages; wait at most `timeout_s` for the first one. If there is none, call `check`."""
         found: list[GeneratedTokens | RequestLost] = []
         with contextlib.suppress(Empty):
             found.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())
@@ -107,11 +107,11 @@ class EngineClient(ABC):
             self.check()
         return found
 
-    def check(self) -> None:  # noqa: B027  # not abstract: a server's death shows in its streams
-        """Raise EngineFault when the program is known to be dead."""
+    def check(self) -> None:  # noqa: B027  # not abstract: streams of a server fail by themselves when it exits
+        """Raise EngineFault if the program has exited."""
 
     def close(self) -> None:
-        """Abort all requests and end the loop. May be called twice."""
+        """Abort all requests and stop the event loop. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -135,7 +135,7 @@ class EngineClient(ABC):
     # ---- in the caller's thread --------------------------------------------------------------------------------------
 
     def _start_with(self, work: Coroutine[Any, Any, None], timeout_s: float, what: str) -> None:
-        """Run the first call; close if it fails."""
+        """Run the first call, and close the client if the call fails."""
         try:
             self._call(work, timeout_s, what)
         except BaseException:
@@ -143,7 +143,10 @@ class EngineClient(ABC):
             raise
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine in the loop. Raises DeadlineExceeded, and EngineFault when it fails or the program dies."""
+        """Run a coroutine in the event loop and return its result. what: the request, for error messages.
+
+        Raises DeadlineExceeded, and EngineFault if the coroutine fails or the program exits.
+        """
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -151,14 +154,14 @@ class EngineClient(ABC):
                 return future.result(_HEARTBEAT_S)
             except TimeoutError as error:
                 if future.done():
-                    raise EngineFault(f"{self.name} was asked {what} and ran out of its own time") from error
+                    raise EngineFault(f"{self.name} failed {what}: a timeout within the call") from error
                 self.check()
                 if time.monotonic() > deadline_s:
                     future.cancel()
-                    raise DeadlineExceeded(f"{self.name} was asked {what} and did not in {timeout_s:.0f} s") from error
+                    raise DeadlineExceeded(f"{self.name} failed {what} within {timeout_s:.0f} s") from error
             except BatonError:
                 raise
             except Exception as error:
                 self.check()
                 said = f"{type(error).__name__}: {first_line(error)}"
-                raise EngineFault(f"{self.name} was asked {what}: {said}") from error
+                raise EngineFault(f"{self.name} failed {what}: {said}") from error

@@ -1,10 +1,10 @@
-"""`ExternalEngine`: another program behind the `Engine` protocol. `SlotTable` keeps the leases.
+"""`ExternalEngine`: the base of engines whose tokens another program generates (vLLM, an SGLang server).
 
     submit ─▶ SlotTable ─▶ slot ═ EngineRequest ═▶ program ═ GeneratedTokens ═▶ SlotTable ─▶ Report
 
-`SlotTable` decides what runs, when it ends and what is reported, as for every engine; the program returns only ids and
-logprobs. It runs as many requests as there are slots, so no request waits in two queues. Tokens are streamed, and those
-after a stop string are discarded.
+As in every engine, `SlotTable` decides which leases run, when they end, and what is reported. The program returns only
+token ids and logprobs. It runs as many requests as there are slots, so requests wait only in the queue of `SlotTable`.
+Tokens are streamed, and tokens after a stop string are discarded.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from baton.rollout.engines.whole_weights import WholeWeights
 from baton.types import FromWorker, Lease, PolicyVersion
 
 _WAIT_S = 0.05
-"""Longest wait of `step` for the first token; short, because the caller has other work."""
+"""Maximum wait of `step` for the first token, in seconds. It is short because the caller has other work."""
 Client = TypeVar("Client", bound=EngineClient)
 
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A row for which the program generates."""
+    """A request that the program is processing, with its lease."""
 
     slot: int
     row: RunningLease
     ids: list[int]
-    """All ids so far, prompt included."""
+    """All token ids so far, including the prompt."""
     by_weights: Counter[str] = field(default_factory=Counter)
-    """Tokens recorded by this engine, by the label of the weights at that time."""
+    """Number of received tokens by label of the weights at the time of receipt."""
     is_ending: bool = False
-    """Whether an abort was requested that the program has not confirmed."""
+    """Whether the request was aborted and the program has not confirmed the abort."""
 
 
 class ExternalEngine(SlotEngine, Generic[Client]):
-    """An `Engine` whose tokens another program generates. The caller drives it by calling `step`."""
+    """Base class of engines whose tokens another program generates."""
 
     _only_temperature: str
-    """Why top-p and top-k are refused, for the error."""
+    """Reason why top-p and top-k are refused, for the error sentence."""
 
     def __init__(
         self,
@@ -59,22 +59,22 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         end_ids: tuple[int, ...],
         text: Text,
     ) -> None:
-        """line: a client of a program that serves `version` and can run as many requests as there are slots."""
+        """line: client of a program that serves `version` and can run as many requests as there are slots."""
         super().__init__(settings, version, end_ids, text)
         self._line, self._weights, self._settings = line, weights, settings
         self.running: dict[str, RunningRequest] = {}
-        """By request key."""
+        """Running requests by key."""
         self._name = secrets.token_hex(4)
         self._keys = (f"{self._name}-{number:012x}" for number in count())
         self._num_loads = 0
         self._label = ""
         """Label of the program's weights; empty before the first load."""
         self._outbox: list[FromWorker] = []
-        """Messages that arose outside of `step`; the next `step` returns them."""
+        """Messages that other methods have produced; the next `step` returns them."""
         self._heard_s = time.monotonic()
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError if its prompt leaves no room for a token, and for top-p and top-k."""
+        """Queue a lease. Raises UserError if the prompt leaves no room for a token, or if top-p or top-k is set."""
         if lease.sampling.top_p < 1 or lease.sampling.top_k:
             raise UserError(
                 f"trajectory {lease.trajectory.name}: got top_p {lease.sampling.top_p} and top_k "
@@ -83,9 +83,9 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         super().submit(lease)
 
     def step(self) -> list[FromWorker]:
-        """Record arrived tokens, fill free slots, and return the messages to send; wait briefly if there are none.
+        """Record received tokens, fill free slots, and return reports; wait briefly if no report is due.
 
-        Raises EngineFault when a request fails in the program, or the program sends nothing for its answer_timeout_s.
+        Raises EngineFault if a request fails in the program.
         """
         reports, self._outbox = self._outbox, []
         reports += [*self._collect_tokens(0.0), *self._abort_rows()]
@@ -102,22 +102,23 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._line.close()
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
-        """Record the tokens that have arrived; return the reports that are due."""
+        """Record the tokens received within `timeout_s`; return the reports that are due."""
         reports: list[FromWorker] = []
         steps: Counter[str] = Counter()
         for said in self._line.take(timeout_s):
             self._heard_s = time.monotonic()
             running = self.running.get(said.key)
             if running is None:
-                continue  # its lease has ended in the table: by a stop string, its budget or an abort
+                continue  # the lease has ended in the table: by a stop string, the token budget or an abort
             if isinstance(said, RequestLost):
                 self._line.check()
                 name = running.row.lease.trajectory.name
-                raise EngineFault(f"{self._line.name} gave up trajectory {name}: {said.error}")
+                raise EngineFault(f"{self._line.name} failed to generate trajectory {name}: {said.error}")
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
             reports += self._append_tokens(said, running)
-        self._decode_steps += max(steps.values(), default=0)  # an estimate: the program does not report its steps
+        # an estimate, because the program does not report its steps: one token per request and step
+        self._decode_steps += max(steps.values(), default=0)
         return reports
 
     def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
@@ -130,7 +131,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             report = self._book.grow(running.slot, token, logprob)
             if report is not None:
                 reports.append(report)
-            if not self._is_held(running):  # the row has ended: discard the program's further tokens
+            if not self._is_held(running):  # the lease has ended: discard further tokens of the program
                 del self.running[said.key]
                 if said.finish is None:
                     self._line.end([said.key])
@@ -140,18 +141,18 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def _ended_early(self, said: GeneratedTokens, running: RunningRequest) -> None:
-        """Called when the program has ended a row that is still running in the table."""
+        """Handle the end of a request whose lease is still running in the table."""
         row = running.row
         raise EngineFault(
             f"{self._line.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
-            f"({said.finish}), which nobody asked for: it has room for {row.room} more"
+            f"(finish reason {said.finish!r}) without a request, and although {row.room} more tokens are allowed"
         )
 
     def _is_held(self, running: RunningRequest) -> bool:
         return self._book.rows[running.slot] is running.row
 
     def _abort_rows(self) -> list[FromWorker]:
-        """Report aborted rows, and abort their requests in the program."""
+        """Return reports of aborted leases, and abort their requests in the program."""
         reports = self._book.open_step()
         ended = [key for key, running in self.running.items() if not self._is_held(running)]
         for key in ended:
@@ -167,7 +168,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         )
 
     def _submit_rows(self, rows: Sequence[RunningRequest]) -> None:
-        """Start requests that continue rows from their current ids."""
+        """Start requests that continue trajectories from their current ids."""
         requests = []
         for running in rows:
             key, row = next(self._keys), running.row

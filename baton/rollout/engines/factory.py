@@ -1,4 +1,4 @@
-"""Constructs the engine that the settings name, and imports only the module and package of its kind.
+"""Constructs the engine of the configured kind, and imports only the package that this kind needs.
 
 | available on the machine                              | function               |
 |-------------------------------------------------------|------------------------|
@@ -25,9 +25,9 @@ KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 def engine_of_model(
     path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
 ) -> Engine:
-    """Build an engine that serves the model in a directory, as `version`.
+    """Build an engine that serves the model in a directory as `version`.
 
-    Raises UserError for a model that it cannot drive, and for a package that is missing.
+    Raises UserError if the engine does not support the model, or if a package is missing.
     """
     match settings.kind:
         case "embedded":
@@ -47,10 +47,10 @@ def engine_of_model(
 def engine_from_skeleton(
     directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
 ) -> Engine:
-    """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
+    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
 
-    base: tensors of the base model, where versions are adapters. The directory may be deleted afterwards.
-    Raises UserError for a model that it cannot drive, and for a package that is missing.
+    base: tensors of the base model if versions are adapters, else None. The directory may be deleted afterwards.
+    Raises UserError if the engine does not support the model, or if a package is missing.
     """
     match settings.kind:
         case "embedded":
@@ -70,9 +70,10 @@ def engine_from_skeleton(
 def chosen(
     settings: EngineSettings, *, kind: str | None = None, slots: int | None = None, options: Sequence[str] = ()
 ) -> EngineSettings:
-    """Return a run's settings with the overrides of this machine. Raises UserError for unknown or invalid ones.
+    """Return the engine settings of a run with this machine's overrides. Raises UserError for an invalid override.
 
-    kind: overrides the recipe's. options: `key=value` for keys of that kind's section, such as tensor_parallel=2.
+    kind: overrides the kind of the recipe. options: `key=value` for keys of the section of this kind, such as
+    tensor_parallel=2.
     """
     kind = kind or settings.kind
     if kind not in KINDS:
@@ -87,9 +88,7 @@ def chosen(
     for option in options:
         key, equals, value = option.partition("=")
         if own is None or key not in own or not equals:
-            known = (
-                f"key=value with one of the keys {', '.join(own)}" if own else f"none: {kind} has no keys of its own"
-            )
+            known = f"key=value with one of the keys {', '.join(own)}" if own else f"nothing: {kind} has no options"
             raise UserError(f"--engine-option: got {option!r}, allowed is {known}")
         own[key] = value
     try:
@@ -101,9 +100,9 @@ def chosen(
 
 
 def check_server(settings: EngineSettings, *, is_own: bool) -> None:
-    """Raise UserError if the hub's settings name a server on another machine: a worker must not connect to it unasked.
+    """Raise UserError if the hub names a server on another machine: a hub must not make workers connect to any address.
 
-    is_own: whether the server was named on this machine instead of by the hub.
+    is_own: whether the server was named by the user of this machine instead of by the hub.
     """
     url = settings.sglang.url
     if settings.kind != "sglang" or url is None or is_own:
@@ -111,6 +110,6 @@ def check_server(settings: EngineSettings, *, is_own: bool) -> None:
     host = urlsplit(url).hostname
     if host not in ("127.0.0.1", "::1", "localhost"):
         raise UserError(
-            f"engine.sglang.url: the hub names {url}, which is another machine; allowed is a server of this machine, "
-            f"or --engine-option url={url} if that is what you want"
+            f"engine.sglang.url: got {url} from the hub, but a worker connects only to a server on its own machine; "
+            f"to allow this address, start the worker with --engine-option url={url}"
         )

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests: the slots, queue and reports of a real engine, with scripted tokens."""
+"""`FakeEngine`: an engine without a model, for tests. It has the slots, queue and reports of a real engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from baton.rollout.engines.slot_table import RunningLease, SlotEngine
 from baton.types import FromWorker, PolicyVersion
 
 END_ID = 0
-"""The last token of every scripted trajectory; no other token is 0."""
+"""Last token of every scripted trajectory. No other token is 0."""
 
 
 class FakeEngine(SlotEngine):
     """An `Engine` whose tokens are a pure function of (group id, sample index, position, version).
 
-    `length(group_id, sample_index)` returns the number of tokens of a trajectory, its end id included. The text in
-    which stop strings are searched is the ids in decimal, separated by spaces.
+    `length(group_id, sample_index)` returns the number of tokens of a trajectory, including the end id. The text of
+    token ids, in which stop strings are searched, consists of the decimal ids separated by spaces.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class FakeEngine(SlotEngine):
         self._vocabulary = vocabulary
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to a new version; the tensors are ignored."""
+        """Switch to a new version. The tensors are not used."""
         self._book.switch(version)
 
     def step(self) -> list[FromWorker]:
-        """Admit waiting leases, append the next scripted token to each running one, and return the messages to send."""
+        """Admit waiting leases, append the next scripted token to each running lease, and return reports."""
         book = self._book
         reports = book.open_step()
         self._prefilled_tokens += sum(len(row.prefix_ids) for _, row in book.admit())
@@ -64,7 +64,7 @@ class FakeEngine(SlotEngine):
 def fake_token(
     group_id: int, sample_index: int, position: int, version: int, *, length: int, vocabulary: int = 100
 ) -> int:
-    """Return the token of a `FakeEngine` at a position after the prompt; its logprob is -(1 + token % 8) / 8."""
+    """Return the token of a `FakeEngine` at a position after the prompt. Its logprob is -(1 + token % 8) / 8."""
     if position >= length - 1:
         return END_ID
     mixed = group_id * 1_000_003 + sample_index * 10_007 + position * 101 + version * 31

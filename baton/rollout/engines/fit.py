@@ -1,4 +1,4 @@
-"""Checks that published tensors fit a model. Every engine calls this before it changes any weight."""
+"""Checks that published tensors fit a model. Every engine runs this check before it changes any weight."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from baton.errors import EngineFault
 def check_fit(
     model: PreTrainedModel, own: Mapping[str, Tensor], tensors: Mapping[str, Any], which: str = "new weights do"
 ) -> None:
-    """Raise EngineFault that names missing parameters, unknown names and different shapes.
+    """Raise EngineFault if parameters are missing, names are unknown, or shapes differ.
 
-    own: the model's `state_dict(keep_vars=True)`. Tied parameters may have one of their names or all.
+    own: the model's `state_dict(keep_vars=True)`. Tied parameters may occur under any of their names. which: subject of
+    the error sentence.
     """
     parameters = {id(p) for p in model.parameters()}
     given = {id(own[name]) for name in tensors if name in own}

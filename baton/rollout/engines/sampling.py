@@ -1,8 +1,8 @@
-"""Samples one token per row: counter-based noise, and the inverse distribution function in vocabulary order.
+"""Samples one token per row with counter-based noise, by inverting the distribution function in vocabulary order.
 
-A draw is a pure function of (noise seed, group id, sample index, position) and of the row's logits. In vocabulary
-order, a last-bit difference in the logits changes the token only where the draw is within a last bit of a boundary, so
-the same noise usually gives the same text on other hardware and after a resume.
+A draw is a pure function of the row's logits and of (noise seed, group id, sample index, position). A rounding
+difference in the logits changes the token only if the draw lies within that difference of a token's boundary. The same
+noise therefore usually gives the same text on other hardware and after a resume.
 Shapes: W rows, V vocabulary, F rows with top-p or top-k.
 """
 
@@ -21,11 +21,11 @@ from baton.types import SamplingParams
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 _SCALE = float(1 << 50)
-"""Probabilities become integers in units of 2^-50, so that their cumulative sum is exact and never decreases."""
+"""Probabilities are converted to integers in units of 2^-50, so that their cumulative sum is exact and monotonic."""
 
 
 def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
-    """Return the 64-bit key of one trajectory's noise."""
+    """Return the 64-bit key of the noise of one trajectory."""
     key = 0
     for part in (noise_seed, group_id, sample_index):
         key = mix(key ^ mix((part + _GOLDEN) & _MASK_64))
@@ -35,7 +35,7 @@ def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return one uniform draw in [0, 1) per row, with 53 random bits.
 
-    keys: [W] of `noise_key`. positions: [W] tokens after the prompt that the trajectory already has.
+    keys: [W] results of `noise_key`. positions: [W] number of tokens after the prompt.
     """
     bits = _mix_array(keys ^ _mix_array(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -43,22 +43,22 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """The sampling parameters of W rows as tensors: built when the rows change, read at every step."""
+    """The sampling parameters of W rows as tensors. They are built when the rows change, and read in every step."""
 
     num_rows: int
     """W"""
     temperature_W1: Tensor | None
-    """None if every row has temperature 1; 1 for greedy rows."""
+    """Temperature of each row, 1 for greedy rows; None if every row has temperature 1."""
     is_greedy_W: Tensor | None
-    """None if no row is greedy."""
+    """Whether each row is greedy; None if no row is."""
     filtered_F: Tensor | None
-    """Indices of the rows with top-p or top-k; None if there are none."""
+    """Indices of the rows with top-p or top-k; None if there is no such row."""
     top_k_F1: Tensor | None
     top_p_F1: Tensor | None
 
 
 def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device: torch.device) -> RowParams:
-    """Convert the sampling parameters of each row to tensors. params: [W], None for an empty row."""
+    """Convert the sampling parameters of all rows to tensors. params: [W], None for an empty row."""
     if all(p is None or (p.temperature == 1 and p.top_p == 1 and not p.top_k) for p in params):
         return RowParams(len(params), None, None, None, None, None)
     temperatures = [1.0 if p is None or p.temperature == 0 else p.temperature for p in params]
@@ -87,8 +87,8 @@ def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device:
 def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
     """Draw one token per row; return the ids [W] and the behavior logprobs [W].
 
-    A logprob is over the whole vocabulary at the row's temperature (1 for a greedy row), before top-p and top-k. A row
-    whose logits are not finite gets the logprob nan and an arbitrary id.
+    Logprobs are over the whole vocabulary at the row's temperature (1 for greedy rows), before top-p and top-k. If the
+    logits of a row are not finite, its logprob is nan and its id is arbitrary.
     """
     logits_WV = logits_WV.float()
     if params.temperature_W1 is not None:
@@ -106,21 +106,23 @@ def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64])
 
 
 def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
-    """Return the first id whose cumulative mass exceeds the draw; an id of mass 0 is never drawn.
+    """Return the first id whose cumulative mass exceeds the draw. Ids of mass 0 are never drawn.
 
-    The product of a draw of at most 1 - 2^-53 and a total below 2^53 is below the total even when rounded.
+    The target is always below the total: a draw is at most 1 - 2^-53 and the total is below 2^53, so the product stays
+    below the total even after rounding.
     """
     running_WV = mass_WV.cumsum(dim=-1)
     total_W = running_WV[:, -1]
     target_W = (uniform_W * total_W).long()
     ids_W = torch.searchsorted(running_WV, target_W[:, None], right=True)[:, 0]
-    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)  # changes ids only where the logits are not finite
+    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)  # changes an id only if the logits of its row are not finite
 
 
 def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
-    """Set the mass to zero outside the k likeliest tokens, then outside the smallest set of these with share p.
+    """Apply top-k, then top-p: set the mass of all other tokens to zero.
 
-    Of equally likely tokens the lower id ranks first. The likeliest token is always kept.
+    Top-k keeps the k most likely tokens, and top-p the smallest set of these with at least the share p of their mass.
+    Equally likely tokens are ranked by id. The most likely token is always kept.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
@@ -133,7 +135,7 @@ def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
 
 
 def mix(value: int) -> int:
-    """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)

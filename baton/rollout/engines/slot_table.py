@@ -1,11 +1,11 @@
-"""Assigns leases to slots, ends them and forms reports. All engines share these rules.
+"""`SlotTable`: assigns leases to slots, detects their end, and creates reports. All engines use it.
 
-Needs no torch: an engine gets the newly admitted rows from the table, computes one token per running row, and passes
-the tokens to the table.
+An engine gets the newly admitted leases from the table, computes one token per running lease, and passes the tokens to
+the table. The table needs no torch. A lease in a slot is a row: a row of the engine's batch.
 
     submit ─▶ waiting ─▶ slot ─▶ token by token ─▶ Report(finish_reason)
         │         └─ abort, new weights ─▶ Report(is_aborted), Retry
-        └─ wrong version ─▶ Retry;  no tokens left in the budget ─▶ Report(length)
+        └─ wrong version ─▶ Retry;  token budget used up ─▶ Report(length)
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from baton.rollout.engine import EngineSettings, EngineStats
 from baton.types import Author, FinishReason, FromWorker, Lease, PolicyVersion, Report, Retry, Segment
 
 Text = Callable[[Sequence[int]], str]
-"""Decodes ids to text, special tokens kept."""
+"""Decodes token ids to text, including special tokens."""
 
 
 class RunningLease:
-    """A lease with its state of generation, waiting or in a slot."""
+    """A lease and the state of its generation. It waits for a slot or is a row."""
 
     def __init__(self, lease: Lease, end_ids: tuple[int, ...], max_context_tokens: int, stop: StopText | None) -> None:
         trajectory = lease.trajectory
         ids = (*trajectory.prompt_ids, *trajectory.token_ids)
         self.lease = lease
         self.length = trajectory.num_tokens
-        """Tokens after the prompt; also the position that keys the noise of the next draw."""
+        """Number of tokens after the prompt. It keys the noise of the next draw."""
         self.prefix_ids = ids[:-1]
-        """[prompt + L - 1] the ids whose keys and values must be in the cache before the first decode step."""
+        """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
         self.last_id = ids[-1]
-        """The input id of the next decode step."""
+        """Input id of the next decode step."""
         self.position = len(ids) - 1
-        """Position of `last_id`, counted from the start of the prompt."""
+        """Position of `last_id` counted from the start of the prompt."""
         self._max_length = min(lease.sampling.max_new_tokens, max_context_tokens - len(trajectory.prompt_ids))
         self.end_ids = frozenset((*end_ids, *lease.sampling.stop_token_ids))
         self._stop = stop
@@ -47,16 +47,16 @@ class RunningLease:
 
     @property
     def room(self) -> int:
-        """Tokens that max_new_tokens and the context length still allow."""
+        """Number of tokens that max_new_tokens and the context length still allow."""
         return self._max_length - self.length
 
     @property
     def num_unreported(self) -> int:
-        """Tokens generated since the last report."""
+        """Number of tokens generated since the last report."""
         return self.length - self._from_offset
 
     def append(self, token: int, logprob: float, routing: bytes | None = None) -> FinishReason | None:
-        """Append one token; return the finish reason if it ends the trajectory."""
+        """Append one token; return the finish reason if the token ends the trajectory."""
         self._tokens.append(token)
         self._logprobs.append(logprob)
         if routing is not None:
@@ -69,7 +69,7 @@ class RunningLease:
         return None if self.room > 0 else FinishReason.LENGTH
 
     def close_segment(self, version: int) -> None:
-        """End the open segment, whose tokens were all sampled under `version`."""
+        """End the current segment. All its tokens were sampled under `version`."""
         if self._tokens:
             segment = Segment(tuple(self._tokens), tuple(self._logprobs), version, Author.POLICY, tuple(self._routing))
             self._closed.append(segment)
@@ -86,8 +86,8 @@ class RunningLease:
 class StopText:
     """Detects the stop strings of one trajectory.
 
-    Only policy tokens after the environment's last insertion count. A stop string of n bytes spans at most n tokens
-    that have text, so only a short tail is decoded.
+    Only policy tokens after the last insertion by the environment are searched. A stop string of n bytes spans at most
+    n tokens with text, so decoding the last tokens is sufficient.
     """
 
     def __init__(self, lease: Lease, text: Text) -> None:
@@ -99,7 +99,7 @@ class StopText:
             self._tail = [*self._tail, *segment.token_ids] if segment.author is Author.POLICY else []
 
     def ends_with(self, token: int) -> bool:
-        """Append a token; return whether the text now contains a stop string."""
+        """Append a token; return whether the text contains a stop string."""
         self._tail.append(token)
         del self._tail[: -self._window]
         text = self._text(self._tail)
@@ -107,15 +107,15 @@ class StopText:
 
 
 class SlotTable:
-    """The slots of an engine, its queue of waiting leases, and its pending reports."""
+    """The slots of an engine, the queue of waiting leases, and pending reports."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
         self.version = version
         self.rows: list[RunningLease | None] = [None] * settings.slots
-        """[slots]"""
+        """[slots] The lease in each slot."""
         self.num_running = 0
         self.waiting_prefixes: Counter[tuple[int, ...]] = Counter()
-        """Number of waiting leases per prefix."""
+        """Number of waiting leases by prefix ids."""
         self._settings = settings
         self._end_ids = end_ids
         self._text = text
@@ -124,12 +124,13 @@ class SlotTable:
         self._outbox: list[FromWorker] = []
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError when its prompt is empty or leaves no room for a single token."""
+        """Queue a lease. Raises UserError if the prompt is empty or leaves no room for a token."""
         trajectory, room = lease.trajectory, self._settings.max_context_tokens
         if not 1 <= len(trajectory.prompt_ids) < room:
             raise UserError(
-                f"trajectory {trajectory.name}: its prompt has {len(trajectory.prompt_ids)} tokens, allowed 1 to "
-                f"{room - 1} (engine.max_context_tokens is {room}, and at least one token must be generated)"
+                f"trajectory {trajectory.name}: the prompt has {len(trajectory.prompt_ids)} tokens, allowed are 1 to "
+                f"{room - 1}, because engine.max_context_tokens is {room} for prompt and response together; "
+                "increase it, or remove such prompts from the data"
             )
         assert trajectory.finish_reason is None, f"trajectory {trajectory.name} is finished and cannot be leased"
         assert not self._knows(lease.lease_id), f"lease {lease.lease_id} was submitted twice"
@@ -145,12 +146,12 @@ class SlotTable:
         self.waiting_prefixes[row.prefix_ids] += 1
 
     def abort(self, lease_id: int) -> None:
-        """End a lease at the next `open_step`. Does nothing for one that is unknown or has ended."""
+        """End a lease at the next `open_step`. Has no effect on a lease that is unknown or has ended."""
         if self._knows(lease_id):
             self._aborted.add(lease_id)
 
     def switch(self, version: PolicyVersion) -> None:
-        """Switch to a new version: open segments end, and leases that it may not serve are aborted or refused."""
+        """Switch to a new version. End all segments; abort or refuse leases that require exactly another version."""
         for row in self.rows:
             if row is not None:
                 row.close_segment(self.version.number)
@@ -163,7 +164,7 @@ class SlotTable:
         self.version = version
 
     def open_step(self) -> list[FromWorker]:
-        """Free the slots of aborted leases; return all messages that are due before the next token."""
+        """Free the slots of aborted leases; return all messages that are due before the next tokens."""
         reports, self._outbox = self._outbox, []
         for lease_id in [i for i in self._aborted if i in self._waiting]:
             row = self._waiting[lease_id]
@@ -178,7 +179,7 @@ class SlotTable:
         return reports
 
     def admit(self) -> list[tuple[int, RunningLease]]:
-        """Move waiting leases, oldest first, into free slots, lowest first; return the new (slot, row) pairs."""
+        """Move waiting leases into free slots, the oldest into the lowest; return the new pairs of (slot, row)."""
         admitted: list[tuple[int, RunningLease]] = []
         if not self._waiting:
             return admitted
@@ -192,7 +193,7 @@ class SlotTable:
         return admitted
 
     def compact(self, width: int) -> list[tuple[int, int]]:
-        """Move rows from slots at or above `width` into free ones below; return the (source, destination) pairs."""
+        """Move rows into free slots below `width`; return the pairs of (source, destination) slots."""
         assert self.num_running <= width, f"{self.num_running} rows do not fit into {width} slots"
         free = (slot for slot in range(width) if self.rows[slot] is None)
         moves = [(slot, next(free)) for slot in range(width, len(self.rows)) if self.rows[slot] is not None]
@@ -201,15 +202,15 @@ class SlotTable:
         return moves
 
     def running(self) -> list[tuple[int, RunningLease]]:
-        """Return the occupied slots with their rows."""
+        """Return the occupied slots and their rows."""
         return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
 
     def commit(
         self, token_ids: Sequence[int], logprobs: Sequence[float], routing: Sequence[bytes] | None = None
     ) -> list[FromWorker]:
-        """Append one token to every running row; free the slots of ended rows, and return the reports that are due.
+        """Append one token to every row, free the slots of finished trajectories, and return the reports that are due.
 
-        All arguments are indexed by slot. Raises EngineFault when a logprob is not finite.
+        All arguments are indexed by slot. Raises EngineFault if a logprob is not finite.
         """
         reports: list[FromWorker] = []
         for slot, _ in self.running():
@@ -219,17 +220,17 @@ class SlotTable:
         return reports
 
     def grow(self, slot: int, token: int, logprob: float, routing: bytes | None = None) -> Report | None:
-        """Append one token to the row in a slot; free the slot if the row ends, and return a report if one is due.
+        """Append one token to a row, free its slot if the trajectory is finished, and return a report if it is due.
 
-        Raises EngineFault when the logprob is not finite.
+        Raises EngineFault if the logprob is not finite.
         """
         row, number = self.rows[slot], self.version.number
-        assert row is not None, f"a token for slot {slot}, which is empty"
+        assert row is not None, f"slot {slot} is empty and cannot receive a token"
         if not -1e30 < logprob < 1e30:
             name, lease_id = row.lease.trajectory.name, row.lease.lease_id
             raise EngineFault(
                 f"trajectory {name} (lease {lease_id}): the logits of token {row.length} under policy version "
-                f"{number} are not finite"
+                f"{number} are not finite; check whether training has diverged"
             )
         finish_reason = row.append(token, logprob, routing)
         if finish_reason is not None:
@@ -238,7 +239,7 @@ class SlotTable:
         return row.report(number) if row.num_unreported >= self._settings.report_every_tokens else None
 
     def flush(self) -> list[FromWorker]:
-        """Report the tokens of every running row since its last report; rows without new tokens are left out."""
+        """Return reports of all tokens that have not been reported."""
         number = self.version.number
         return [row.report(number) for _, row in self.running() if row.num_unreported]
 
@@ -261,7 +262,7 @@ def _serves(lease: Lease, number: int) -> bool:
 
 
 class SlotEngine:
-    """The methods of `Engine` that only forward to a `SlotTable`."""
+    """Base class of engines: the methods of `Engine` that only call a `SlotTable`."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
         self._book = SlotTable(settings, version, end_ids, text)
@@ -289,4 +290,4 @@ class SlotEngine:
         return self._book.flush()
 
     def close(self) -> None:
-        """Do nothing: this engine has no processes."""
+        """Do nothing, because this engine has no processes."""

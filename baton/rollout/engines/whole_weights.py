@@ -1,4 +1,4 @@
-"""Converts published tensors to a whole model under the names of its files, as vLLM and SGLang load it."""
+"""Converts published tensors to a whole model with the tensor names of a model file, for vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fit import check_fit
 
 ReadBase = Callable[[], Mapping[str, Tensor]]
-"""Returns the tensors of the base model of adapters, by the names of `state_dict`."""
+"""Returns the tensors of the base model of an adapter, by their names in `state_dict`."""
 
 
 class Skeleton:
-    """A model's configuration and tokenizer, read from a directory; its parameters are on the meta device."""
+    """The configuration and tokenizer of a model. The parameters are on the meta device, so they take no memory."""
 
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
         meta = torch.device("meta")
@@ -35,7 +35,7 @@ class Skeleton:
         self.end_ids = end_ids(self.model, self._tokenizer)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens kept."""
+        """Return the text of token ids, including special tokens."""
         return self._tokenizer.text(ids, keep_special=True)
 
     def save(self, directory: Path) -> None:
@@ -43,7 +43,7 @@ class Skeleton:
 
 
 class ModelFiles:
-    """A model in a directory or the local Hugging Face cache; for an adapter's checkpoint, its base model too."""
+    """A model in a directory or in the local Hugging Face cache. If it is an adapter, also its base model."""
 
     def __init__(self, path: str, settings: EngineSettings, attention: str) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class ModelFiles:
         self._dtype, self._attention = torch_dtype(settings.dtype), attention
 
     def load(self) -> PreTrainedModel:
-        """Load the model on the host, with an adapter merged."""
+        """Load the model in host memory. An adapter is merged into its base model."""
         return self._load(self.path)
 
     def read_base(self) -> Mapping[str, Tensor]:
@@ -66,23 +66,23 @@ class ModelFiles:
 
 
 class WholeWeights:
-    """Checks tensors against a model's shapes, and merges adapters into whole models.
+    """Converts the tensors of a version to a whole model.
 
-    Adapters are merged as in the embedded engine, so that vLLM and SGLang serve an ordinary model whose weights are
-    bit-identical to a merged checkpoint of the run.
+    Adapters are merged in the same way as in the embedded engine. vLLM and SGLang therefore serve an ordinary model
+    with weights that are bit-identical to a merged checkpoint of the run.
     """
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:
-        """model: only its names and shapes are used, so its parameters may be on the meta device."""
+        """model: its parameters may be on the meta device, because only names and shapes are used."""
         self._model = model
         self._own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._read_base, self._base = read_base, BaseWeights()
         self._base_tensors: Mapping[str, Tensor] | None = None
 
     def whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return a version's tensors by their names in a model file, tied ones once.
+        """Return the tensors of a version by their names in a model file. Tied tensors occur once.
 
-        Raises EngineFault for tensors that do not fit, and for an adapter without the base model's tensors.
+        Raises EngineFault for tensors that do not fit, and for an adapter if the base model is not known.
         """
         if is_adapter(tensors):
             base = self._adapted_base()
@@ -98,6 +98,6 @@ class WholeWeights:
     def _adapted_base(self) -> Mapping[str, Tensor]:
         if self._base_tensors is None:
             if self._read_base is None:
-                raise EngineFault("an adapter has come, but this engine was built without the base model's tensors")
+                raise EngineFault("cannot load an adapter: this engine was built without the tensors of a base model")
             self._base_tensors = dict(self._read_base())
         return self._base_tensors

@@ -1,1 +1,1 @@
-"""Engine processes of this machine behind one worker transport."""
+"""Engine processes on this machine, combined into one worker transport."""

@@ -1,12 +1,12 @@
-"""The main function of an engine process: one engine with one torch thread, driven by messages.
+"""The main function of an engine process, which runs one engine with one torch thread.
 
 | thread | consumes          | produces         | waits for                    | unblocked by                       |
 |--------|-------------------|------------------|------------------------------|------------------------------------|
 | reader | the socket        | queued messages  | the parent                   | a message, or the parent's end     |
 | main   | queued messages   | reports          | a message, when it is idle   | the reader                         |
 
-The reader drains the socket while the engine computes: the parent's sends never wait for the engine's, and two full
-socket buffers cannot deadlock. `EnginePool` starts the process as `python -m baton engine FD`.
+The reader empties the socket while the engine computes. Parent and engine therefore cannot deadlock on two full socket
+buffers. `EnginePool` starts the process as `python -m baton engine FD`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from baton.rollout.processes.protocol import (
 from baton.types import Abort, Lease, ends_lease
 
 SIGN_OF_LIFE_S = 5.0
-"""Longest time between two Progress messages of an active engine, also without reports."""
+"""Maximum seconds between two Progress messages of an engine with leases, even if it has nothing to report."""
 
 
 def serve(descriptor: int) -> None:
-    """Serve the parent until it closes the socket. An error is sent to it as a Fault and ends the process."""
-    # a terminal sends signals to parent and child: the parent handles them, and its exit closes the socket
+    """Run the engine until the parent closes the socket. An error is sent to the parent as a Fault, and ends the
+    process."""
+    # a terminal sends signals to both processes: only the parent handles them, and its exit closes the socket
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
@@ -57,16 +58,16 @@ def serve(descriptor: int) -> None:
         threading.Thread(target=_read, args=(parent, inbox), daemon=True).start()
         _loop(parent, inbox, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the parent has exited, so no error can be sent
+        pass  # the parent has exited, so there is no process to report an error to
     except (BatonError, RuntimeError, AssertionError, OSError) as error:
         send_to_parent(parent, fault_of(error))
-        return  # the parent still runs: it and the other engines use the scratch directory
+        return  # the parent and the other engine processes still use the scratch directory
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None]) -> None:
-    """Queue the parent's messages, then None when it has exited."""
+    """Queue the messages of the parent, and None after the parent has exited."""
     try:
         while True:
             inbox.put(receive_to_engine(parent))

@@ -1,11 +1,11 @@
-"""Several engine processes behind one `WorkerTransport`: a lease goes to a free slot, weights go to all processes.
+"""`EnginePool`: a `WorkerTransport` that assigns leases to several engine processes and sends weights to all of them.
 
       controller ──lease──▶ queue ──▶ engine process 0 (one torch thread)
           ▲                   └─────▶ engine process 1 …
           └── reports ◀── all processes
 
-A lease is sent to a process only when one of its slots is free, so a process with short responses gets more leases. The
-tokens of a trajectory do not depend on its process: all have the same number of slots and one thread.
+A lease is sent to a process only when the process has a free slot, so processes with short responses receive more
+leases. The tokens of a trajectory do not depend on its process: all processes have one thread and equally many slots.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from baton.rollout.transport import WorkerTransport
 from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
 
 CLOSE_GRACE_S = 2.0
-"""Time for all processes together to exit before they are killed."""
+"""Seconds within which all processes must exit before they are killed."""
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
-"""Writes tensors to a safetensors file; an argument, because this module must not import torch."""
+"""Writes tensors to a safetensors file. It is passed as an argument because this module must not import torch."""
 
 
 class EngineProcess:
-    """One child process, with its leases and last counters."""
+    """A child process, with its leases and the counters of its last message."""
 
     def __init__(self, index: int) -> None:
         self.name = f"engine process {index}"
@@ -56,7 +56,7 @@ class EngineProcess:
         self.pid = self.process.pid
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, or queue it while the socket is full. Raises EngineFault when the process has ended."""
+        """Send a message, or queue it while the socket is full. Raises EngineFault if the process has exited."""
         try:
             send_to_engine(self.socket, message)
         except OSError as error:
@@ -65,7 +65,7 @@ class EngineProcess:
     def receive(self) -> Progress | Serving | None:
         """Return the next message, or None while it is incomplete.
 
-        Raises EngineFault when the process has ended or failed, and UserError when that is its reason.
+        Raises EngineFault if the process has exited or failed, and UserError if it failed with a UserError.
         """
         try:
             message = receive_from_engine(self.socket)
@@ -74,19 +74,19 @@ class EngineProcess:
         if isinstance(message, Fault):
             if isinstance(reason := message.error(), UserError):
                 raise reason
-            raise EngineFault(f"{self.name} cannot go on: {message.kind}: {message.text}")
+            raise EngineFault(f"{self.name} failed: {message.kind}: {message.text}")
         return message
 
     def _exit_error(self) -> EngineFault:
         code = exit_code(self.process)
         return EngineFault(
-            f"{self.name} (pid {self.pid}) ended with exit code {code} while it held {len(self.leases)} "
-            "leases; nothing finished is lost: go on with --resume"
+            f"{self.name} (pid {self.pid}) ended with exit code {code} while {len(self.leases)} leases were running; "
+            "finished trajectories are in the journal: continue with --resume"
         )
 
 
 class EnginePool(WorkerTransport):
-    """A `WorkerTransport` over engine processes."""
+    """The engine processes as one worker."""
 
     def __init__(
         self,
@@ -97,14 +97,18 @@ class EnginePool(WorkerTransport):
         timeout_s: float,
         trace: LeaseTrace | None = None,
     ) -> None:
-        """Start the processes and wait until all serve. Raises EngineFault, UserError, or DeadlineExceeded."""
+        """Start the processes and wait until all of them serve the version of `start`.
+
+        timeout_s: maximum seconds until all processes serve a new version. Raises EngineFault, UserError, or
+        DeadlineExceeded.
+        """
         self._slots = start.engine_settings().slots
         self._count = count
         self._inbox: list[FromWorker] = []
         """Reports that `receive` has not returned yet."""
         self._save_tensors = save_tensors
         self.timeout_s = timeout_s
-        """Seconds within which all processes must serve a new version."""
+        """Maximum seconds until all processes serve a new version."""
         self._trace = trace or LeaseTrace(TraceWriter())
         self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         self._queue: deque[Lease] = deque()
@@ -124,7 +128,7 @@ class EnginePool(WorkerTransport):
 
     @property
     def slots(self) -> int:
-        """Slots of all processes."""
+        """Number of slots of all processes together."""
         return self._count * self._slots
 
     def send(self, message: FromHub) -> None:
@@ -133,7 +137,7 @@ class EnginePool(WorkerTransport):
                 self._queue.append(message)
             case Abort(lease_id=lease_id):
                 waiting = next((lease for lease in self._queue if lease.lease_id == lease_id), None)
-                if waiting is not None:  # an engine reports every abort, so send it the queued lease first
+                if waiting is not None:  # the scheduler expects a report of each abort, and only an engine reports
                     self._queue.remove(waiting)
                     self._hand_over(self.processes[0], waiting)
                 for process in self.processes:
@@ -144,7 +148,7 @@ class EnginePool(WorkerTransport):
         self._assign_waiting()
         for process in self._ready(0.0 if self._inbox else timeout_s):
             heard = process.receive()
-            assert not isinstance(heard, Serving), f"{process.name} said {type(heard).__name__} unasked"
+            assert not isinstance(heard, Serving), f"{process.name} sent {type(heard).__name__} without a request"
             if heard is not None:
                 self._on_progress(process, heard)
         self._assign_waiting()
@@ -152,7 +156,7 @@ class EnginePool(WorkerTransport):
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch all processes to new weights, through one file in memory that all of them read."""
+        """Switch all processes to new weights, which they read from one file in memory."""
         path = self.directory / f"{version.lineage}-{version.number}.safetensors"
         self._save_tensors(tensors, path)
         try:
@@ -163,7 +167,7 @@ class EnginePool(WorkerTransport):
             path.unlink(missing_ok=True)
 
     def stats(self) -> EngineStats:
-        """Return the sums over all processes, as of their last messages."""
+        """Return the sums of the counters that the processes reported last."""
         fields = EngineStats.__struct_fields__
         return EngineStats(*(sum(getattr(p.stats, field) for p in self.processes) for field in fields))
 
@@ -177,7 +181,8 @@ class EnginePool(WorkerTransport):
     def _assign_waiting(self) -> None:
         """Send waiting leases to the process with the most free slots.
 
-        Siblings go to one process while it has room, because their prompt is then prefilled once.
+        Leases of one group go to the same process while it has free slots, because it then prefills their prompt only
+        once.
         """
         while self._queue:
             process = min(self.processes, key=lambda p: len(p.leases))
@@ -199,7 +204,7 @@ class EnginePool(WorkerTransport):
         return [by_socket[socket] for socket in ready(by_socket, timeout_s)]
 
     def _await_serving(self, version: PolicyVersion) -> None:
-        """Wait until every process serves a version; keep the reports that arrive meanwhile."""
+        """Wait until every process serves a version; keep the reports that arrive in the meantime."""
         begin_s = time.monotonic()
         deadline = begin_s + self.timeout_s
         waiting = set(self.processes)
@@ -215,8 +220,8 @@ class EnginePool(WorkerTransport):
                     waiting.discard(process)
                     now_s = time.monotonic()
                     self._trace.tracer.span("fetch", process.name, ASIDE, begin_s, now_s, version=version.number)
-                else:  # it was generating when the version came
-                    assert isinstance(heard, Progress), f"{process.name} said {heard}, not that it serves {version}"
+                else:  # reports of tokens that were generated before the new weights arrived
+                    assert isinstance(heard, Progress), f"{process.name} sent {heard} instead of Serving {version}"
                     self._on_progress(process, heard)
 
     def _on_progress(self, process: EngineProcess, progress: Progress) -> None:

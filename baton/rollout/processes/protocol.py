@@ -1,4 +1,4 @@
-"""Messages between this process and an engine process: msgpack frames over a socket pair, never pickle."""
+"""Messages between the controller's process and its engine processes: msgpack frames over a socket pair, no pickle."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from baton.rollout.engine import EngineSettings, EngineStats
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""A longer frame is refused before any memory is allocated for it."""
+"""Maximum length of a frame. The receiver refuses a longer frame before it allocates memory."""
 
 
 class Start(msgspec.Struct, frozen=True, tag="Start"):
-    """The first message to a process: the engine to build."""
+    """The first message to a process: which engine to build."""
 
     model_path: str
     device: str
     attention: str
     settings: dict[str, Any]
-    """`EngineSettings`, as plain values."""
+    """`EngineSettings` as plain values."""
     version: PolicyVersion
     scratch: str = ""
-    """Directory through which weights are sent; the engine removes it when the parent has exited."""
+    """Directory of the files with new weights. The engine process removes it after the parent has exited."""
 
     def engine_settings(self) -> EngineSettings:
         """Return the validated settings."""
@@ -33,21 +33,21 @@ class Start(msgspec.Struct, frozen=True, tag="Start"):
 
 
 class LoadWeights(msgspec.Struct, frozen=True, tag="LoadWeights"):
-    """Load the tensors of a safetensors file as `version`."""
+    """Request to load the tensors of a safetensors file as `version`."""
 
     path: str
     version: PolicyVersion
 
 
 class Progress(msgspec.Struct, frozen=True, tag="Progress"):
-    """New reports, and the engine's counters after them."""
+    """New reports, and the counters of the engine after them."""
 
     messages: tuple[Report | Retry, ...]
     stats: EngineStats
 
 
 class Serving(msgspec.Struct, frozen=True, tag="Serving"):
-    """The engine serves this version, after its start or a LoadWeights."""
+    """Confirmation that the engine serves a version, sent after its start and after each LoadWeights."""
 
     version: PolicyVersion
 
@@ -61,21 +61,24 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def send_to_engine(engine: FrameSocket, message: ToEngine) -> None:
-    """Send one message, or queue it while the socket is full. Raises OSError when the engine has exited."""
+    """Send one message, or queue it while the socket is full. Raises OSError if the engine process has exited."""
     engine.send(_encoder.encode(message))
 
 
 def send_to_parent(parent: FrameSocket, message: FromEngine) -> None:
-    """Send one message and wait until it is written. Raises OSError when the parent has exited."""
+    """Send one message and wait until the socket has accepted it. Raises OSError if the parent has exited."""
     parent.send_all(_encoder.encode(message))
 
 
 def receive_to_engine(parent: FrameSocket) -> ToEngine:
-    """Wait for one message. Raises EOFError or OSError when the parent has exited."""
+    """Wait for one message. Raises EOFError or OSError if the parent has exited."""
     return _to_engine.decode(parent.receive_next())
 
 
 def receive_from_engine(engine: FrameSocket) -> FromEngine | None:
-    """Return the next message, or None while it is incomplete. Raises EOFError or OSError if the engine has exited."""
+    """Return the next message, or None while it is incomplete.
+
+    Raises EOFError or OSError if the engine process has exited.
+    """
     frame = engine.receive()
     return None if frame is None else _from_engine.decode(frame)

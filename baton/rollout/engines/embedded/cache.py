@@ -1,8 +1,8 @@
-"""KV cache of many trajectories, each at its own position, behind the `Cache` interface of transformers.
+"""The KV cache of many trajectories at different positions, with the `Cache` interface of transformers.
 
 Each layer has two preallocated tensors [slots, length, kv_heads, head_dim], one for keys and one for values. A decode
-step uses views of the first `width` slots and the first `kv_length` positions, without a copy. The heads of a token are
-contiguous, so that writing a new token is one row copy.
+step uses views of the first `width` slots and the first `kv_length` positions, without a copy. The heads of one token
+are contiguous, so writing a token copies one contiguous row.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from baton.errors import UserError
 
 KV_BUCKET = 64
-"""The cache length is a multiple of this number of positions."""
+"""Divisor of the cache length, in positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Keys and values of one sequence of ids, outside the slots."""
+    """The keys and values of one sequence of ids, in tensors of their own."""
 
     keys: list[Tensor]
-    """Per layer [L, kv_heads, head_dim]."""
+    """[L, kv_heads, head_dim] for each layer."""
     values: list[Tensor]
     num_tokens: int
 
 
 class DecodeWindow:
-    """The part of the slots that one decode step uses; shared by all layers of a cache and set before each step."""
+    """The part of the slots that one decode step uses. All layers share it, and `focus` sets it before each step."""
 
     __slots__ = ("first_W", "kv_length", "places_W", "width")
 
@@ -39,9 +39,9 @@ class DecodeWindow:
         self.width = 0
         self.kv_length = 0
         self.first_W = torch.empty(0, dtype=torch.long)
-        """Index of each slot's first position in the flattened [slots × length]."""
+        """Index of the first position of each slot in the flattened [slots × length]."""
         self.places_W = torch.empty(0, dtype=torch.long)
-        """Index in the flattened [slots × length] to which each row's new key and value are written."""
+        """Index in the flattened [slots × length] at which each row's new key and value are written."""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -58,21 +58,21 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Use these tensors as the slots."""
-        self.keys, self.values = keys, values
+        self.keys, self.values = keys, values  # attributes that transformers expects
         self.slot_keys, self.slot_values = keys, values
         """[slots, length, kv_heads, head_dim]"""
         self._flat_keys, self._flat_values = (t.flatten(0, 1).flatten(1) for t in (keys, values))
-        """[slots × length, kv_heads × head_dim], views of the slots."""
+        """[slots × length, kv_heads × head_dim] Views of the slots."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the slots are already allocated."""
+        """Do nothing, because the slots are already allocated."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write each row's new key and value at its own position; return the keys and values that the step attends to.
+        """Write the new key and value of each row at the row's position; return all keys and values of the window.
 
-        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two [W, kv_heads, kv_length, head_dim].
+        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two tensors [W, kv_heads, kv_length, head_dim].
         """
         window = self._window
         width, kv_length = window.width, window.kv_length
@@ -82,11 +82,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of what `update` returns."""
+        """Return the length and the offset of the tensors that `update` returns."""
         return self._window.kv_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of positions of the step. Each row's own position is given by position_ids."""
+        """Return the number of positions in the window. The position of each row is passed as position_ids."""
         return self._window.kv_length
 
     def get_max_length(self) -> int:
@@ -98,10 +98,10 @@ class SlotCache(Cache):
     """The slots of all layers."""
 
     def __init__(self, like: Prefix, slots: int, max_context_tokens: int) -> None:
-        """Allocate slots with the shapes and dtype of `like`, the result of a first prefill of the model."""
+        """Allocate the slots. like: result of a prefill of the model, which has the shapes and the dtype."""
         self.window = DecodeWindow()
         self.length = length = round_up(max_context_tokens, KV_BUCKET)
-        """Positions per slot."""
+        """Number of positions per slot."""
         self._slot_layers = [
             SlotLayer(
                 keys.new_zeros((slots, length, *keys.shape[1:])),
@@ -115,7 +115,7 @@ class SlotCache(Cache):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The slots of all layers."""
+        """Keys and values of all layers."""
         return [t for layer in self._slot_layers for t in (layer.slot_keys, layer.slot_values)]
 
     def release(self) -> None:
@@ -130,9 +130,9 @@ class SlotCache(Cache):
             layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (keys, values)))
 
     def focus(self, width: int, kv_length: int, positions_W: Tensor) -> None:
-        """Select what the next step uses: the slots below `width`, the positions below `kv_length`.
+        """Select the slots below `width` and the positions below `kv_length` for the next step.
 
-        positions_W: of each row's new token.
+        positions_W: position of the new token of each row.
         """
         window = self.window
         if window.width != width:
@@ -141,7 +141,7 @@ class SlotCache(Cache):
         window.kv_length, window.places_W = kv_length, window.first_W + positions_W
 
     def write(self, slot: int, prefix: Prefix) -> None:
-        """Fill the first positions of a slot."""
+        """Copy a prefix to the first positions of a slot."""
         for layer, keys, values in zip(self._slot_layers, prefix.keys, prefix.values, strict=True):
             layer.slot_keys[slot, : prefix.num_tokens] = keys
             layer.slot_values[slot, : prefix.num_tokens] = values
@@ -159,7 +159,7 @@ def prefill_cache() -> Cache:
 
 
 def prefixes(cache: Cache, lengths: Sequence[int]) -> list[Prefix]:
-    """Return the first rows of a filled prefill cache as prefixes of the given lengths: views of one copy per layer."""
+    """Return the first rows of a filled prefill cache, cut to the given lengths: views of one copy per layer."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     keys = [_by_row(layer.keys) for layer in layers if layer.keys is not None]
     values = [_by_row(layer.values) for layer in layers if layer.values is not None]
@@ -176,18 +176,19 @@ def _by_row(states: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Builds the attention masks of a model with full or sliding-window layers."""
+    """The attention masks of a model with full or sliding-window attention layers."""
 
     windows: dict[str, int | None]
-    """By layer type: the number of positions a token attends to, itself included; None is all."""
+    """Number of positions that a token attends to, including its own, by layer type; None is all positions."""
     by_type: bool
-    """Whether the model takes one mask per layer type instead of one for all layers."""
+    """Whether the model expects one mask per layer type instead of one mask for all layers."""
     dtype: torch.dtype
 
     def additive(self, query_Q1: Tensor, kv_length: int) -> Tensor | dict[str, Tensor]:
-        """Return 0 where a query may attend and -inf elsewhere: [..., Q, kv_length] for query positions [..., Q, 1].
+        """Return additive masks [..., Q, kv_length] for query positions [..., Q, 1]: 0 where attention is allowed, else
+        -inf.
 
-        Every attention implementation accepts an additive mask; the eager one misreads a boolean mask.
+        A boolean mask would not do: the eager implementation of attention adds the mask to the scores.
         """
         kv = torch.arange(kv_length, device=query_Q1.device)
         seen = torch.zeros((), dtype=self.dtype, device=kv.device)
@@ -202,17 +203,17 @@ class Masks:
 
 
 def masks_for(config: object, max_context_tokens: int, dtype: torch.dtype) -> Masks:
-    """Determine the masks of a Hugging Face config's layers. Raises UserError for layers without a KV cache."""
+    """Return the masks for the layers of a Hugging Face config. Raises UserError for layers without a KV cache."""
     model_type = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"model.path: {model_type!r} is an encoder-decoder model; allowed decoder-only ones")
+        raise UserError(f"model.path: got {model_type!r}, an encoder-decoder model; allowed are decoder-only models")
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layer_types: Sequence[str] = getattr(text, "layer_types", None) or ()
     allowed = ("full_attention", "sliding_attention")
     if unknown := sorted(set(layer_types) - set(allowed)):
         raise UserError(
-            f"model.path: {model_type!r} has layers of type {', '.join(unknown)}; the embedded engine serves "
-            f"{' and '.join(allowed)}"
+            f"model.path: got {model_type!r}, which has layers of type {', '.join(unknown)}; the embedded engine "
+            f"supports {' and '.join(allowed)}"
         )
     window = getattr(text, "sliding_window", None)
     if window is not None and window >= max_context_tokens:
@@ -224,5 +225,5 @@ def masks_for(config: object, max_context_tokens: int, dtype: torch.dtype) -> Ma
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return `count` rounded up to a multiple, at least one multiple."""
+    """Round `count` up to a positive multiple of `multiple`."""
     return max(1, -(-count // multiple)) * multiple

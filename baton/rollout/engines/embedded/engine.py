@@ -1,13 +1,12 @@
-"""Continuous batching in torch over any Hugging Face causal LM, with the same code on CPU and CUDA.
+"""`EmbeddedEngine`: continuous batching in torch for any Hugging Face causal LM, with the same code on CPU and CUDA.
 
     step:  report aborts ─▶ fill free slots (prefill once per distinct prefix) ─▶ decode one token per row ─▶ report
 
-**Decode does all sampling.** Prefill computes the keys and values of all ids but the last and no logits; the last id is
-the first input of decode. A fresh prompt, a prompt shared by its group and a resume from ids take the same code path.
+**Only decode samples.** Prefill computes the keys and values of all ids except the last one, and no logits. The last id
+is the first input of decode. A new prompt, the shared prompt of a group, and a resume from ids use the same code.
 
-**A row does not depend on its neighbours**: on a CPU with one torch thread, a trajectory's tokens and logprobs are
-bit-identical alone and in a full batch, in any slot, while the batch drains (tested). `network.py` chooses the shapes
-that guarantee it.
+**A row does not depend on other rows.** On a CPU with one torch thread, the tokens and logprobs of a trajectory are
+bit-identical in any slot and any batch, which tests verify. `network.py` chooses shapes that guarantee it.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ if TYPE_CHECKING:
 
 _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
-"""Number of waiting prefixes searched to fill up a prefill."""
+"""Number of waiting prefixes that are searched for the unused rows of a prefill."""
 _KEPT_CONTEXTS = 8
-"""Bound on the tokens of prefixes kept for waiting leases, in multiples of max_context_tokens."""
+"""Maximum number of tokens in prefixes kept for waiting leases, in multiples of max_context_tokens."""
 
 
 class EmbeddedEngine(SlotEngine):
-    """An `Engine` that owns its model. Single-threaded: the caller drives it by calling `step`."""
+    """An `Engine` that owns a model in this process."""
 
     def __init__(
         self,
@@ -52,43 +51,44 @@ class EmbeddedEngine(SlotEngine):
         version: PolicyVersion,
         end_ids: tuple[int, ...],
     ) -> None:
-        """Allocate the slots on the model's device.
+        """Allocate the slots on the device of the model.
 
-        model: not shared, loaded in settings.dtype; `load_weights` writes into its parameters.
-        end_ids: ids that end a trajectory, in addition to a lease's stop_token_ids.
-        Raises UserError if slots is not a multiple of 8, and for a model without an ordinary KV cache.
+        model: in settings.dtype; the engine takes ownership, because `load_weights` writes into its parameters.
+        end_ids: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises UserError if slots is
+        not a multiple of 8, and for a model without an ordinary KV cache.
         """
         if settings.slots < 1 or settings.slots % _SLOTS_MULTIPLE:
-            raise UserError(f"engine.slots: got {settings.slots}, allowed a positive multiple of {_SLOTS_MULTIPLE}")
+            raise UserError(f"engine.slots: got {settings.slots}, allowed is a positive multiple of {_SLOTS_MULTIPLE}")
         dtype = str(model.dtype).removeprefix("torch.")
-        assert dtype == settings.dtype, f"the engine's model is {dtype}, engine.dtype is {settings.dtype}"
+        assert dtype == settings.dtype, f"the dtype of the model is {dtype}, but engine.dtype is {settings.dtype}"
         super().__init__(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._routers = RoutingReplay(model) if settings.report_routing else None
         self.network = Network(
             model,
             settings.slots,
             settings.max_context_tokens,
-            uses_graphs=settings.cuda_graphs and not settings.report_routing,  # a replay runs no hooks of the routers
+            # replaying a graph does not run the hooks that record the routing
+            uses_graphs=settings.cuda_graphs and not settings.report_routing,
             attends_by_row=settings.row_attention and model.device.type == "cuda",
         )
         self._kept: dict[tuple[int, ...], Prefix] = {}
         self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
-        """[3, slots] per row: the input id of the next decode step, its position, and the number of tokens so far."""
+        """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
         """[slots]"""
         self._params: RowParams | None = None
-        """Sampling parameters of the rows; None after the rows have changed."""
+        """Sampling parameters of the rows; None if the rows have changed since they were gathered."""
         self._needs_version = False
-        """Whether the engine was put to rest after the last load of weights."""
+        """Whether the engine has slept since the last load of weights."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights at once; running leases keep their KV cache and continue under the new version.
+        """Switch to new weights immediately. Running leases keep their KV cache and continue under the new version.
 
-        Of the leases that require exactly another version, running ones are aborted (a report with is_aborted), and
-        waiting ones are refused (a Retry). Raises EngineFault, with nothing changed, for tensors that do not fit.
+        A lease that requires exactly another version is aborted if it runs, and refused with `Retry` if it waits.
+        Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
-        assert not self.network.is_resting, "weights have come for an engine at rest"
+        assert not self.network.is_resting, "weights cannot be loaded into a sleeping engine: call wake_up first"
         self.network.load(tensors)
         self._needs_version = False
         self._kept.clear()
@@ -96,29 +96,29 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of device memory for weights, slots and kept prefixes."""
+        """Number of bytes of device memory for weights, slots and kept prefixes."""
         kept = [t for prefix in self._kept.values() for t in (*prefix.keys, *prefix.values)]
         return self.network.held_bytes + held_bytes(kept, self.network.device)
 
     def sleep(self) -> None:
-        """Free the device memory of slots and weights. No lease may be left. Does nothing if already at rest."""
+        """Free the device memory of slots and weights. No lease may be waiting or running. May be called twice."""
         left = self._book.num_running + self._book.waiting_prefixes.total()
-        assert not left, f"the engine is to rest with {left} leases in its hands"
+        assert not left, f"the engine cannot sleep with {left} leases"
         self._kept.clear()
         self._params = None
         self._needs_version = self._needs_version or not self.network.is_resting
         self.network.sleep()
 
     def wake_up(self) -> None:
-        """Allocate device memory again; call `load_weights` next. Does nothing if not at rest."""
+        """Allocate the device memory again. `load_weights` must follow. May be called twice."""
         self.network.wake_up()
 
     def step(self) -> list[FromWorker]:
-        """Admit waiting leases to free slots, decode one token per running lease, and return the messages to send."""
+        """Admit waiting leases to free slots, decode one token per row, and return reports and refusals."""
         running = self._book.num_running
         reports = self._book.open_step()
         admitted = self._book.admit()
-        assert not (admitted and self._needs_version), "an engine that has rested needs weights before it serves"
+        assert not (admitted and self._needs_version), "an engine that has slept needs weights before it can generate"
         if admitted or self._book.num_running != running:
             self._params = None
         if admitted:
@@ -128,7 +128,7 @@ class EmbeddedEngine(SlotEngine):
         return reports
 
     def _fill_prefixes(self, admitted: list[tuple[int, RunningLease]]) -> None:
-        """Write the prefix of each new row into its slot; compute those that are not kept."""
+        """Write the prefix of each new row into its slot. Prefill the prefixes that are not kept."""
         by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for ids in dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids):
             if ids not in self._kept:
@@ -150,7 +150,7 @@ class EmbeddedEngine(SlotEngine):
         self._drop_prefixes()
 
     def _ahead(self, shape: tuple[int, int], count: int, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Return up to `count` prefixes of waiting leases, for the unused rows of a prefill."""
+        """Return up to `count` prefixes of waiting leases for the unused rows of a prefill of this shape."""
         if not count:
             return []
         waiting = islice(self._book.waiting_prefixes, _LOOK_AHEAD)
@@ -158,7 +158,10 @@ class EmbeddedEngine(SlotEngine):
         return list(islice((ids for ids in found if ids not in self._kept and ids not in wanted), count))
 
     def _drop_prefixes(self) -> None:
-        """Drop prefixes that no waiting lease needs, and the oldest beyond the limit, which are then computed again."""
+        """Drop prefixes that no waiting lease needs, and the oldest prefixes beyond the limit.
+
+        A waiting lease whose prefix was dropped is prefilled when it is admitted.
+        """
         waiting = self._book.waiting_prefixes
         self._kept = {ids: prefix for ids, prefix in self._kept.items() if ids in waiting}
         excess = sum(prefix.num_tokens for prefix in self._kept.values()) - self._kept_limit
@@ -168,7 +171,7 @@ class EmbeddedEngine(SlotEngine):
             excess -= self._kept.pop(ids).num_tokens
 
     def _decode(self) -> list[FromWorker]:
-        """Sample one token for every running row."""
+        """Sample one token for every row."""
         book, device = self._book, self.network.device
         width = next(w for w in self.network.widths if w >= book.num_running)
         if any(row is not None for row in book.rows[width:]):
@@ -200,9 +203,10 @@ class EmbeddedEngine(SlotEngine):
         return nullcontext({}) if self._routers is None else self._routers.recorded()
 
     def _gather_params(self, width: int) -> RowParams:
-        """Collect the sampling parameters of the rows, and reset empty rows to position 0.
+        """Return the sampling parameters of the rows, and reset empty rows to position 0.
 
-        A decode step advances empty rows too; without the reset they would determine the number of scanned positions.
+        Decode steps advance the positions of empty rows too. Without the reset, an empty row could have the largest
+        position and determine how many positions a step scans.
         """
         rows = [*self._book.rows[:width], *[None] * (width - len(self._book.rows))]
         self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
@@ -210,7 +214,7 @@ class EmbeddedEngine(SlotEngine):
         return row_params(params, self.network.vocabulary, self.network.device)
 
     def _compact(self, width: int) -> None:
-        """Move running rows, with their keys and values, into the lowest slots."""
+        """Move all rows, with their keys and values, into the lowest slots."""
         with torch.inference_mode():
             for source, destination in self._book.compact(width):
                 row = self._book.rows[destination]

@@ -1,4 +1,4 @@
-"""Builds the embedded engine from a model directory, or from a configuration whose weights are loaded later."""
+"""Builds the embedded engine, either with the weights of a model directory or with weights that are loaded later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.types import PolicyVersion
 def embedded_engine(
     path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
 ) -> EmbeddedEngine:
-    """Build an engine that loads its own copy of the model in a directory."""
+    """Build an engine with the weights of a model directory."""
     model = load_model(path, dtype=torch_dtype(settings.dtype), device=torch_device(device), attention=attention)
     tokenizer = load_tokenizer(path)
     return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
@@ -26,9 +26,9 @@ def embedded_engine(
 def skeleton_engine(
     directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
 ) -> EmbeddedEngine:
-    """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
+    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
 
-    base: tensors of the base model, where versions are adapters. Raises UserError for a model that cannot be driven.
+    base: tensors of the base model if versions are adapters, else None. Raises UserError for an unsupported model.
     """
     dtype = torch_dtype(settings.dtype)
     model = load_skeleton(directory, dtype=dtype, device=torch_device(device), attention=attention)
@@ -36,6 +36,9 @@ def skeleton_engine(
         missing, unexpected = model.load_state_dict(dict(base), strict=False)
         tied = set(getattr(model, "all_tied_weights_keys", {}))
         if unexpected or set(missing) - tied:
-            raise UserError(f"the base model does not fit its configuration: {[*unexpected, *missing][:3]}")
+            raise UserError(
+                "the tensors of the base model do not fit its configuration: unexpected or missing are "
+                f"{', '.join([*unexpected, *missing][:3])}; check that model.path is the model of the run"
+            )
     tokenizer = load_tokenizer(str(directory))
     return EmbeddedEngine(model, tokenizer, settings, PolicyVersion("", -1), end_ids(model, tokenizer))

@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one launch replaces the hundreds of kernel launches of a step.
+"""Decode steps as CUDA graphs: one launch replaces hundreds of kernel launches per step.
 
-A graph belongs to one width and one number of scanned positions, the fixed shapes of decode (`network.py`). It is
-captured at the first use of a shape, on the inputs of that step, and its result is compared with the step's own: a
-shape whose bits differ runs without a graph. The graph owns its input buffers, and the next step overwrites its output.
-`release` must be called before the memory that graphs read is freed.
+Each graph belongs to one shape: a width and a number of scanned positions (`network.py`). At the first use of a shape
+the step runs without a graph, a graph is captured with the same inputs, and the logits of both are compared. A shape
+runs without a graph if any bit differs. A graph owns its input buffers, and its next run overwrites the logits.
+Call `release` before freeing memory that graphs read.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ logger = logging.getLogger(__name__)
 Step = Callable[[Tensor, Tensor, int], Tensor]
 """(ids [W], positions [W], scanned positions) → logits [W, V]."""
 _WARM_UPS = 2
-"""Steps before a capture: the first one selects kernels and allocates workspaces, which a capture cannot do."""
+"""Number of steps before a capture. They select kernels and allocate workspaces, which is impossible in a capture."""
 
 
 Captured = Callable[[Tensor, Tensor], Tensor]
-"""A captured step: (ids [W], positions [W]) → logits [W, V], which the next run overwrites."""
+"""A captured step: (ids [W], positions [W]) → logits [W, V]. The next run overwrites the logits."""
 Capture = Callable[[Step, Tensor, Tensor, int], Captured]
 
 
 class GraphedSteps:
-    """A `Step` that uses graphs for the shapes in which they compute identical bits."""
+    """A `Step` that uses a graph for each shape in which the graph computes bit-identical logits."""
 
     def __init__(self, step: Step, make_capture: Callable[[], Capture]) -> None:
         self._step, self._make_capture = step, make_capture
         self._capture = make_capture()
         self._captured: dict[tuple[int, int], Captured | None] = {}
-        """By (width, scanned positions); None for a shape that runs without a graph."""
+        """Captured step by (width, scanned positions); None for a shape that runs without a graph."""
 
     def __call__(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
-        """Run a decode step; capture it at the first use of its shape."""
+        """Run a decode step, and capture a graph at the first use of its shape."""
         shape = (len(ids_W), kv_length)
         if shape not in self._captured:
             logits_WV = self._step(ids_W, position_W, kv_length).clone()
@@ -51,14 +51,14 @@ class GraphedSteps:
     def release(self) -> None:
         """Free all graphs and their memory."""
         self._captured.clear()
-        self._capture = self._make_capture()  # a new pool: the old one is freed with its last graph
+        self._capture = self._make_capture()  # with a new memory pool: torch frees the old one with its last graph
 
     def _proven(self, ids_W: Tensor, position_W: Tensor, kv_length: int, expected_WV: Tensor) -> Captured | None:
-        """Capture a step; return None if that fails or its bits differ.
+        """Capture a step. Return None if the capture fails or any bit of its logits differs.
 
-        The capture runs the step again, which is harmless: it writes the same keys and values to the same positions.
+        The capture repeats the step, which writes the same keys and values to the same positions again.
         """
-        what = f"decode of {len(ids_W)} rows over {kv_length} positions goes without a CUDA graph"
+        what = f"decode steps of {len(ids_W)} rows over {kv_length} positions run without a CUDA graph"
         try:
             captured = self._capture(self._step, ids_W, position_W, kv_length)
             same = torch.equal(captured(ids_W, position_W), expected_WV)
@@ -66,12 +66,12 @@ class GraphedSteps:
             logger.warning("%s: %s", what, first_line(error))
             return None
         if not same:
-            logger.warning("%s: its bits differ", what)
+            logger.warning("%s: its logits are not bit-identical", what)
         return captured if same else None
 
 
 class CudaCapture:
-    """Captures steps on a CUDA device. Its graphs share one memory pool, since they never run concurrently."""
+    """Captures steps on a CUDA device. All graphs share one memory pool, because they never run concurrently."""
 
     def __init__(self) -> None:
         self._pool: Any = None

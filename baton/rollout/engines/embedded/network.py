@@ -1,16 +1,15 @@
-"""Runs a Hugging Face causal LM by two functions of fixed shapes, prefill and decode, with replaceable weights.
+"""`Network`: runs a Hugging Face causal LM through prefill and decode in fixed shapes, with replaceable weights.
 
-Fixed shapes make a trajectory independent of its neighbours. The shape of a matrix product determines its kernel and so
-the order of its sums; within one shape neither the index of a row nor the content of other rows changes its bits. The
-shape of prefill therefore follows from the length of the ids alone, and decode has one shape, plus the smaller ones
-that compute identical bits. Each engine determines these for its model at start (for prefill, at the first use of a
-length). Measured on a CPU:
+Fixed shapes make each trajectory independent of the other rows of its batch. The shape of a matrix product determines
+its kernel, and with it the order of summation. Within one shape, neither the index of a row nor the other rows change
+the bits of a result. The shape of prefill therefore depends only on the length of the ids. Decode has one shape, plus
+smaller shapes that compute identical bits. Each engine finds the smaller shapes by comparing results for its model: at
+start for decode, and at the first use of a length for prefill. Results on a CPU:
 
-    rows       float32, one thread: identical bits from 16 rows on, different below; bfloat16 or two threads: it varies
-    positions  float32: identical bits at multiples of 16 up to 256, and of 256 beyond; bfloat16: at all lengths
+    rows       float32, one thread: identical bits from 16 rows up; bfloat16 or two threads: depends on the model
+    positions  float32: identical bits at multiples of 16 up to 256, then of 256; bfloat16: at all lengths
 
-At start a few tokens are computed both by prefill + decode and by the plain forward; a model whose logits differ is
-refused.
+At start a few tokens are also computed by the plain forward of the model. The model is refused if the logits differ.
 """
 
 from __future__ import annotations
@@ -42,20 +41,22 @@ from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row
 from baton.rollout.engines.fit import check_fit
 
 _PREFILL_TOKENS = 512
-"""Most tokens of a prefill, padding included; longer ids are prefilled as one row."""
+"""Maximum tokens of a prefill, including padding. Longer ids are prefilled as a single row."""
 _MIN_PREFILL_TOKENS = 32
-"""Fewest tokens of a prefill with fewer rows than `prefill_shape` allows."""
+"""Minimum tokens of a prefill with fewer rows than `prefill_shape` allows."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
-"""(largest length, its bucket): lengths are rounded up to a multiple of the bucket; beyond, of `_LONG_BUCKET`."""
+"""Pairs of (maximum length, bucket). A length is rounded up to a multiple of its bucket."""
 _LONG_BUCKET = 64
+"""Bucket of lengths above those in `_PREFILL_BUCKETS`."""
 MIN_WIDTH = 16
-"""Rows of the narrowest decode step."""
+"""Number of rows of the narrowest decode step."""
 
 
 def prefill_shape(num_tokens: int) -> tuple[int, int]:
-    """Return (most rows, padded length) of a prefill of ids of this length, independent of other ids.
+    """Return (maximum rows, padded length) of a prefill of sequences of `num_tokens` ids.
 
-    Lengths are multiples of 16 up to 128, of 32 up to 256, of 64 beyond; 32 rows of 16, 16 of 32, 1 from 257 on.
+    Padded lengths are multiples of 16 up to 128, of 32 up to 256, and of 64 above. Examples: 32 rows of 16 tokens, 16
+    rows of 32 tokens, 1 row of 257 or more.
     """
     bucket = next((bucket for limit, bucket in _PREFILL_BUCKETS if num_tokens <= limit), _LONG_BUCKET)
     length = round_up(num_tokens, bucket)
@@ -63,7 +64,7 @@ def prefill_shape(num_tokens: int) -> tuple[int, int]:
 
 
 class Network:
-    """The model with its slots and attention masks."""
+    """A model with its slots and attention masks."""
 
     def __init__(
         self,
@@ -74,10 +75,10 @@ class Network:
         uses_graphs: bool = False,
         attends_by_row: bool = False,
     ) -> None:
-        """Allocate the slots. Raises UserError for a model that cannot be driven through a KV cache.
+        """Allocate the slots. Raises UserError for a model that does not work with this KV cache.
 
-        uses_graphs: `step` uses CUDA graphs, on a CUDA device.
-        attends_by_row: decode attends over each row's own length (`row_attention.py`), and always gets the whole cache.
+        uses_graphs: whether `step` uses CUDA graphs on a CUDA device. attends_by_row: whether each row attends only
+        over its own length (`row_attention.py`); a decode step then always receives the whole cache.
         """
         self._attends_by_row = attends_by_row
         if attends_by_row:
@@ -90,34 +91,35 @@ class Network:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and max_context_tokens > limit:
             raise UserError(
-                f"engine.max_context_tokens: got {max_context_tokens}, allowed at most {limit} (the model's)"
+                f"engine.max_context_tokens: got {max_context_tokens}, allowed are at most {limit}, the limit of the "
+                "model (max_position_embeddings)"
             )
         self._masks: Masks = masks_for(model.config, max_context_tokens, model.dtype)
         self._packed = PackedLinears(model)
         self._body: Module = model.base_model
-        """The model without its head: prefill needs no logits."""
+        """The model without its head, because prefill needs no logits."""
         self._base = BaseWeights()
         self._shapes: dict[Parameter, torch.Size] = {}
-        """Shapes of the weights that were freed at rest; the next version must be a whole one."""
+        """Shapes of the weights that `sleep` has freed. While it is not empty, an adapter cannot be loaded."""
         self._is_whole = False
-        """Whether the last loaded version was a whole model, not an adapter."""
+        """Whether the last loaded version was a whole model instead of an adapter."""
         self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
-        """Ascending decode widths that compute identical bits for a row; the last spans all slots."""
+        """Ascending decode widths that compute identical bits. The last one covers all slots."""
         self.kv_lengths: tuple[int, ...] = ()
-        """Ascending numbers of scanned positions that compute identical bits; the last is the whole cache."""
+        """Ascending numbers of scanned positions that compute identical bits. The last one is the cache length."""
         self.prefill_rows: dict[int, tuple[int, ...]] = {}
-        """By padded length: ascending numbers of rows that compute identical bits for a row."""
+        """Ascending numbers of prefill rows that compute identical bits, by padded length."""
         self.cache = self._proven_cache()
         self._graphed = GraphedSteps(self.decode, CudaCapture) if uses_graphs and self.device.type == "cuda" else None
         self.step: Step = self._graphed or self.decode
-        """`decode`, except that the next step may overwrite the returned logits."""
+        """Same as `decode`, except that the next call may overwrite the returned logits."""
 
     def prefill(self, ids: Sequence[Sequence[int]]) -> list[Prefix]:
-        """Compute the keys and values of sequences with one `prefill_shape`, at most as many as its rows."""
+        """Compute the keys and values of sequences with equal `prefill_shape`, at most its maximum rows."""
         most, length = prefill_shape(len(ids[0]))
-        assert len(ids) <= most, f"{len(ids)} sequences for a prefill of {most} rows"
+        assert len(ids) <= most, f"cannot prefill {len(ids)} sequences in {most} rows"
         if length not in self.prefill_rows:
             self.prefill_rows[length] = self._same_rows(most, length)
         return self._prefill(ids, next(rows for rows in self.prefill_rows[length] if rows >= len(ids)), length)
@@ -138,7 +140,10 @@ class Network:
             return prefixes(cache, [len(row) for row in ids])
 
     def decode(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
-        """Run the model on one id for each of the lowest W slots, at its own position; return the logits [W, V]."""
+        """Run the model on one id for each of the lowest W slots, and return the logits [W, V].
+
+        position_W: position of each id in its slot. kv_length: number of positions to scan.
+        """
         with torch.inference_mode():
             self.cache.focus(len(ids_W), kv_length, position_W)
             rows = {"rows": Rows.of(position_W, kv_length)} if self._attends_by_row else {}
@@ -154,15 +159,15 @@ class Network:
             return logits
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Copy new values into the parameters in place, cast to their dtype.
+        """Copy new values into the parameters, cast to their dtype.
 
-        An adapter is merged into the weights of the last whole version. Tied parameters may have one of their names or
-        all. Raises EngineFault, with nothing changed, for missing parameters, unknown names and different shapes.
+        An adapter is merged into the weights of the last whole version. Tied parameters may occur under any of their
+        names. Raises EngineFault, without changing any weight, for missing or unknown names and for different shapes.
         """
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
             if self._shapes:
-                raise EngineFault("an adapter has come for weights that were given back: a whole version must be first")
+                raise EngineFault("cannot load an adapter: the engine has freed its weights and needs a whole version")
             self._copy(own, self._base.merged(own, tensors))
             self._is_whole = False
             return
@@ -174,15 +179,15 @@ class Network:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of device memory for slots and weights."""
+        """Number of bytes of device memory for slots and weights."""
         weights = (*self.model.parameters(), *self.model.buffers(), *self._base.tensors)
         return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
 
     def sleep(self) -> None:
-        """Free the device memory of slots and weights.
+        """Free the device memory of slots and weights. May be called twice.
 
-        After a whole version the weights are dropped, since the next version replaces them. After an adapter the base
-        weights are restored and moved to the host. Does nothing if already at rest.
+        After a whole version the weights are freed, because the next version replaces them. After an adapter the base
+        weights are restored and moved to host memory.
         """
         if self.is_resting:
             return
@@ -200,10 +205,10 @@ class Network:
             else:
                 parameter.data = parameter.data.to("cpu")
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the trainer needs blocks of other sizes
+            torch.cuda.empty_cache()  # the trainer allocates blocks of other sizes, which cached blocks cannot serve
 
     def wake_up(self) -> None:
-        """Allocate slots and weights again; `load` must follow. Does nothing if not at rest."""
+        """Allocate slots and weights again. `load` must follow. May be called twice."""
         if not self.is_resting:
             return
         self.is_resting = False
@@ -225,21 +230,23 @@ class Network:
             cache, difference = self._probe()
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
             raise UserError(
-                f"model.path: the embedded engine cannot drive {self.model.config.model_type!r} through a KV cache of "
-                f"its own: {type(error).__name__}: {first_line(error)}"
+                f"model.path: the embedded engine does not support {self.model.config.model_type!r}, whose forward "
+                f"does not work with the engine's KV cache ({type(error).__name__}: {first_line(error)}); "
+                "docs/support.md lists the supported models"
             ) from error
         allowed = 0.2 if self.model.dtype == torch.bfloat16 else 1e-3
         if not difference <= allowed:
             raise UserError(
-                f"model.path: the embedded engine cannot drive {self.model.config.model_type!r}: with its KV cache "
-                f"the logits differ from the plain forward's by {difference:.2g} (relative), allowed {allowed}"
+                f"model.path: the embedded engine does not support {self.model.config.model_type!r}: with the engine's "
+                f"KV cache the logits differ from those of the plain forward by {difference:.2g} (relative), allowed "
+                f"is {allowed}; docs/support.md lists the supported models"
             )
         return cache
 
     def _probe(self) -> tuple[SlotCache, float]:
-        """Allocate the slots; return them and the relative difference of prefill + decode from the plain forward.
+        """Allocate the slots; return them, and the relative difference of the logits from the plain forward.
 
-        The ids are longer than the longest sliding attention window, where the context allows.
+        The test ids are longer than the longest sliding attention window if the context allows it.
         """
         windows = [w for w in self._masks.windows.values() if w is not None]
         length = min(max([*windows, 0]) + 12, self._max_context_tokens)
@@ -249,7 +256,7 @@ class Network:
             expected_V = plain.logits[0, -1].float()
             prefix = self.prefill([ids[:-1]])[0]
             if not prefix.keys:
-                raise ValueError("its forward does not write keys and values into the cache it is given")
+                raise ValueError("the forward does not write keys and values into the cache that it receives")
             self.cache = SlotCache(prefix, self._width, self._max_context_tokens)
             self.cache.write(0, prefix)
             ids_W = torch.full((self._width,), ids[-1], device=self.device)
@@ -259,7 +266,7 @@ class Network:
             return self.cache, float((got_V - expected_V).norm() / scale)
 
     def _same_rows(self, most: int, length: int) -> tuple[int, ...]:
-        """Return the ascending numbers of rows that compute the same bits as `most` rows of this length."""
+        """Return the ascending numbers of rows that compute the same bits as `most` rows of this padded length."""
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)
         ids = torch.randint(self.vocabulary, (most, limit), generator=generator).tolist()
@@ -274,10 +281,10 @@ class Network:
         return (*same, most)
 
     def _same_shapes(self, like: Prefix) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ascending decode widths and cache lengths that compute the same bits as the largest of each.
+        """Return the ascending decode widths and cache lengths that compute the same bits as the largest ones.
 
-        Measured with noise in every position of every slot. On CUDA a narrower step saves almost nothing, so only the
-        full width is used.
+        For the comparison every position of every slot is filled with noise. On CUDA only the full width is used,
+        because a narrower step saves almost no time.
         """
         generator = torch.Generator().manual_seed(0)
         full = self.cache.length
@@ -307,14 +314,14 @@ def _are_equal(a: Prefix, b: Prefix) -> bool:
 
 
 def _widths(full: int) -> list[int]:
-    """Return the candidate widths below `full`: multiples of 8 up to 64, then four per doubling."""
+    """Return the candidate widths below `full`: multiples of 8 up to 64, then four widths per doubling."""
     doublings = [64 << i for i in range(full.bit_length())]
     tried = [*range(MIN_WIDTH, 64, 8), *[d + d // 4 * quarter for d in doublings for quarter in range(4)]]
     return [w for w in tried if w < full]
 
 
 def _kv_lengths(full: int) -> list[int]:
-    """Return the candidate lengths below `full`: up to 512 at steps of 16 to 64, then two per doubling."""
+    """Return the candidate lengths below `full`: up to 512 in steps of 16 to 64, then two lengths per doubling."""
     step = next((step for step in (16, 32) if full <= 16 * step), KV_BUCKET)
     doublings = [512 << i for i in range(full.bit_length())]
     return [n for n in (*range(step, 512, step), *[n for d in doublings for n in (d, d + d // 2)]) if n < full]

@@ -1,8 +1,8 @@
-"""Linear layers with bfloat16 weights packed in the layout that the CPU's matrix units read.
+"""Packs the bfloat16 weights of linear layers in the memory layout of the CPU's matrix units.
 
-Otherwise oneDNN reorders the weights in each call, which for the few rows of a decode step costs as much as the product
-itself. Packed weights are 1.3 to 1.9 times faster at 64 rows, measured on a CPU with AMX, with bit-identical results.
-In float32 packing gains nothing. The operators are those that torch's compiler emits for a frozen model.
+Without packing, oneDNN reorders the weights in each call, which in a decode step costs as much as the product itself.
+On a CPU with AMX, packed weights are 1.3 to 1.9 times faster at 64 rows, with bit-identical results. Packing float32
+weights saves nothing. This module calls the operators that torch's compiler emits for a frozen model.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 _ROWS = 64
-"""Number of input rows that the layout is optimised for; any other number works too."""
+"""Number of input rows for which the layout is optimised. Other numbers work too."""
 
 
 class PackedLinears:
-    """Packed copies of the weights of a model's linear layers. The weights themselves stay in place."""
+    """Packed copies of the weights of a model's linear layers. The original weights stay in the model."""
 
     def __init__(self, model: Module) -> None:
-        """Pack the layers that can be packed and replace their forward; none on other dtypes and devices."""
+        """Pack all layers that can be packed, and replace their forward. Has no effect on other dtypes and devices."""
         self._layers = [m for m in model.modules() if type(m) is Linear and _can_pack(m)]
         self.held_bytes = 0
-        """Bytes of the packed copies."""
+        """Number of bytes of the packed copies."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Pack again. Call after the weights have changed."""
+        """Pack the current weights. Call after the weights have changed."""
         for layer in self._layers:
             layer.forward = _packed_forward(layer)  # type: ignore[method-assign, assignment]
         self.held_bytes = sum(layer.weight.nbytes for layer in self._layers)
 
     def release(self) -> None:
-        """Free the packed copies; the layers use the weights themselves until the next `refresh`."""
+        """Free the packed copies. The layers use the original weights until the next `refresh`."""
         for layer in self._layers:
             vars(layer).pop("forward", None)
         self.held_bytes = 0
@@ -52,7 +52,7 @@ def _packed_forward(layer: Linear) -> Callable[[Tensor], Tensor]:
 
 
 def _can_pack(layer: Linear) -> bool:
-    """Whether this machine and torch version can pack this layer, with the same results up to rounding."""
+    """Return whether this machine and torch version can pack the layer, with equal results up to rounding."""
     if layer.weight.dtype != torch.bfloat16 or layer.weight.device.type != "cpu":
         return False
     states = torch.linspace(-1, 1, _ROWS * layer.in_features).to(torch.bfloat16).view(_ROWS, -1)

@@ -1,18 +1,18 @@
-"""Scores reported tokens again: their logprobs, and whether the keyed noise could have drawn them.
+"""`Rescorer`: computes the logprobs of reported tokens again, and whether the keyed noise could have drawn them.
 
-A draw is a pure function of (noise seed, group, sample, position) and of the logits (`rollout/engines/sampling.py`).
-The weights therefore determine both the logprob of a reported token and which token must be drawn. One prefill of the
-whole response gives both for all its tokens.
+A draw is a pure function of the logits and of (noise seed, group, sample, position) (`rollout/engines/sampling.py`).
+The weights therefore determine both the logprob of a reported token and the token that must be drawn. One prefill of
+the whole response computes both for all its tokens.
 
-**The draw gap.** Token t is drawn when the uniform number u lies in its interval [F(t−1), F(t)) of the distribution
-function. Rounding moves the bounds: if it moves no logit by more than δ, it moves the log-odds log F/(1−F) of any bound
-by at most 2δ, however small F is. The distance is therefore measured in log-odds, where one tolerance fits every token.
-In plain probability, a tolerance of 1 % would accept any token, however unlikely, at each position whose draw lies
-within 1 % of its interval.
+**The draw gap.** Token t is drawn if the uniform number u lies in its interval [F(t−1), F(t)) of the distribution
+function F. Rounding moves the bounds of the interval. If no logit moves by more than δ, the log-odds log F/(1−F) of a
+bound move by at most 2δ, for any F. The gap is therefore measured in log-odds, where one tolerance suits all tokens. A
+tolerance of 1 % in probability would be wrong: where the draw lies within 1 % of a token's interval, it would accept
+that token even if its probability is almost zero.
 
-**Prefill is the reference**: each segment is scored under its own version with all earlier ids prefilled under that
-version, as an engine does on a resume. Tokens that were generated after weights changed in flight, with the KV cache
-kept, depend on older keys and values, and cannot be verified this way.
+**Prefill is the reference.** Each segment is scored under its own version, with all earlier ids prefilled under that
+version, as in a resume. Tokens that were generated with the keys and values of an older version (weights loaded in
+flight) cannot be verified in this way.
 
 Shapes: B rows, S positions of a padded row, N scored tokens, V vocabulary, F tokens drawn with top-p or top-k.
 """
@@ -36,42 +36,42 @@ from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uni
 from baton.rollout.rescoring import Claim, Rescored
 
 _MAX_LOGITS = 2**22
-"""Most logits in memory at once; scoring holds several float64 copies of them."""
+"""Maximum number of logits in memory at the same time. Scoring makes several float64 copies of them."""
 _BORDER = 0.05
-"""Relative distance by which rounding may move the border of top-p and top-k: closer tokens may be kept or cut."""
+"""Relative distance by which rounding may move the border of top-p and top-k. Closer tokens may be kept or removed."""
 _MAX_GAP = 1e3
-"""Nats; the gap of a draw that cannot select the token under any rounding."""
+"""Gap of a draw that cannot select the token under any rounding, nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One claim's tokens of the loaded version."""
+    """The tokens of a claim under the loaded version."""
 
     claim: Claim
     ids: tuple[int, ...]
-    """Prompt and response before the last scored token."""
+    """Ids of the prompt and of the response before the last scored token."""
     places: tuple[int, ...]
-    """[N]"""
+    """[N] Token positions after the prompt."""
     token_ids: tuple[int, ...]
     behavior_logprobs: tuple[float, ...]
 
 
 class Rescorer:
-    """Scores claims, under one version at a time. Owns its model."""
+    """Scores claims under one version at a time."""
 
     def __init__(
         self, model: PreTrainedModel, *, weights_dtype: torch.dtype | None = None, max_tokens: int = 1024
     ) -> None:
-        """Take ownership of a model; its weights are the base of adapters until a whole version is loaded.
+        """Take ownership of a model, whose weights are the base of adapters until a whole version is loaded.
 
-        weights_dtype: dtype of the engines' weights; weights are rounded to it, while the model computes in its own.
-        max_tokens: of one forward, padding included; a longer row is computed alone. Larger values are slower on a
-            CPU: the hidden states of 1024 tokens fit into its cache.
+        weights_dtype: dtype of the weights in the engines. The weights are rounded to it, and the model computes in its
+        own dtype. max_tokens: maximum tokens of one forward, including padding; a longer row is computed alone. Larger
+        values are slower on a CPU, because the hidden states of 1024 tokens fit into its cache.
         """
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None
-        """Number of the loaded version; None before the first `load`."""
+        """Number of the loaded version; None until the first `load`."""
         self._weights_dtype = weights_dtype or model.dtype
         self._max_tokens = max_tokens
         self._base = BaseWeights()
@@ -79,9 +79,9 @@ class Rescorer:
         self._copy(own, {name: own[name].detach().clone() for name, _ in self.model.named_parameters()})
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
-        """Switch to a version's weights: a whole model, or an adapter on the last whole one.
+        """Load the weights of a version: a whole model, or an adapter for the last whole model.
 
-        Raises EngineFault, with nothing changed, for tensors that do not fit.
+        Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
@@ -93,9 +93,9 @@ class Rescorer:
         self.version = version
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """Score each claim's policy tokens of the loaded version. A result is empty for a claim without such tokens.
+        """Score the policy tokens of each claim that belong to the loaded version; return one result per claim.
 
-        The ids must be within the vocabulary; `swarm/verification/checks.py` checks that first.
+        All ids must be within the vocabulary, which `swarm/verification/checks.py` verifies first.
         """
         assert self.version is not None, "no version has been loaded"
         rows = [_row(claim, self.version) for claim in claims]
@@ -106,9 +106,9 @@ class Rescorer:
         return [found[i] if i in found else self._result(row, (empty, empty, empty)) for i, row in enumerate(rows)]
 
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
-        """Yield batches of row indices, sorted by length, within max_tokens."""
+        """Yield batches of row indices, sorted by length, of at most max_tokens."""
         budget = self._max_tokens
-        if find_head(self.model) is None:  # the forward then computes logits at all positions
+        if find_head(self.model) is None:  # the forward then computes the logits of all positions
             budget = min(budget, max(1, _MAX_LOGITS // self._vocabulary))
         batch: list[int] = []
         for i in sorted(indices, key=lambda i: len(rows[i].ids)):
@@ -128,7 +128,8 @@ class Rescorer:
         targets_N = torch.tensor([i for row in rows for i in row.token_ids], device=device)
         params_N = [row.claim.sampling for row in rows for _ in row.places]
         uniform_N = torch.from_numpy(np.concatenate([_draws(row) for row in rows])).to(device)
-        head = find_head(self.model)  # no padding mask: causal attention never sees the padding, which comes last
+        # no padding mask is needed: padding comes last, and causal attention does not look ahead
+        head = find_head(self.model)
         states = hidden_states(self.model, ids_BS) if head else self.model(input_ids=ids_BS, use_cache=False).logits
         states_N = states[torch.tensor(row_N, device=device), torch.tensor(before_N, device=device)]
         size = max(1, _MAX_LOGITS // self._vocabulary)
@@ -183,7 +184,10 @@ def _draws(row: _Row) -> np.ndarray[Any, np.dtype[np.float64]]:
 def token_scores(
     logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs [N], draw gaps [N] and tail masses [N] of the targets, as in `Rescored`. Must match `sample`."""
+    """Return the logprobs [N], draw gaps [N] and tail masses [N] of the targets, as defined in `Rescored`.
+
+    Temperature, top-k and top-p must be applied exactly as in `sample`.
+    """
     logits_NV = logits_NV.float()
     if params.temperature_W1 is not None:
         logits_NV = logits_NV / params.temperature_W1
@@ -206,9 +210,9 @@ def token_scores(
 
 
 def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distance in log-odds of each draw from its target's interval, and the target's tail mass.
+    """Return the distance in log-odds of each draw from the interval of its target, and the tail mass of the target.
 
-    The masses below and above the target are summed separately, so that a bound near 1 is as exact as one near 0.
+    The masses below and above the target are summed separately, so bounds near 1 are as exact as bounds near 0.
     """
     ids_V = torch.arange(mass_NV.shape[-1], device=mass_NV.device)
     own_N1 = mass_NV.gather(1, targets_N[:, None])
@@ -225,17 +229,18 @@ def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tenso
 def _filtered_distance(
     mass_FV: Tensor, targets_F: Tensor, odds_F: Tensor, top_k_F1: Tensor, top_p_F1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `_distance` under top-k and top-p: the minimum over all kept sets that rounding may have produced.
+    """Return the minimum of `_distance` over all sets of tokens that top-k and top-p may have kept.
 
-    With n tokens kept, the engine may have kept one more or one fewer, all tokens up to the target, or the target or
-    the next token instead of the last one, wherever these are within `_BORDER` of the border.
+    Rounding may change the kept set near its border. Besides the exact set of n tokens, the engine may have kept n − 1
+    or n + 1 tokens, all tokens up to the target, or the target (or token n + 1) instead of the last token. Such a set
+    counts only if the tokens are within `_BORDER` of the border.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
     top_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
     total_F1 = top_FV.sum(-1, keepdim=True)
     share_FV = (sorted_FV.cumsum(-1) - sorted_FV) / total_F1
-    """Share of the mass of all tokens that are sorted before each token."""
+    """Share of the mass that is sorted before each token."""
     rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
     size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
     last = len(rank_V) - 1

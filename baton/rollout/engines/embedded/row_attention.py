@@ -1,11 +1,11 @@
-"""Decode attention that costs each row only its own length, with torch's variable-length kernel. For CUDA.
+"""Decode attention in which each row attends only over its own length, with torch's variable-length kernel for CUDA.
 
-Masked attention scans as many positions for every row as the longest row has. The variable-length kernel reads the
-slots in place: [slots, length, kv_heads, head_dim] is one packed sequence of `length` positions per slot, of which it
-uses the first `lengths_W`. Nothing is copied, grouped heads are not repeated, and `num_splits = 1` fixes the order of a
-row's sum, so that its bits do not depend on its neighbours.
+Masked attention scans as many positions for every row as the longest row has. The variable-length kernel instead treats
+the slots [slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads only the first `lengths_W`
+positions of each. It copies nothing and does not repeat grouped heads. `num_splits = 1` fixes the order of summation,
+so the bits of a row do not depend on other rows.
 
-Only decode uses it; prefill and plain forwards use the `sdpa` of transformers.
+Only decode uses this kernel. Prefill and plain forwards use the `sdpa` attention of transformers.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "baton_rows"
 _FOREIGN = ("softcap", "s_aux", "position_bias")
-"""Arguments of some models' attention that the kernel does not support."""
+"""Attention arguments of some models that the kernel does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Positions of a decode step's rows within the slots."""
+    """The positions of the rows of a decode step within the slots."""
 
     query_starts: Tensor
-    """[W + 1] int32: one query per row."""
+    """[W + 1] int32: index of each row's query; each row has one query."""
     starts: Tensor
     """[W + 1] int32: first position of each slot, counted over all slots."""
     lengths_W: Tensor
-    """[W] int32: positions that each row attends to, its new one included."""
+    """[W] int32: number of positions that each row attends to, including its new one."""
 
     @classmethod
     def of(cls, position_W: Tensor, slot_length: int) -> Rows:
-        """Return the rows of the lowest W slots, each at its own position."""
+        """Return the rows of the lowest W slots. position_W: position of each row's new token."""
         numbers = torch.arange(len(position_W) + 1, dtype=torch.int32, device=position_W.device)
         return cls(numbers, numbers * slot_length, (position_W + 1).to(torch.int32))
 
 
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Register this attention for a model: its forward then takes `Rows` as the keyword `rows`."""
+    """Use this attention in a model, whose forward then accepts `Rows` as the keyword `rows`."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)
@@ -60,7 +60,10 @@ def _attention(
     rows: Rows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Signature of transformers' attention functions: query [W, heads, 1, head_dim], key, value [W, kv_heads, L, …]."""
+    """Compute attention, with the signature that transformers requires.
+
+    query: [W, heads, 1, head_dim]. key, value: [W, kv_heads, L, head_dim]. Without `rows`, use `sdpa`.
+    """
     if rows is None or any(kwargs.get(name) is not None for name in _FOREIGN):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return found

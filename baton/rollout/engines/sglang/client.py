@@ -1,16 +1,16 @@
-"""An SGLang server as an `EngineClient`.
+"""`SglangClient`: sends requests to an SGLang server.
 
 | task              | consumes         | produces                         | waits for       | unblocked by             |
 |-------------------|------------------|----------------------------------|-----------------|--------------------------|
 | loop: one per row | /generate stream | `GeneratedTokens`, `RequestLost` | the server      | events, end, timeout     |
 | loop: the ender   | rows to abort    | /abort_request                   | the streams     | the end of each stream   |
 
-**A row has ended when its stream has.** All tokens generated until then arrive before the end of the stream, so that
-none is lost or attributed to the next version. An abort may reach the server before its request does, and is then
-ignored; it is therefore repeated until the stream ends. Before new weights are loaded, aborts are repeated until no
-stream is open and the server reports a load of zero.
+**A request has ended when its stream has ended.** All generated tokens arrive before the end of the stream. No token is
+therefore lost or attributed to the next version. An abort that reaches the server before its request has no effect, so
+aborts are repeated until the stream ends. Before new weights are loaded, aborts are repeated until no stream is open
+and the server reports a load of zero.
 
-All request ids have the same length, because SGLang aborts every request whose id starts with the given one.
+All request ids have the same length, because SGLang aborts every request whose id begins with the given id.
 """
 
 from __future__ import annotations
@@ -27,46 +27,52 @@ from baton.rollout.engines.client import EngineClient, EngineRequest, RequestLos
 from baton.rollout.engines.sglang import wire
 
 _ASK_AGAIN_S = 0.1
-"""Interval between two aborts of the same request, and between two queries of the load."""
+"""Seconds between two aborts of the same request, and between two queries of the server's load."""
 _CLOSE_S = 5.0
 _LONGEST_ANSWER = 1 << 20
-"""Most bytes of a response that is not a stream."""
+"""Maximum bytes of a response that is not a stream."""
 _LACKS = object()
-"""Result of a request to a path that the server does not have (404)."""
+"""Result of a request to a path that the server does not have (status 404)."""
 
 
 class SglangClient(EngineClient):
-    """A client of one server, used from one thread."""
+    """A client of one server. One thread calls all public methods."""
 
     def __init__(
         self, url: str, *, key: str | None, longest_event: int, start_timeout_s: float, answer_timeout_s: float
     ) -> None:
-        """Connect. longest_event: bytes. Raises DeadlineExceeded naming the server if it does not respond in time."""
+        """Connect to the server. longest_event: maximum bytes of an event of a stream.
+
+        Raises DeadlineExceeded if the server does not respond within start_timeout_s.
+        """
         super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
         self._server = wire.ServerInfo()
-        self._start_with(self._connect(key, start_timeout_s), start_timeout_s + _CLOSE_S, "to come up")
+        self._start_with(self._connect(key, start_timeout_s), start_timeout_s + _CLOSE_S, "to start")
 
     @property
     def max_context_tokens(self) -> int | None:
-        """The server's limit of tokens per request; None where it does not report one."""
+        """Maximum tokens of a request on this server; None if the server does not report it."""
         return self._server.context_length
 
     def end(self, keys: Sequence[str]) -> None:
-        """Abort requests. `take` still returns the end of each, with all its tokens."""
+        """Abort requests. `take` still returns all their tokens and their ends."""
         self._loop.call_soon_threadsafe(self._ending.update, list(keys))
 
     def quiesce(self) -> None:
-        """Abort all requests until no stream is open and the server's load is zero; `take` then has all tokens."""
+        """Abort all requests and wait until no stream is open and the server's load is zero.
+
+        Afterwards `take` returns all tokens without waiting.
+        """
         self._call(self._quiesce(), self._answer_timeout_s, "to end all requests")
 
     def load(self, directory: str, label: str) -> None:
-        """Load the server's weights from a directory and flush its prefix cache. Call after `quiesce`.
+        """Make the server load weights from a directory and flush its prefix cache. Call `quiesce` first.
 
-        Raises EngineFault if it refuses, or reports another version than `label` afterwards.
+        Raises EngineFault if the server refuses, or if it then reports another version than `label`.
         """
-        self._call(self._load_weights(directory, label), self._answer_timeout_s, "to take new weights")
+        self._call(self._load_weights(directory, label), self._answer_timeout_s, "to load new weights")
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
 
@@ -74,7 +80,7 @@ class SglangClient(EngineClient):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),  # as many streams as there are slots
+            connector=aiohttp.TCPConnector(limit=0),  # no limit: one stream per slot is open
             timeout=aiohttp.ClientTimeout(total=None, sock_read=self._answer_timeout_s),
         )
         deadline_s = self._loop.time() + timeout_s
@@ -85,7 +91,7 @@ class SglangClient(EngineClient):
                         break
             if self._loop.time() > deadline_s:
                 raise DeadlineExceeded(
-                    f"{self.name} was not up within {timeout_s:.0f} s (engine.sglang.start_timeout_s)"
+                    f"{self.name} did not respond within {timeout_s:.0f} s (engine.sglang.start_timeout_s)"
                 )
             await asyncio.sleep(_ASK_AGAIN_S)
         self._server = wire.read_server(await self._ask_either(wire.SERVER_INFO))
@@ -118,9 +124,9 @@ class SglangClient(EngineClient):
                     if finish is not None:
                         break
             if finish is None:
-                raise EngineFault("its stream ended in the middle")
+                raise EngineFault("the stream ended before the request was finished")
         except TimeoutError:
-            text = f"not a word in {self._answer_timeout_s:.0f} s (engine.sglang.answer_timeout_s)"
+            text = f"the server sent nothing for {self._answer_timeout_s:.0f} s (engine.sglang.answer_timeout_s)"
             self._inbox.put(RequestLost(request.key, text))
         except Exception as error:  # noqa: BLE001  # any failure must reach the caller's thread
             self._inbox.put(RequestLost(request.key, f"{type(error).__name__}: {error}"))
@@ -129,10 +135,10 @@ class SglangClient(EngineClient):
             self._ending.discard(request.key)
 
     async def _keep_ending(self) -> None:
-        """Repeat the abort of each row to be ended until its stream has ended."""
+        """Repeat the abort of each request in `_ending` until its stream has ended."""
         while True:
             for key in list(self._ending & self._tasks.keys()):
-                with contextlib.suppress(EngineFault):  # a dead server shows in the streams
+                with contextlib.suppress(EngineFault):  # if the server has exited, the streams fail as well
                     await self._ask("POST", "/abort_request", wire.abort_body(key))
             self._ending &= self._tasks.keys()
             await asyncio.sleep(_ASK_AGAIN_S)
@@ -148,15 +154,15 @@ class SglangClient(EngineClient):
         body = {"model_path": directory, "load_format": "safetensors", "weight_version": label}
         answer = await self._ask("POST", "/update_weights_from_disk", body)
         if not isinstance(answer, dict) or not answer.get("success"):
-            raise EngineFault(f"{self.name} did not take the weights in {directory}: {answer}")
+            raise EngineFault(f"{self.name} did not load the weights in {directory}: {answer}")
         await self._ask("POST", "/flush_cache", is_json=False)
         info = await self._ask_either(wire.MODEL_INFO)
         holds = info.get("weight_version") if isinstance(info, dict) else None
         if holds != label:
-            raise EngineFault(f"{self.name} was given weights {label} and says that it holds {holds}")
+            raise EngineFault(f"{self.name} was sent weights {label} and reports that it serves {holds}")
 
     async def _ask_either(self, paths: Sequence[str]) -> Any:
-        """Request the first of several paths that the server has."""
+        """Request the paths one after the other, and return the response of the first path that the server has."""
         *others, last = paths
         for path in others:
             answer = await self._ask("GET", path, may_lack=True)
@@ -167,7 +173,10 @@ class SglangClient(EngineClient):
     async def _ask(
         self, method: str, path: str, body: Any = None, *, is_json: bool = True, may_lack: bool = False
     ) -> Any:
-        """Send one request that is not a stream. Raises EngineFault for a status but 200, a long response, and none."""
+        """Send one request that is not a stream, and return the response.
+
+        Raises EngineFault if there is no response, if it is too long, or if its status is not 200.
+        """
         what = f"{self.name}: {method} {path}"
         try:
             async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:

@@ -1,13 +1,14 @@
-"""A running SGLang server behind the `Engine` protocol, on top of `rollout/engines/external.py`.
+"""`SglangEngine`: an `Engine` whose tokens a running SGLang server generates (base class in `../external.py`).
 
-One engine uses the server exclusively: all requests of the server are aborted when weights change.
+No other client may use the server, because the engine aborts all requests of the server before it loads weights.
 
-**An abort** is reported once the server has ended the request; the report includes all tokens generated until then.
+**Abort.** An aborted lease is reported when the server has ended its request. The report contains all tokens that were
+generated until then.
 
-**A new version** is loaded while the server is idle: all requests are aborted until its load is zero, their tokens are
-recorded under the old version, the server reads the new weights from a directory and flushes its prefix cache, and
-requests that may continue are sent again with their ids. So each token has the right version, and none is computed from
-keys and values of another version.
+**New version.** New weights are loaded while the server is idle. The engine aborts all requests until the server's load
+is zero, and records their tokens under the old version. The server then reads the new weights from a directory and
+flushes its prefix cache. Requests that may continue are sent again with their ids. Every token therefore has the right
+version, and no token is computed from keys and values of another version.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from baton.types import FromWorker, PolicyVersion
 
 
 class SglangEngine(ExternalEngine[SglangClient]):
-    """An `Engine` whose tokens an SGLang server generates."""
+    """An engine on a running SGLang server."""
 
-    # whether logprobs are those before or after top-p and top-k depends on the version of SGLang
+    # versions of SGLang differ in whether logprobs are computed before or after top-p and top-k
     _only_temperature = "with SGLang only temperature is allowed"
 
     def __init__(
@@ -46,19 +47,19 @@ class SglangEngine(ExternalEngine[SglangClient]):
         text: Text,
         write_skeleton: Callable[[Path], None],
     ) -> None:
-        """Serve no version until weights are loaded.
+        """Construct an engine that serves no version until weights are loaded.
 
-        write_skeleton: writes a model's configuration and tokenizer to a directory.
+        write_skeleton: writes the configuration and tokenizer of the model to a directory.
         """
         super().__init__(line, weights, settings, PolicyVersion("", -1), end_ids, text)
         self._write_skeleton = write_skeleton
         self._directory: Path | None = None
-        """Directory of the server's current weights, to which the server returns when loading the next ones fails."""
+        """Directory of the server's current weights. The server reads it again if loading the next weights fails."""
         self._is_quiet = False
-        """Whether all streams were aborted for new weights; an aborted stream is then no fault."""
+        """Whether all requests were aborted to load weights, so that aborted streams are expected."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease; it is reported once the server has ended the request. Does nothing for an unknown lease."""
+        """End a lease, which is reported when the server has ended its request. Has no effect on an unknown lease."""
         keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
             self.running[key].is_ending = True
@@ -68,9 +69,10 @@ class SglangEngine(ExternalEngine[SglangClient]):
             super().abort(lease_id)
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights; running leases continue under the new version, with recomputed keys and values.
+        """Switch to new weights. Running leases continue under the new version, with recomputed keys and values.
 
-        Raises EngineFault, with nothing changed, for tensors that do not fit; also if the server does not load them.
+        Raises EngineFault for tensors that do not fit, without changing any weight, and if the server does not load
+        the weights.
         """
         whole = self._weights.whole(tensors)
         self._line.quiesce()
@@ -97,7 +99,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
         self._forget_directory()
 
     def _write_model(self, whole: Mapping[str, Any]) -> Path:
-        """Write a model directory that the server can read."""
+        """Write a model directory for the server."""
         own = self._settings.sglang.weights_directory
         directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
         directory.chmod(0o755)  # the server may run as another user
@@ -113,8 +115,8 @@ class SglangEngine(ExternalEngine[SglangClient]):
     def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         if said.weights is not None and said.weights != self._label:
             raise EngineFault(
-                f"{self._line.name} serves weights {said.weights!r}, but was given {self._label!r}: somebody else "
-                "changes them; a server is one engine's alone"
+                f"{self._line.name} serves weights {said.weights!r} instead of {self._label!r}: another client has "
+                "loaded weights; use a separate server for each engine"
             )
         return super()._append_tokens(said, running)
 

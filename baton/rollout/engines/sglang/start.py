@@ -1,4 +1,4 @@
-"""Builds an SGLang engine from a model directory, or from a configuration whose weights are loaded later."""
+"""Builds an SGLang engine, either with the weights of a model directory or with weights that are loaded later."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, 
 from baton.types import PolicyVersion
 
 _BYTES_PER_TOKEN = 256
-"""Upper bound of the bytes per token in a stream's event: id, logprob, text."""
+"""Maximum bytes per token in an event of a stream: id, logprob, text."""
 
 
 def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
-    """Load the model in a directory into the recipe's server as `version`; it may be an adapter's checkpoint."""
+    """Build an engine and load the model of a directory, which may be an adapter, into the server as `version`."""
     files = ModelFiles(path, settings, attention)
     engine = _engine(files.base_directory(), settings, files.read_base)
     try:
@@ -32,9 +32,9 @@ def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion,
 
 
 def sglang_from_skeleton(directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings) -> SglangEngine:
-    """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
+    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
 
-    base: tensors of the base model, where versions are adapters.
+    base: tensors of the base model if versions are adapters, else None.
     """
     return _engine(directory, settings, None if base is None else lambda: base)
 
@@ -43,12 +43,15 @@ def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | Non
     own = settings.sglang
     if own.url is None:
         raise UserError(
-            "engine.sglang.url: got nothing, but engine.kind = 'sglang' needs a running server, such as "
+            "engine.sglang.url: got nothing, but engine.kind = 'sglang' requires the URL of a running server, such as "
             "http://127.0.0.1:30000"
         )
     key = None if own.key_variable is None else os.environ.get(own.key_variable)
     if own.key_variable is not None and not key:
-        raise UserError(f"engine.sglang.key_variable: the environment has no {own.key_variable}")
+        raise UserError(
+            f"engine.sglang.key_variable: the environment variable {own.key_variable} is not set; set it to the "
+            "server's API key"
+        )
     skeleton = Skeleton(directory, settings)
     line = SglangClient(
         own.url,
@@ -61,8 +64,8 @@ def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | Non
     if has is not None and has < settings.max_context_tokens:
         line.close()
         raise UserError(
-            f"engine.max_context_tokens: got {settings.max_context_tokens}, but {line.name} was started with "
-            f"--context-length {has}"
+            f"engine.max_context_tokens: got {settings.max_context_tokens}, allowed are at most {has}, because "
+            f"{line.name} was started with --context-length {has}"
         )
     weights = WholeWeights(skeleton.model, read_base)
     return SglangEngine(line, weights, settings, skeleton.end_ids, skeleton.text, skeleton.save)

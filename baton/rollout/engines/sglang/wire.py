@@ -1,14 +1,15 @@
-"""Request bodies and responses of an SGLang server, and the events of its streams.
+"""The HTTP messages of an SGLang server: request bodies, responses, and the events of its streams.
 
 Sources: SGLang's documentation and code (`managers/io_struct.py`, `entrypoints/http_server.py`,
-`managers/tokenizer_manager.py`). An event of a `/generate` stream is a line `data: {...}`, the last one `data: [DONE]`:
+`managers/tokenizer_manager.py`). An event of a `/generate` stream is a line `data: {...}`; the last line is
+`data: [DONE]`:
 
     {"output_ids": [...], "meta_info": {"id": rid, "completion_tokens": n, "weight_version": "...",
      "output_token_logprobs": [[logprob, id, text or null], ...],
      "finish_reason": null | {"type": "stop" | "length" | "abort", "message": ...}}}
 
-By default every event contains all tokens from the first on. A server in incremental mode sends only new ones, except
-that it repeats all tokens when a request is aborted while it waits.
+By default every event contains all tokens generated so far. A server in incremental mode sends only new tokens, except
+when a waiting request is aborted: it then repeats all tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from baton.rollout.engines.client import EngineRequest, GeneratedTokens
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The properties of a server that matter here."""
+    """The properties of a server that the client needs."""
 
     is_incremental: bool = False
     """Whether the events of a stream contain only new tokens."""
     context_length: int | None = None
-    """Most tokens of a request; None where the server does not report it."""
+    """Maximum tokens of a request; None if the server does not report it."""
 
 
 class _MetaInfo(msgspec.Struct):
@@ -51,12 +52,12 @@ class _Event(msgspec.Struct):
 SERVER_INFO = ("/server_info", "/get_server_info")
 MODEL_INFO = ("/model_info", "/get_model_info")
 LOADS = ("/v1/loads?include=core", "/get_load")
-"""Paths of newer servers first, then those of older ones."""
+"""Paths of the same request, first in newer and then in older versions of SGLang."""
 _EVENT = msgspec.json.Decoder(_Event)
 
 
 def generate_body(request: EngineRequest) -> dict[str, Any]:
-    """Return the body of `/generate` for ids in and a stream of ids and logprobs out."""
+    """Return the body of a `/generate` request that sends ids and receives a stream of ids and logprobs."""
     return {
         "rid": request.key,
         "input_ids": list(request.token_ids),
@@ -67,7 +68,7 @@ def generate_body(request: EngineRequest) -> dict[str, Any]:
             "skip_special_tokens": False,
         },
         "return_logprob": True,
-        "logprob_start_len": -1,  # no logprobs of the prompt
+        "logprob_start_len": -1,  # do not compute logprobs of the prompt
         "stream": True,
     }
 
@@ -80,7 +81,7 @@ def abort_body(rid: str | None) -> dict[str, Any]:
 def read_server(info: Any) -> ServerInfo:
     """Parse the response of `/server_info`. Raises EngineFault if it is not an object."""
     if not isinstance(info, dict):
-        raise EngineFault(f"an SGLang server says of itself {str(info)[:100]!r}")
+        raise EngineFault(f"an SGLang server sent {str(info)[:100]!r} as /server_info, expected is a JSON object")
     length = info.get("context_length")
     return ServerInfo(
         is_incremental=bool(info.get("incremental_streaming_output") or info.get("stream_output")),
@@ -89,12 +90,15 @@ def read_server(info: Any) -> ServerInfo:
 
 
 def load_of(answer: Any) -> int:
-    """Return the number of requests in a server, from `/get_load` or `/v1/loads`. Raises EngineFault if unreadable."""
+    """Return the number of requests in the server from the response of `/get_load` or `/v1/loads`.
+
+    Raises EngineFault if the response has another form.
+    """
     if isinstance(answer, dict) and "loads" in answer:
         answer = answer["loads"]
     parts = answer if isinstance(answer, list) else [answer]
     if not parts or not all(isinstance(part, dict) for part in parts):
-        raise EngineFault(f"an SGLang server says that its load is {str(answer)[:100]!r}")
+        raise EngineFault(f"an SGLang server sent {str(answer)[:100]!r} as its load, expected are JSON objects")
     return sum(_requests(part) for part in parts)
 
 
@@ -103,7 +107,7 @@ def _requests(part: dict[str, Any]) -> int:
     counts = [total] if total is not None else [part.get("num_running_reqs"), part.get("num_waiting_reqs")]
     known = [count for count in counts if isinstance(count, int)]
     if len(known) < len(counts):
-        raise EngineFault(f"an SGLang server says that its load is {str(part)[:100]!r}")
+        raise EngineFault(f"an SGLang server sent {str(part)[:100]!r} as its load, which has no number of requests")
     return sum(known)
 
 
@@ -113,12 +117,12 @@ async def read_json(stream: StreamReader, longest: int) -> Any:
     async for piece in stream.iter_any():
         found += piece
         if len(found) > longest:
-            raise ValueError(f"an answer of more than {longest} bytes")
+            raise ValueError(f"the response has more than {longest} bytes")
     return msgspec.json.decode(found) if found.strip() else None
 
 
 async def events(key: str, stream: StreamReader, longest: int, is_incremental: bool) -> AsyncIterator[GeneratedTokens]:
-    """Yield the new tokens of each event. Raises ValueError for an event that is too long, malformed, or an error."""
+    """Yield the new tokens of each event. Raises ValueError if an event is too long, malformed, or reports an error."""
     known = 0
     async for line in _lines(stream, longest):
         if not line.startswith(b"data:"):
@@ -128,7 +132,7 @@ async def events(key: str, stream: StreamReader, longest: int, is_incremental: b
             return
         said = _EVENT.decode(text)
         if said.meta_info is None:
-            raise ValueError(f"the server says {said.error}")
+            raise ValueError(f"the server reports the error {said.error}")
         grown = _read(key, said.meta_info, known, is_incremental=is_incremental)
         known += len(grown.token_ids)
         yield grown
@@ -139,7 +143,7 @@ def _read(key: str, meta: _MetaInfo, known: int, *, is_incremental: bool) -> Gen
     has_all = not is_incremental or len(entries) == meta.completion_tokens
     new = entries[known:] if has_all else entries
     if has_all and len(entries) < known:
-        raise ValueError(f"a stream that had {known} tokens now has {len(entries)}")
+        raise ValueError(f"the stream has returned {known} tokens before and now contains only {len(entries)}")
     prefilled = 0 if known else max(0, meta.prompt_tokens - meta.cached_tokens)
     finish = None if meta.finish_reason is None else str(meta.finish_reason.get("type"))
     ids, logprobs = tuple(token for _, token, _ in new), tuple(logprob for logprob, _, _ in new)
@@ -151,6 +155,6 @@ async def _lines(stream: StreamReader, longest: int) -> AsyncIterator[bytes]:
     async for piece in stream.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
         if len(rest) > longest or any(len(line) > longest for line in lines):
-            raise ValueError(f"an event of more than {longest} bytes")
+            raise ValueError(f"an event of the stream has more than {longest} bytes")
         for line in lines:
             yield line

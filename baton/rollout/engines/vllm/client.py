@@ -1,7 +1,7 @@
-"""vLLM's asynchronous engine as an `EngineClient`.
+"""`VllmClient`: sends requests to vLLM's asynchronous engine (AsyncLLM).
 
-vLLM starts the core and its workers as processes: `EngineCore`, plus one per device where there are several. vLLM's own
-tasks in the loop read the core's socket.
+vLLM starts its core as a process (`EngineCore`), and one more process per device if there are several devices. Tasks of
+vLLM in the event loop read the core's socket.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from baton.errors import EngineFault, UserError, first_line
 from baton.rollout.engines.client import EngineClient, EngineRequest, GeneratedTokens, RequestLost
 
 _CLOSE_S = 20.0
-"""Time for the core's processes to terminate, at first by request and then by force."""
+"""Seconds for the processes of vLLM to terminate, including the time after which vLLM kills them."""
 
 
 class VllmClient(EngineClient):
-    """One AsyncLLM, used from one thread."""
+    """A client of one AsyncLLM. One thread calls all public methods."""
 
     def __init__(self, arguments: dict[str, Any], *, start_timeout_s: float, answer_timeout_s: float) -> None:
-        """Start vLLM. Raises UserError for a model or shape that it refuses, EngineFault when it does not start."""
+        """Start vLLM. Raises UserError if vLLM refuses the model or the settings, and EngineFault if it fails."""
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._llm: Any = None
         set_up_environment()
@@ -37,24 +37,24 @@ class VllmClient(EngineClient):
         self._loop.call_soon_threadsafe(self._abort_requests, list(keys))
 
     def pause(self) -> None:
-        """Pause all requests. Afterwards no tokens are generated, and `take` returns all that were."""
+        """Pause all requests. Afterwards vLLM generates no tokens, and `take` returns all tokens generated before."""
         self._call(self._pause(), self._answer_timeout_s, "to pause")
 
     def resume(self) -> None:
         """Resume all requests."""
-        self._call(self._llm.resume_generation(), self._answer_timeout_s, "to go on")
+        self._call(self._llm.resume_generation(), self._answer_timeout_s, "to resume")
 
     def load(self, path: str, label: str) -> int:
         """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
-        return self._call(self._load_weights(path, label), self._answer_timeout_s, "to take new weights")
+        return self._call(self._load_weights(path, label), self._answer_timeout_s, "to load new weights")
 
     def check(self) -> None:
-        """Raise EngineFault when the core is dead."""
+        """Raise EngineFault if the core has exited."""
         if self._llm is not None and self._llm.errored:
             error = type(self._llm.dead_error).__name__
             raise EngineFault(
-                f"the core of the vLLM engine has ended ({error}); nothing finished is lost, and its own last words "
-                "are above"
+                f"the core of the vLLM engine has exited ({error}); its output above shows the reason; finished "
+                "trajectories are not lost"
             )
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
@@ -66,9 +66,9 @@ class VllmClient(EngineClient):
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise UserError(f"engine.kind: vLLM refuses this model or shape: {_said(error)}") from error
+            raise UserError(f"engine.kind: vLLM refuses this model or these settings: {_said(error)}") from error
         except RuntimeError as error:
-            raise EngineFault(f"vLLM did not start: {first_line(error)} (its own words are above)") from error
+            raise EngineFault(f"vLLM did not start: {first_line(error)} (vLLM's output is above)") from error
         await self._llm.collective_rpc("end_with", args=(os.getpid(),))
 
     async def _stop(self) -> None:
@@ -76,7 +76,7 @@ class VllmClient(EngineClient):
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
-                llm.output_handler.cancel()  # it would report the exit of the core as a fault
+                llm.output_handler.cancel()  # otherwise it would report the exit of the core as an error
             await in_thread(llm.shutdown, 5.0)
 
     def _abort_requests(self, keys: list[str]) -> None:
@@ -96,7 +96,7 @@ class VllmClient(EngineClient):
             seed=request.seed,
             stop_token_ids=list(request.stop_token_ids),
             ignore_eos=True,  # stop_token_ids contains all ids that end a trajectory
-            logprobs=0,  # only that of the sampled token
+            logprobs=0,  # return only the logprob of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -113,7 +113,7 @@ class VllmClient(EngineClient):
                 ids, finish = tuple(one.token_ids), one.finish_reason
                 self._inbox.put(GeneratedTokens(request.key, ids, logprobs, finish, computed, by_weights=account))
         except asyncio.CancelledError:
-            if self._llm is not None:  # generate() aborts when cancelled, except while it still adds the request
+            if self._llm is not None:  # generate() aborts its request when cancelled, unless it was still adding it
                 with contextlib.suppress(Exception):
                     await self._llm.abort(request.key)
             raise
@@ -123,7 +123,7 @@ class VllmClient(EngineClient):
             self._tasks.pop(request.key, None)
 
     async def _pause(self) -> None:
-        """Pause vLLM, then wait until its last tokens, which may still be queued in this loop, are in the inbox."""
+        """Pause vLLM, and wait until all tokens that are queued in this event loop are in the inbox."""
         await self._llm.pause_generation(mode="keep", clear_cache=False)
         seen = -1
         while seen != (seen := self._inbox.qsize()):
@@ -132,14 +132,15 @@ class VllmClient(EngineClient):
     async def _load_weights(self, path: str, label: str) -> int:
         taken = await self._llm.collective_rpc("take_weights", args=(path,))
         await self._llm.update_weight_version(label)
-        assert len(set(taken)) == 1, f"vLLM's workers took {taken} tensors of one file"
+        assert len(set(taken)) == 1, f"the workers of vLLM loaded different numbers of tensors of one file: {taken}"
         return int(taken[0])
 
 
 def set_up_environment() -> None:
-    """Set vLLM's environment variables before its import. Variables that the user has set are kept.
+    """Set the environment variables of vLLM. Call before importing vLLM. Variables that the user has set do not change.
 
-    They disable usage statistics and downloads, and start processes by spawn, because this process has threads.
+    The variables disable usage statistics and downloads. Processes are started by spawn, because this process has
+    threads.
     """
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -155,7 +156,7 @@ def set_up_environment() -> None:
 
 
 def _said(error: Exception) -> str:
-    """Return the message of vLLM's error. The first line of a pydantic error only counts the errors."""
+    """Return the message of an error of vLLM. The first line of a pydantic error only counts the errors."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).splitlines()[0]
     return first_line(error)

@@ -1,11 +1,11 @@
-"""vLLM behind the `Engine` protocol, on top of `rollout/engines/external.py`.
+"""`VllmEngine`: an `Engine` whose tokens vLLM generates in its own processes (base class in `../external.py`).
 
-**A new version** is loaded between two steps of vLLM: pause (requests are kept), record all generated tokens under the
-old version, copy the tensors in place, switch the table, resume. Running requests keep their keys and values. The salt
-of the prefix cache changes with the weights, so that no prefix of an older version is reused.
+**New version.** New weights are loaded between two steps of vLLM. The engine pauses vLLM, records all generated tokens
+under the old version, copies the tensors in place, switches the slot table, and resumes. Running requests keep their
+keys and values. The salt of the prefix cache changes with the weights, so no prefix of an older version is reused.
 
-**Noise**: the seed of a request follows from (run seed, group, sample, position where it begins). The same request
-alone draws the same tokens again. Unlike Baton's keyed noise, this does not hold on other machines or after a resume.
+**Noise.** The seed of a request depends on (run seed, group, sample, start position). A request that runs alone draws
+the same tokens again. Unlike Baton's keyed noise, the draws differ on other machines and after a resume.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from baton.types import FromWorker, PolicyVersion
 
 
 class VllmEngine(ExternalEngine[VllmClient]):
-    """An `Engine` whose tokens vLLM generates, in its own processes."""
+    """An engine on vLLM."""
 
-    # vLLM's logprobs are those after top-p and top-k, and a trajectory records those before
-    _only_temperature = "vLLM gives logprobs after the cut: allowed is temperature alone"
+    # vLLM returns logprobs after top-p and top-k, but a trajectory records logprobs before them
+    _only_temperature = "vLLM returns logprobs after top-p and top-k: only temperature is allowed"
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights at once; running leases keep their KV cache and continue under the new version.
+        """Switch to new weights immediately. Running leases keep their KV cache and continue under the new version.
 
-        Raises EngineFault, with nothing changed, for tensors that do not fit.
+        Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
         whole = self._weights.whole(tensors)
         self._line.pause()
@@ -44,14 +44,14 @@ class VllmEngine(ExternalEngine[VllmClient]):
         self._label = f"{self._name}-{self._num_loads}"
         taken = self._load_whole(whole, self._label)
         if taken != len(whole):
-            raise EngineFault(f"vLLM took {taken} of the {len(whole)} tensors of version {version.number}")
+            raise EngineFault(f"vLLM loaded only {taken} of the {len(whole)} tensors of version {version.number}")
         self._book.switch(version)
         self._outbox += self._abort_rows()
         self._line.resume()
         self._heard_s = time.monotonic()
 
     def _load_whole(self, whole: Mapping[str, Any], label: str) -> int:
-        """Load tensors through one file in memory, which all vLLM workers of this machine read."""
+        """Write the tensors to one file in memory, which all workers of vLLM load."""
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             path = Path(directory) / "weights.safetensors"
             save_file(dict(whole), path)
@@ -62,8 +62,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
         heartbeat_timeout_s = self._settings.vllm.answer_timeout_s
         if self.running and time.monotonic() - self._heard_s > heartbeat_timeout_s:
             raise EngineFault(
-                f"vLLM has made no token in {heartbeat_timeout_s:.0f} s, with {len(self.running)} trajectories running "
-                "(engine.vllm.answer_timeout_s)"
+                f"vLLM has generated no token for {heartbeat_timeout_s:.0f} s, with {len(self.running)} trajectories "
+                "running (engine.vllm.answer_timeout_s)"
             )
         return reports
 
@@ -74,12 +74,12 @@ class VllmEngine(ExternalEngine[VllmClient]):
         return reports
 
     def _check_account(self, said: GeneratedTokens, running: RunningRequest) -> None:
-        """Raise EngineFault if vLLM attributes these tokens to other weights than this engine recorded."""
+        """Raise EngineFault if vLLM attributes tokens to other weights than this engine has recorded."""
         account = said.by_weights
         if account is None or "" in running.by_weights or sum(account.values()) != running.by_weights.total():
-            return  # nothing to compare, or vLLM generated tokens after the row's end
+            return  # there is nothing to compare, or vLLM has generated tokens after the end of the trajectory
         if account != running.by_weights:
             raise EngineFault(
-                f"trajectory {running.row.lease.trajectory.name}: noted here are the weights {running.by_weights}, and "
-                f"vLLM says {said.by_weights} (label: tokens)"
+                f"trajectory {running.row.lease.trajectory.name}: tokens by weights are {running.by_weights} in this "
+                f"engine and {said.by_weights} in vLLM"
             )

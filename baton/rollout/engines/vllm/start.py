@@ -1,4 +1,4 @@
-"""Builds a vLLM engine from a model directory, or from a configuration whose weights are loaded later."""
+"""Builds a vLLM engine, either with the weights of a model directory or with weights that are loaded later."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from baton.specs.model import read_model
 from baton.types import PolicyVersion
 
 _CPU_BLOCK = 128
-"""Tokens per block of vLLM's KV cache on a CPU; every sequence uses whole blocks."""
+"""Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
 
 
 def vllm_of_model(
     path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
 ) -> VllmEngine:
-    """Build an engine that serves the model in a directory as `version`; it may be an adapter's checkpoint."""
+    """Build an engine that serves the model of a directory, which may be an adapter, as `version`."""
     _check_vllm(device)
     files = ModelFiles(path, settings, attention)
     if files.base_path == path:
@@ -40,9 +40,9 @@ def vllm_of_model(
 def vllm_from_skeleton(
     directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str
 ) -> VllmEngine:
-    """Build an engine from a directory with a model's configuration and tokenizer; it serves no version yet.
+    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
 
-    base: tensors of the base model, where versions are adapters.
+    base: tensors of the base model if versions are adapters, else None.
     """
     _check_vllm(device)
     read_base = None if base is None else lambda: base
@@ -69,11 +69,11 @@ def _engine(
 
 
 def _arguments(settings: EngineSettings) -> dict[str, Any]:
-    """`AsyncEngineArgs` by name."""
+    """Return the arguments of vLLM's `AsyncEngineArgs` by name."""
     own = settings.vllm
     return {
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # ignore the model's generation_config.json: leases define the sampling
+        "generation_config": "vllm",  # ignore the model's generation_config.json, because leases define the sampling
         "dtype": settings.dtype,
         "max_model_len": settings.max_context_tokens,
         "max_num_seqs": settings.slots,
@@ -83,14 +83,14 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "gpu_memory_utilization": own.gpu_memory_utilization,
         "enforce_eager": own.enforce_eager,
         "enable_prefix_caching": own.prefix_caching,
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "logprobs_mode": "processed_logprobs",  # logprobs at the sampling temperature
         "worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader",
         "disable_log_stats": True,
     }
 
 
 def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
-    """Bytes of the KV cache on a CPU: all slots at full length, plus a quarter for shared prefixes. None on a GPU."""
+    """Return the bytes of the KV cache on a CPU: all slots at full length, plus a quarter. Return None on a GPU."""
     from vllm.platforms import current_platform
 
     own = settings.vllm
@@ -107,8 +107,8 @@ def _check_vllm(device: str) -> None:
     """Raise UserError if vLLM is not installed or is built for another device than `device`."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "engine.kind: got 'vllm', which is not installed: `pip install 'baton-rl[vllm]'` where there is a GPU; "
-            "docs/engines.md says how on a CPU"
+            "engine.kind: got 'vllm', but vLLM is not installed; run `pip install 'baton-rl[vllm]'` on a machine with "
+            "a GPU; docs/engines.md describes the installation for a CPU"
         )
     set_up_environment()
     from vllm.platforms import current_platform
@@ -116,6 +116,6 @@ def _check_vllm(device: str) -> None:
     has = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda_alike() else "another device"
     if device not in ("auto", has):
         raise UserError(
-            f"model.device (--device): got {device!r}, but this vLLM is made for {has}: allowed are auto and {has}; "
-            "CUDA_VISIBLE_DEVICES says which GPUs it takes"
+            f"model.device (--device): got {device!r}, but this vLLM is built for {has}: allowed are auto and {has}; "
+            "CUDA_VISIBLE_DEVICES selects the GPUs"
         )

@@ -1,6 +1,7 @@
-"""Code that runs inside vLLM's worker processes: loads weights in place from a file in memory.
+"""Code that runs in vLLM's worker processes and loads weights in place, from a file in memory.
 
-vLLM mixes `WeightsLoader` into its worker class (`worker_extension_cls`). This module imports nothing else of Baton.
+vLLM adds `WeightsLoader` to the base classes of its worker (`worker_extension_cls`). This module imports no other
+module of Baton.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
-import psutil  # one of vLLM's own requirements
+import psutil  # a dependency of vLLM
 from safetensors import safe_open
 
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
-"""The logger that names the layers which a reload did not change."""
+"""Name of the logger that reports the layers which a reload did not update."""
 
 
 class WeightsLoader:
     """Loads published tensors into the running model."""
 
     model_runner: Any
-    """The attribute of vLLM's worker."""
+    """Attribute of vLLM's worker."""
 
     def take_weights(self, path: str) -> int:
-        """Copy the tensors of a safetensors file into the model; return their number.
+        """Copy the tensors of a safetensors file into the model; return the number of tensors.
 
-        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and repacks the weights, except those of a
-        head that is tied to the embedding: on a CPU the head is a packed copy that vLLM 0.32 does not update, so it is
-        repacked here. Raises RuntimeError if any other layer was not updated.
+        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and repacks the weights, with one
+        exception: on a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so this
+        method packs it again. Raises RuntimeError if any other layer was not updated.
         """
         taken = 0
 
@@ -53,17 +54,17 @@ class WeightsLoader:
         tied = self._tied()
         left = [name for name in missed.layers if name not in self._without_weights(tied)]
         if left:
-            raise RuntimeError(f"new weights left layers as they were: {', '.join(left)}")
+            raise RuntimeError(f"vLLM did not update the weights of the layers {', '.join(left)}")
         for module in tied:
             if hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
         return taken
 
     def end_with(self, pid: int) -> bool:
-        """Kill this process and vLLM's core when the client process `pid` ends, however it ends.
+        """Kill this process and vLLM's core when the client process `pid` exits or is killed.
 
-        Otherwise a core whose client was killed waits for it without limit and keeps its memory. Returns False, and
-        does nothing, if `pid` is not an ancestor of this process, as on another machine.
+        Otherwise a core whose client was killed would wait for it without limit and keep its memory. Returns False and
+        does nothing if `pid` is not an ancestor of this process, for example on another machine.
         """
         ancestors = [process.pid for process in psutil.Process().parents()]
         if pid not in ancestors:
@@ -73,7 +74,7 @@ class WeightsLoader:
         return True
 
     def _tied(self) -> list[Any]:
-        """Return the layers that share their weight with others."""
+        """Return the layers that share a weight with another layer."""
         sharing: defaultdict[int, list[Any]] = defaultdict(list)
         for module in self.model_runner.get_model().modules():
             weight = module._parameters.get("weight")
@@ -82,14 +83,14 @@ class WeightsLoader:
         return [module for modules in sharing.values() if len(modules) > 1 for module in modules]
 
     def _without_weights(self, tied: list[Any]) -> set[str]:
-        """Return the class names of layers without weights in the file: tied layers, and those with only buffers."""
+        """Return the class names of layers without a weight in the file: tied layers, and layers without parameters."""
         modules = self.model_runner.get_model().modules()
         bare = [module for module in modules if not any(p is not None for p in module._parameters.values())]
         return {type(module).__name__ for module in (*tied, *bare)}
 
 
 def _end_with(pid: int, own: list[int]) -> None:
-    """Wait until `pid` is no ancestor any more, then kill vLLM's processes, the core first."""
+    """Wait until `pid` is no longer an ancestor, then kill the processes of vLLM, the core first."""
     while pid in [process.pid for process in psutil.Process().parents()]:
         time.sleep(1.0)
     for one in own:
@@ -98,7 +99,7 @@ def _end_with(pid: int, own: list[int]) -> None:
 
 
 class _Missed(logging.Filter):
-    """Collects the layers that were not loaded, and drops their log records."""
+    """A filter that collects the layers reported as not loaded, and drops these log records."""
 
     def __init__(self) -> None:
         super().__init__()
