@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/*.md", "benchmarks/*/README.md", "tests/*/README.md", "models/*/README.md")
 """Markdown: checked for phrases and for the width of its lines."""
 TEXTS = (*PAGES, "Makefile", "pyproject.toml", "recipes/**/*.toml", "deploy/Dockerfile", "deploy/*/*")
-TEXTS += ("baton/clock.py", "baton/errors.py", "baton/f*.py", "baton/s*.py", "baton/types.py", "baton/recipe/*.*")
+TEXTS += ("baton/*.py", "baton/rollout/**/*.py", "baton/recipe/*.*")
 TEXTS += ("baton/cli/*.py", "baton/views/**/*.*", "baton/run/*.py")
 TEXTS += ("baton/rewards/settings.py", "baton/weights/*.py", "baton/policy/*.py", "baton/trainer/**/*.py")
 """Checked for phrases; of Python files only strings and comments. To be extended to `baton/**/*.py`."""

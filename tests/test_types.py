@@ -50,7 +50,7 @@ def judged(trajectory: Trajectory, reward: float = 1.0) -> ScoredTrajectory:
 def test_a_segment_has_one_logprob_per_token_and_at_least_one_token(
     token_ids: tuple[int, ...], logprobs: tuple[float, ...]
 ) -> None:
-    with pytest.raises(ValueError, match=f"got {len(logprobs)} and {len(token_ids)}"):
+    with pytest.raises(ValueError, match=f"got {len(token_ids)} tokens and {len(logprobs)} logprobs"):
         Segment(token_ids, logprobs, 0)
 
 
@@ -132,7 +132,7 @@ def test_a_group_refuses_partials_and_members_that_are_out_of_place() -> None:
     partial = Trajectory(5, 1, (1, 2)).extended((segment(1),))
     with pytest.raises(AssertionError, match="trajectory 5/1 of a group is not finished"):
         Group(5, PROMPT, (judged(finished(5, 0, 1)), judged(partial)))
-    with pytest.raises(AssertionError, match="place 0 holds trajectory 5/1"):
+    with pytest.raises(AssertionError, match="member 0 of group 5 is trajectory 5/1"):
         Group(5, PROMPT, (judged(finished(5, 1, 1)), judged(finished(5, 0, 1))))
     with pytest.raises(AssertionError, match="member 0 of group 5 is trajectory 6/0"):
         Group(5, PROMPT, (judged(finished(6, 0, 1)),))

@@ -35,7 +35,7 @@ REFUSED = [
         "allowed at most max_staleness + 1 = 3",
     ),
     (["rollout.mode=async"], "engine.processes: got 0"),
-    (["rollout.group_size=1"], "needs at least 2"),
+    (["rollout.group_size=1"], "allowed are 2 and more"),
     (["rollout.mode=fast"], "rollout.mode: got 'fast'"),
     (["rollout.overprovsion=2.0"], "did you mean 'overprovision'?"),
 ]
