@@ -5,6 +5,7 @@ BatonError
   │    ├─ TaskExhausted
   │    └─ Damaged
   ├─ EngineFault
+  ├─ EnvironmentFault
   ├─ DeadlineExceeded
   ├─ TrainingDiverged
   ├─ RankLost
@@ -38,6 +39,10 @@ class Damaged(UserError):
 
 class EngineFault(BatonError):
     """An engine or the worker that runs the engine failed."""
+
+
+class EnvironmentFault(BatonError):
+    """The environments of multi-turn tasks fail again and again."""
 
 
 class DeadlineExceeded(BatonError):
@@ -87,6 +92,7 @@ NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KIN
     BatonError: "BatonError",
     Damaged: "Damaged",
     DeadlineExceeded: "DeadlineExceeded",
+    EnvironmentFault: "EnvironmentFault",
     RankLost: "RankLost",
     RunTakenOver: "RunTakenOver",
     StorageFault: "StorageFault",

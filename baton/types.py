@@ -43,6 +43,22 @@ class FailureCause(StrEnum):
     """A remote scorer could not be reached, or returned a server error."""
 
 
+class EpisodeFinish(StrEnum):
+    """Why a multi-turn episode is over."""
+
+    STOP = "stop"
+    """The policy ended it, for instance by a turn without a tool call."""
+    ENVIRONMENT = "environment"
+    """The environment terminated or truncated it."""
+    MAX_TURNS = "max_turns"
+    LENGTH = "length"
+    """The episode's budget of policy tokens is used up."""
+    CONTEXT = "context"
+    """The next turn does not fit into the context."""
+    PARSE_ERROR = "parse_error"
+    """The environment could not read an action, and ends the episode for that."""
+
+
 class PolicyVersion(msgspec.Struct, frozen=True):
     """The identity of one set of weights."""
 
@@ -170,6 +186,11 @@ class Trajectory(msgspec.Struct, frozen=True):
         return sum(len(s.token_ids) for s in self.segments)
 
     @property
+    def num_policy_tokens(self) -> int:
+        """Tokens that the policy wrote, at most L."""
+        return sum(len(s.token_ids) for s in self.segments if s.author is Author.POLICY)
+
+    @property
     def token_ids(self) -> list[int]:
         """[L]"""
         return list(chain.from_iterable(s.token_ids for s in self.segments))
@@ -195,6 +216,46 @@ class Trajectory(msgspec.Struct, frozen=True):
         return [s.author is Author.POLICY for s in self.segments for _ in s.token_ids]
 
 
+class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One action of the policy in a multi-turn episode, and the environment's answer."""
+
+    token_offset: int
+    """Tokens of the path after its prompt, when the turn ended. The observation's tokens begin here."""
+    action: str
+    """Text of the turn."""
+    reward: float
+    observation: str
+    """Its text. The tokens may be fewer: a long observation is cut, and the last one is in no path."""
+    digest: str
+    """blake3 of the observation's text; a replay after a crash is compared with it."""
+    seconds: float
+    """Time that the environment took."""
+    path: int = 0
+    """Index of the path that the turn belongs to."""
+    tool: str | None = None
+    """Name of the tool that was called."""
+
+
+class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The turns of one attempt at a multi-turn task.
+
+    An episode is one trajectory (path) as long as its history is only appended to. If the history is rewritten, a new
+    path begins, whose prompt is the rewritten history. Each token of the policy is trained in the path where it was
+    sampled, and nowhere else.
+    """
+
+    exchanges: tuple[Exchange, ...] = ()
+    earlier: tuple[Trajectory, ...] = ()
+    """Paths before the last, which is the member's trajectory."""
+    finish_reason: EpisodeFinish | None = None
+    attempt: int = 0
+    """Number of earlier attempts that failed with their environment."""
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    """Numbers that the environment reported with its last observation."""
+    is_success: bool | None = None
+    """The environment's own statement with its last observation."""
+
+
 class RewardResult(msgspec.Struct, frozen=True):
     """The reward of one finished trajectory, or the reason why it has no reward."""
 
@@ -218,11 +279,24 @@ class RewardResult(msgspec.Struct, frozen=True):
         return self.failure is None
 
 
-class ScoredTrajectory(msgspec.Struct, frozen=True):
+class ScoredTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     """A finished trajectory with its reward."""
 
     trajectory: Trajectory
+    """For a multi-turn episode its last path."""
     judgement: RewardResult
+    episode: Episode | None = None
+    """The turns of a multi-turn task; None for a task of one turn."""
+
+    @property
+    def paths(self) -> tuple[Trajectory, ...]:
+        """All paths of the episode: one, unless its history was rewritten."""
+        return (*(self.episode.earlier if self.episode else ()), self.trajectory)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Tokens that the policy wrote, over all paths."""
+        return sum(path.num_policy_tokens for path in self.paths)
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -251,8 +325,8 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Trajectories of all groups, group by group."""
-        return [member.trajectory for group in self.groups for member in group.members]
+        """All paths of all members, group by group."""
+        return [path for group in self.groups for member in group.members for path in member.paths]
 
 
 # ---- messages between the hub (or controller) and a worker -----------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from baton.environments.settings import EnvironmentSettings
 from baton.policy.settings import LoraSettings, ModelSettings, ScratchSettings
 from baton.recipe.sections import CheckpointSettings, EvalSettings, FleetSettings, RunSettings
 from baton.recipe.support import check_support
@@ -33,6 +34,7 @@ class Recipe(Settings):
     answer: AnswerSettings = AnswerSettings()
     reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
     judge: JudgeSettings = JudgeSettings()
+    environments: EnvironmentSettings = EnvironmentSettings()
     rollout: RolloutSettings = RolloutSettings()
     engine: EngineSettings = EngineSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -105,7 +107,7 @@ class Recipe(Settings):
         trainer, swarm = self.trainer, self.swarm
         shapes = {"tensor_parallel": trainer.tensor_parallel > 1, "ranks": trainer.ranks > 1}
         shapes |= {"compiled": trainer.compile, "one_process": True}
-        sources = dict.fromkeys("gym" if task.path is None else "file" for task in self.task)
+        sources = dict.fromkeys("episodes" if t.environment else "gym" if t.path is None else "file" for t in self.task)
         return {
             "mode": (self.rollout.mode,),
             "placement": (self.rollout.placement,),
@@ -166,6 +168,7 @@ class TaskRecipe(BaseModel):
     answer: AnswerSettings = AnswerSettings()
     reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
     judge: JudgeSettings = JudgeSettings()
+    environments: EnvironmentSettings = EnvironmentSettings()
     rollout: RolloutSettings = RolloutSettings()
     engine: EngineSettings = EngineSettings()
     eval: EvalSettings = EvalSettings()

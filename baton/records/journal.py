@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from baton.errors import StorageFault
 from baton.files import flush_to_disk
-from baton.types import Prompt, ScoredTrajectory, Segment, Trajectory
+from baton.types import Episode, Prompt, ScoredTrajectory, Segment, Trajectory
 
 FORMAT = 2
 """Stored as SQLite's `user_version`."""
@@ -38,6 +38,9 @@ _GROUP_KINDS = (
     "segments",  # key: group id, sample, token offset; content: reported segments of an unfinished trajectory
     "finished",  # key: group id, sample; content: Trajectory
     "judged",  # key: group id, sample; content: ScoredTrajectory
+    "episode",  # key: group id, sample; content: Episode, the exchanges of an open multi-turn episode
+    "path",  # key: group id, sample; content: Trajectory with the prompt of a later path
+    "turn",  # key: group id, sample; content: number of tokens when its last turn ended
     "consumed",  # key: group id; content: step whose batch contains the group
     "discarded",  # key: group id; content: cause
 )
@@ -46,6 +49,8 @@ _GROUP_KINDS = (
 Further kinds are `batch` (key: step; content: metrics of the batch from the scheduler), `place` (StreamCursor) and
 `last_step` (last step whose batch was recorded).
 """
+_OF_AN_EPISODE = ("episode", "path", "turn")
+"""Kinds of entries of an open multi-turn episode."""
 
 
 class IssuedGroup(msgspec.Struct, frozen=True):
@@ -69,6 +74,10 @@ class OpenGroup(msgspec.Struct, frozen=True):
     """Trajectories with the tokens of the last report, shape [G]."""
     judged: dict[int, ScoredTrajectory]
     """Rewards by sample index."""
+    episodes: dict[int, Episode] = msgspec.field(default_factory=dict)
+    """Exchanges of open multi-turn episodes by sample index."""
+    ended_turns: tuple[int, ...] = ()
+    """Sample indices whose environment has not answered the last turn."""
 
 
 class StreamCursor(msgspec.Struct, frozen=True):
@@ -137,9 +146,25 @@ class Journal:
     def finished(self, trajectory: Trajectory) -> None:
         """Record a complete trajectory."""
         key = (trajectory.group_id, trajectory.sample_index)
-        self._remove("segments", *key)
-        self._remove("judged", *key)
+        for kind in ("segments", "judged", *_OF_AN_EPISODE):
+            self._remove(kind, *key)
         self._put("finished", *key, content=trajectory)
+
+    def turn_ended(self, trajectory: Trajectory) -> None:
+        """Record that a turn of a multi-turn episode has ended and its action is sent to the environment."""
+        if self._keeps_partials:
+            self._put("turn", trajectory.group_id, trajectory.sample_index, content=trajectory.num_tokens)
+
+    def observed(self, trajectory: Trajectory, episode: Episode) -> None:
+        """Record the exchanges of an open episode. The observation's tokens are recorded by `grew`, unless the
+        trajectory is a new path."""
+        if not self._keeps_partials:
+            return
+        key = (trajectory.group_id, trajectory.sample_index)
+        self._put("episode", *key, content=episode)
+        if not trajectory.segments:
+            self._remove("segments", *key)
+            self._put("path", *key, content=trajectory)
 
     def judged(self, judged: ScoredTrajectory) -> None:
         """Record a complete trajectory with its reward, or with the cause if scoring failed."""
@@ -152,7 +177,7 @@ class Journal:
 
     def revoked(self, group_id: int, sample_index: int) -> None:
         """Delete the tokens and the reward of an untrusted trajectory, which starts again from its prompt."""
-        for kind in ("segments", "finished", "judged"):
+        for kind in ("segments", "finished", "judged", *_OF_AN_EPISODE):
             self._remove(kind, group_id, sample_index)
 
     def discarded(self, group_id: int, cause: str) -> None:
@@ -239,18 +264,30 @@ class Journal:
         group_id = issued.group_id
         members = [Trajectory(group_id, index, issued.prompt_ids) for index in range(issued.group_size)]
         judged: dict[int, ScoredTrajectory] = {}
+        episodes: dict[int, Episode] = {}
+        turns: dict[int, int] = {}
         for kind, index, offset, content in self._db.execute(
-            "SELECT kind, sample, token_offset, content FROM entries WHERE number = ? "
-            "AND kind IN (?, ?, ?) ORDER BY kind = 'finished', sample, token_offset",
-            (group_id, "segments", "finished", "judged"),
+            "SELECT kind, sample, token_offset, content FROM entries WHERE number = ? AND kind IN (?, ?, ?, ?, ?, ?) "
+            "ORDER BY kind = 'finished', kind = 'segments', sample, token_offset",
+            (group_id, "segments", "finished", "judged", *_OF_AN_EPISODE),
         ).fetchall():
-            if kind == "judged":
-                judged[index] = _unpack(content, ScoredTrajectory)
-            elif kind == "finished":
-                members[index] = _unpack(content, Trajectory)
-            elif offset == members[index].num_tokens:
-                members[index] = members[index].extended(_unpack(content, tuple[Segment, ...]))
-        return OpenGroup(issued, tuple(members), judged)
+            match kind:
+                case "judged":
+                    judged[index] = _unpack(content, ScoredTrajectory)
+                case "episode":
+                    episodes[index] = _unpack(content, Episode)
+                case "turn":
+                    turns[index] = _unpack(content, int)
+                case "path" | "finished":
+                    members[index] = _unpack(content, Trajectory)
+                case "segments" if offset == members[index].num_tokens:
+                    members[index] = members[index].extended(_unpack(content, tuple[Segment, ...]))
+        ended = tuple(
+            index
+            for index, length in sorted(turns.items())
+            if members[index].finish_reason is None and members[index].num_tokens == length
+        )
+        return OpenGroup(issued, tuple(members), judged, episodes, ended)
 
     # ---- entries -----------------------------------------------------------------------------------------------------
 

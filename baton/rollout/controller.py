@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from baton.errors import EngineFault
 from baton.records.journal import IssuedGroup, Journal, OpenGroup, StreamCursor
+from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer
 from baton.rollout.events import (
     AbortTrajectory,
     Assign,
@@ -31,16 +32,19 @@ from baton.rollout.events import (
     Discard,
     DispatchPaused,
     DispatchResumed,
+    EnvironmentFailed,
     Event,
     Finished,
     LeaseEnded,
     Load,
+    Observed,
     Open,
     Restart,
     Revoked,
     Rewarded,
     TokensLost,
     TokensReceived,
+    TurnEnded,
     VersionServed,
     VersionTrained,
 )
@@ -51,14 +55,16 @@ from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.types import Abort as AbortLease
 from baton.types import (
     Author,
+    Episode,
+    FinishReason,
     FromPort,
     FromWorker,
     Group,
     PolicyVersion,
     Prompt,
-    Report,
     Retry,
     ScoredTrajectory,
+    Segment,
     Trajectory,
     WorkLost,
     WorkRevoked,
@@ -114,9 +120,12 @@ class RolloutController:
         scorer: TrajectoryScorer,
         sampling: SeededSampling,
         journal: Journal | None = None,
+        player: EpisodePlayer | None = None,
     ) -> None:
+        """player: the multi-turn episodes; None without multi-turn tasks."""
         self._worker, self.rules = worker, rules
         self._prompts, self._scorer, self._sampling, self._journal = prompts, scorer, sampling, journal
+        self._player = player
         self._groups: dict[int, _Group] = {}
         self._leases: dict[int, tuple[int, int]] = {}
         self._lease_of: dict[tuple[int, int], int] = {}
@@ -129,7 +138,10 @@ class RolloutController:
         self._on_scored: Callable[[int], None] = lambda count: None
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
         """Seconds spent waiting since the last call of `take_seconds`: `generate` for the worker between train steps,
-        `hidden` for the worker during a train step, `judge` for the scorer."""
+        `hidden` for the worker during a train step, `judge` for the scorer, `environment` for environments while no
+        trajectory is leased."""
+        if player is not None:
+            self.seconds["environment"] = 0.0
 
     def begin(
         self,
@@ -152,11 +164,15 @@ class RolloutController:
         for group in carried:
             own = _Group(group.issued, list(group.members), dict(group.judged))
             self._groups[group.issued.group_id] = own
-            tracked.append(_tracked(own))
+            tracked.append(_tracked(own, group))
+            self._restore_episodes(group)
         self._apply_all(self.scheduler.restore(tracked))
         for own in list(self._groups.values()):
             finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.scored]
             self._submit(own, finished)
+        for group in carried:
+            for index in group.ended_turns:
+                self._act(self._groups[group.issued.group_id], group.members[index], FinishReason.STOP)
         self._slots = 0
         self._update_capacity()
 
@@ -202,7 +218,7 @@ class RolloutController:
         `partial` the worker is idle, so this method only waits.
         """
         while not is_over(0.0):
-            if self.rules.mode == "async" and (self.scheduler.num_leased or self._num_scoring or not self._slots):
+            if self.rules.mode == "async" and (self._is_busy or not self._slots):
                 self._pump(SHORT_WAIT_S, "hidden")
             else:
                 is_over(1.0)
@@ -233,9 +249,18 @@ class RolloutController:
         taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
         return taken
 
+    def take_episode_metrics(self) -> dict[str, float]:
+        """Return the metrics of multi-turn episodes since the last call; nothing without multi-turn tasks."""
+        return {} if self._player is None else self._player.take_metrics()
+
     def version_trained(self, version: int) -> None:
         """Record that the trainer has made a version that will not be published."""
         self._dispatch(VersionTrained(self._now_s(), version, is_published=False))
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a worker, an environment or the scorer is active."""
+        return bool(self.scheduler.num_leased or self.scheduler.num_acting or self._num_scoring)
 
     # ---- the pump ----------------------------------------------------------------------------------------------------
 
@@ -243,10 +268,10 @@ class RolloutController:
         self._worker.begin_wait()
         while not is_over():
             self._worker.stop.check()
-            if not (self.scheduler.num_leased or self._num_scoring) and self._slots:
+            if not self._is_busy and self._slots:
                 raise EngineFault(
                     f"the scheduler is deadlocked at version {self.scheduler.version} with {self.scheduler.num_open} "
-                    "open groups: no trajectory is leased or being scored, and no batch is complete; "
+                    "open groups: no trajectory is leased, acting or being scored, and no batch is complete; "
                     "this is a bug in Baton, please report it with the journal of the run"
                 )
             self._pump(1.0, "generate")
@@ -254,6 +279,8 @@ class RolloutController:
     def _pump(self, timeout_s: float, stage: str) -> None:
         """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived."""
         begin_s = self._now_s()
+        if self.scheduler.num_acting:
+            timeout_s = min(timeout_s, SHORT_WAIT_S)  # so that neither the worker nor the environments wait for long
         if self.scheduler.num_leased or not self._slots:
             num_waiting = len(self._lease_of) or int(not self._slots)
             messages = self._worker.receive(timeout_s, num_waiting, (f"{g}/{s}" for g, s in self._lease_of))
@@ -261,6 +288,11 @@ class RolloutController:
             for message in messages:
                 self._on_message(message)
             self.seconds[stage] += self._now_s() - begin_s
+            begin_s, timeout_s = self._now_s(), 0.0
+        if self._player is not None and self.scheduler.num_acting:
+            for answer in self._player.collect(timeout_s):
+                self._on_answer(answer)
+            self.seconds["environment"] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
         scored = self._scorer.collect(timeout_s) if self._num_scoring else []
         # repeated rewards first: a trajectory's first reward may complete the group, and the delivered group must
@@ -317,28 +349,83 @@ class RolloutController:
         if message.token_offset != trajectory.num_tokens:
             return  # a repeated report, whose tokens have been appended already
         self._refusals = 0
-        grown = trajectory.extended(message.segments, message.finish_reason)
+        ends_turn = message.finish_reason is not None and self._plays(group)
+        grown = trajectory.extended(message.segments, None if ends_turn else message.finish_reason)
         group.members[sample_index] = grown
-        if grown.finish_reason is not None or message.is_aborted:
+        if message.finish_reason is not None or message.is_aborted:
             self._end_lease(message.lease_id)
-        self._record(trajectory, grown, message)
+        self._record(trajectory, grown, message.segments, ends_turn=ends_turn)
         for segment in message.segments:
             if segment.author is Author.POLICY:
                 self._dispatch(TokensReceived(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
-        if grown.finish_reason is not None:
+        if ends_turn:
+            assert message.finish_reason is not None
+            self._dispatch(TurnEnded(self._now_s(), *key))
+            self._act(group, grown, message.finish_reason)
+        elif grown.finish_reason is not None:
             self._submit(group, [grown])
             self._dispatch(Finished(self._now_s(), *key))
         elif message.is_aborted:
             self._dispatch(LeaseEnded(self._now_s(), *key))
 
-    def _record(self, before: Trajectory, grown: Trajectory, report: Report) -> None:
-        journal = self._journal
-        if journal is None:
+    def _record(
+        self, before: Trajectory, grown: Trajectory, segments: Sequence[Segment], *, ends_turn: bool = False
+    ) -> None:
+        if self._journal is None:
             return
         if grown.finish_reason is not None:
-            journal.finished(grown)
+            self._journal.finished(grown)
         else:
-            journal.grew(grown.group_id, grown.sample_index, before.num_tokens, report.segments)
+            self._journal.grew(grown.group_id, grown.sample_index, before.num_tokens, segments)
+            if ends_turn:
+                self._journal.turn_ended(grown)
+
+    # ---- multi-turn episodes -----------------------------------------------------------------------------------------
+
+    def _plays(self, group: _Group) -> bool:
+        return self._player is not None and self._player.plays(group.issued.prompt)
+
+    def _restore_episodes(self, group: OpenGroup) -> None:
+        if self._player is not None and self._player.plays(group.issued.prompt):
+            for trajectory in group.members:
+                if trajectory.finish_reason is None and trajectory.num_tokens:
+                    episode = group.episodes.get(trajectory.sample_index, Episode())
+                    self._player.restore(group.issued.prompt, trajectory, episode)
+
+    def _act(self, group: _Group, trajectory: Trajectory, reason: FinishReason) -> None:
+        """Send the action of a turn to the environment, unless the episode is over with it."""
+        assert self._player is not None
+        over = self._player.end_turn(group.issued.prompt, trajectory, reason)
+        if over is not None:
+            self._end_episode(over)
+
+    def _on_answer(self, answer: Continued | ScoredTrajectory | BeginAgain) -> None:
+        match answer:
+            case ScoredTrajectory():
+                self._end_episode(answer)
+            case BeginAgain(group_id=group_id, sample_index=index, cause=cause):
+                if self._journal is not None:
+                    self._journal.revoked(group_id, index)
+                self._dispatch(EnvironmentFailed(self._now_s(), group_id, index, cause))
+            case Continued(trajectory=grown, episode=episode, appended=appended):
+                members = self._groups[grown.group_id].members
+                before, members[grown.sample_index] = members[grown.sample_index], grown
+                if self._journal is not None:
+                    self._journal.observed(grown, episode)
+                self._record(before, grown, appended)
+                self._dispatch(Observed(self._now_s(), grown.group_id, grown.sample_index))
+
+    def _end_episode(self, over: ScoredTrajectory) -> None:
+        """Record a finished episode. Its reward is known: the environment gave it."""
+        trajectory = over.trajectory
+        group = self._groups[trajectory.group_id]
+        group.members[trajectory.sample_index] = trajectory
+        if self._journal is not None:
+            self._journal.finished(trajectory)
+        self._dispatch(Finished(self._now_s(), trajectory.group_id, trajectory.sample_index))
+        self._take_reward(group, over)
+
+    # ---- leases and scores -------------------------------------------------------------------------------------------
 
     def _on_refused(self, trajectory: Trajectory, retry: Retry) -> None:
         self._refusals += 1
@@ -365,10 +452,14 @@ class RolloutController:
 
     def _on_reward(self, scored: ScoredTrajectory) -> None:
         self._num_scoring -= 1
-        trajectory, result = scored.trajectory, scored.judgement
+        trajectory = scored.trajectory
         group = self._groups.get(trajectory.group_id)
         if group is None or group.members[trajectory.sample_index] is not trajectory:
             return  # the trajectory was revoked while it was being scored
+        self._take_reward(group, scored)
+
+    def _take_reward(self, group: _Group, scored: ScoredTrajectory) -> None:
+        trajectory, result = scored.trajectory, scored.judgement
         self._on_scored(int(self._is_first(scored)))
         group.scored[trajectory.sample_index] = scored
         if self._journal is not None:
@@ -406,6 +497,8 @@ class RolloutController:
             case Restart(group_id=group_id, sample_index=sample_index):
                 group = self._groups[group_id]
                 group.members[sample_index] = Trajectory(group_id, sample_index, group.issued.prompt_ids)
+                if self._player is not None:
+                    self._player.begin_again(group.issued.prompt, group.members[sample_index])
             case Discard(group_id=group_id, cause=cause):
                 self._discard(group_id, cause)
             case Deliver(group_ids=group_ids):
@@ -435,10 +528,16 @@ class RolloutController:
     def _lease(self, command: Assign) -> None:
         key = (command.group_id, command.sample_index)
         trajectory = self._groups[command.group_id].members[command.sample_index]
-        lease_id = self._worker.lease(trajectory, self._sampling, command.version, is_exact=command.is_exact)
+        group, sampling = self._groups[command.group_id], self._sampling
+        if self._player is not None and self._plays(group):
+            sampling = self._player.sampling(group.issued.prompt, trajectory)
+        lease_id = self._worker.lease(trajectory, sampling, command.version, is_exact=command.is_exact)
         self._leases[lease_id], self._lease_of[key] = key, lease_id
 
     def _discard(self, group_id: int, cause: str) -> None:
+        if self._player is not None:
+            for trajectory in self._groups[group_id].members:
+                self._player.forget((group_id, trajectory.sample_index))
         if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
             del self._groups[group_id]  # else `_open` needs the group's prompt for the next attempt, and removes it
         if self._journal is not None:
@@ -452,7 +551,7 @@ class RolloutController:
         return time.monotonic()
 
 
-def _tracked(group: _Group) -> TrackedGroup:
+def _tracked(group: _Group, carried: OpenGroup) -> TrackedGroup:
     """Return the scheduler's view of a restored group."""
     members = []
     for trajectory in group.members:
@@ -462,7 +561,10 @@ def _tracked(group: _Group) -> TrackedGroup:
             member.state = TrajectoryState.SCORED
         elif trajectory.finish_reason is not None:
             member.state = TrajectoryState.SCORING
-        for segment in trajectory.segments:
+        elif trajectory.sample_index in carried.ended_turns:
+            member.state = TrajectoryState.ACTING
+        earlier = carried.episodes.get(trajectory.sample_index, Episode()).earlier
+        for segment in [segment for path in (*earlier, trajectory) for segment in path.segments]:
             if segment.author is Author.POLICY:
                 member.grow(segment.policy_version, len(segment.token_ids))
         if scored is not None and scored.judgement.is_judged:

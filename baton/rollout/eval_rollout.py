@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from baton.errors import EngineFault
+from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, EpisodeSetup
 from baton.rollout.worker_client import SeededSampling, WorkerClient
-from baton.types import FromPort, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
+from baton.types import FromPort, Prompt, Retry, SamplingParams, ScoredTrajectory, Trajectory, WorkLost, WorkRevoked
+
+LONG_WAIT_S = 1.0
+SHORT_WAIT_S = 0.02
+"""Longest wait for the worker while environments are active: afterwards their answers are collected."""
 
 
 class EvalGroup(msgspec.Struct, frozen=True):
@@ -20,13 +25,16 @@ class EvalGroup(msgspec.Struct, frozen=True):
     group_id: int
     prompt_ids: tuple[int, ...]
     group_size: int
+    prompt: Prompt | None = None
+    """Needed for multi-turn tasks."""
 
 
 class EvalRollout:
     """Generates trajectories on a worker that has no other leases at the same time."""
 
-    def __init__(self, worker: WorkerClient) -> None:
-        self.worker = worker
+    def __init__(self, worker: WorkerClient, episodes: EpisodeSetup | None = None) -> None:
+        """episodes: for multi-turn tasks."""
+        self.worker, self._episodes = worker, episodes
 
     def rollout(
         self,
@@ -36,57 +44,126 @@ class EvalRollout:
         noise_seed: int,
         version: int,
         on_tokens: Callable[[int], None] | None = None,
-    ) -> Iterator[Trajectory]:
-        """Generate the requested trajectories under exactly `version`, and yield each one when it finishes.
+    ) -> Iterator[Trajectory | ScoredTrajectory]:
+        """Yield each trajectory of the requests when it finishes, all under exactly `version`.
 
-        on_tokens: called with the number of new tokens of each report. Raises UserError for a prompt that leaves no
-        room for a response, EngineFault if the worker does not serve the version or ends a trajectory early,
-        DeadlineExceeded if the worker makes no progress, and Stopped.
+        A multi-turn episode is yielded with the reward that its environment gave. on_tokens: called with the number of
+        tokens of each report. Raises EngineFault if the worker breaks the protocol or does not serve the version,
+        DeadlineExceeded if the worker makes no progress for `stall_timeout_s`, UserError for a prompt that leaves no
+        room for a response, EnvironmentFault if too many environments fail, and Stopped.
         """
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
-        growing: dict[int, Trajectory] = {}
+        seeded = SeededSampling(sampling, noise_seed)
+        player = None if self._episodes is None else EpisodePlayer(self._episodes, seeded)
+        leases = _EvalLeases(self.worker, requests, seeded, version, player)
+        self.worker.begin_wait()
+        while leases.growing or leases.num_acting:
+            self.worker.stop.check()
+            if leases.growing:
+                timeout_s = SHORT_WAIT_S if leases.num_acting else LONG_WAIT_S
+                names = (t.name for t in leases.growing.values())
+                for message in self.worker.receive(timeout_s, len(leases.growing), names):
+                    yield from leases.on_message(message, on_tokens)
+            if leases.num_acting:
+                yield from leases.collect(0.0 if leases.growing else LONG_WAIT_S)
 
-        def lease(trajectory: Trajectory) -> None:
-            growing[self.worker.lease(trajectory, SeededSampling(sampling, noise_seed), version)] = trajectory
 
+class _EvalLeases:
+    """The leases of one evaluation, and its multi-turn episodes."""
+
+    def __init__(
+        self,
+        worker: WorkerClient,
+        requests: Sequence[EvalGroup],
+        sampling: SeededSampling,
+        version: int,
+        player: EpisodePlayer | None,
+    ) -> None:
+        self._worker, self._sampling, self._version, self._player = worker, sampling, version, player
+        self._requests = {request.group_id: request for request in requests}
+        self.growing: dict[int, Trajectory] = {}
+        """Leased trajectories by lease id."""
         for request in requests:
             for sample_index in range(request.group_size):
-                lease(Trajectory(request.group_id, sample_index, request.prompt_ids))
-        self.worker.begin_wait()
-        while growing:
-            self.worker.stop.check()
-            for message in self.worker.receive(1.0, len(growing), (t.name for t in growing.values())):
-                if isinstance(message, WorkRevoked) and message.noise_seed == noise_seed:
-                    key = (message.group_id, message.sample_index)
-                    for lease_id in [i for i, t in growing.items() if (t.group_id, t.sample_index) == key]:
-                        lease(Trajectory(*key, growing.pop(lease_id).prompt_ids))
-                finished = self._on_report(message, growing, on_tokens)
-                if finished is not None:
-                    yield finished
+                self._lease(Trajectory(request.group_id, sample_index, request.prompt_ids))
 
-    def _on_report(
-        self, message: FromPort, growing: dict[int, Trajectory], on_tokens: Callable[[int], None] | None
-    ) -> Trajectory | None:
-        if isinstance(message, WorkLost | WorkRevoked):
-            return None  # the caller has handled revocations of this evaluation; the others concern training
-        trajectory = growing.get(message.lease_id)
+    @property
+    def num_acting(self) -> int:
+        """Number of episodes whose environment has not answered yet."""
+        return 0 if self._player is None else self._player.num_acting
+
+    def on_message(
+        self, message: FromPort, on_tokens: Callable[[int], None] | None
+    ) -> Iterator[Trajectory | ScoredTrajectory]:
+        """Apply a message; yield the trajectory if it is finished."""
+        if isinstance(message, WorkLost):
+            return  # concerns training, whose rollouts are aborted meanwhile
+        if isinstance(message, WorkRevoked):
+            self._revoke(message)
+            return
+        trajectory = self.growing.get(message.lease_id)
         if trajectory is None:
-            return None  # the lease has ended: the message was repeated or arrived late
+            return  # a late message of a lease that has ended
         if isinstance(message, Retry):
             raise EngineFault(
-                f"{self.worker.name} serves version {message.has_version} and refused trajectory {trajectory.name} "
+                f"{self._worker.name} serves version {message.has_version} and refused trajectory {trajectory.name} "
                 "of another version; look for errors in the log of the worker"
             )
         if message.token_offset != trajectory.num_tokens:
-            return None  # a repeated report, whose tokens have been appended already
-        grown = trajectory.extended(message.segments, message.finish_reason)
+            return  # a repeated report
+        prompt = self._prompt_of_episode(trajectory.group_id)
+        grown = trajectory.extended(message.segments, None if prompt else message.finish_reason)
         if on_tokens is not None:
             on_tokens(grown.num_tokens - trajectory.num_tokens)
-        if grown.finish_reason is None:
+        if message.finish_reason is None:
             if message.is_aborted:
-                raise EngineFault(f"{self.worker.name} aborted trajectory {trajectory.name} without a request")
-            growing[message.lease_id] = grown
-            return None
-        del growing[message.lease_id]
-        return grown
+                raise EngineFault(f"{self._worker.name} aborted trajectory {trajectory.name} without a request")
+            self.growing[message.lease_id] = grown
+            return
+        del self.growing[message.lease_id]
+        if prompt is None:
+            yield grown
+            return
+        assert self._player is not None
+        over = self._player.end_turn(prompt, grown, message.finish_reason)
+        if over is not None:
+            yield over
+
+    def collect(self, timeout_s: float) -> Iterator[ScoredTrajectory]:
+        """Lease the next turns of episodes whose environment has answered; yield those that are over."""
+        assert self._player is not None
+        for answer in self._player.collect(timeout_s):
+            match answer:
+                case ScoredTrajectory():
+                    yield answer
+                case Continued(trajectory=trajectory):
+                    self._lease(trajectory)
+                case BeginAgain(group_id=group_id, sample_index=index):
+                    self._begin_again(group_id, index)
+
+    def _revoke(self, revoked: WorkRevoked) -> None:
+        key = (revoked.group_id, revoked.sample_index)
+        if revoked.noise_seed == self._sampling.noise_seed:
+            for lease_id in [i for i, t in self.growing.items() if (t.group_id, t.sample_index) == key]:
+                del self.growing[lease_id]
+                self._begin_again(*key)
+
+    def _begin_again(self, group_id: int, sample_index: int) -> None:
+        trajectory = Trajectory(group_id, sample_index, self._requests[group_id].prompt_ids)
+        if (prompt := self._prompt_of_episode(group_id)) is not None:
+            assert self._player is not None
+            self._player.begin_again(prompt, trajectory)
+        self._lease(trajectory)
+
+    def _lease(self, trajectory: Trajectory) -> None:
+        sampling = self._sampling
+        if (prompt := self._prompt_of_episode(trajectory.group_id)) is not None:
+            assert self._player is not None
+            sampling = self._player.sampling(prompt, trajectory)
+        self.growing[self._worker.lease(trajectory, sampling, self._version)] = trajectory
+
+    def _prompt_of_episode(self, group_id: int) -> Prompt | None:
+        """Return the prompt if it belongs to a multi-turn task."""
+        prompt = self._requests[group_id].prompt
+        return prompt if prompt is not None and self._player is not None and self._player.plays(prompt) else None

@@ -49,11 +49,36 @@ class TokensReceived(msgspec.Struct, frozen=True, tag="Grew", gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="Finished", gc=False):
-    """A trajectory is complete. Earlier `TokensReceived` events have counted all its tokens."""
+    """A leased or acting trajectory is complete. Earlier `TokensReceived` events have counted all its tokens."""
 
     at_s: float
     group_id: int
     sample_index: int
+
+
+class TurnEnded(msgspec.Struct, frozen=True, tag="TurnEnded", gc=False):
+    """A leased trajectory has ended a turn of a multi-turn episode, and its action is sent to the environment."""
+
+    at_s: float
+    group_id: int
+    sample_index: int
+
+
+class Observed(msgspec.Struct, frozen=True, tag="Observed", gc=False):
+    """The environment's observation has been appended to a trajectory, whose next turn can be generated."""
+
+    at_s: float
+    group_id: int
+    sample_index: int
+
+
+class EnvironmentFailed(msgspec.Struct, frozen=True, tag="EnvironmentFailed", gc=False):
+    """The environment of an acting trajectory failed: the episode starts again from its prompt."""
+
+    at_s: float
+    group_id: int
+    sample_index: int
+    cause: str
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
@@ -111,6 +136,9 @@ Event = (
     Capacity
     | TokensReceived
     | Finished
+    | TurnEnded
+    | Observed
+    | EnvironmentFailed
     | LeaseEnded
     | TokensLost
     | Revoked

@@ -5,9 +5,10 @@ clock, no I/O, no torch and no token ids, so the live run and the simulator shar
 state, and the `Ledger` counts each of its tokens in exactly one account:
 
     Open ─▶ pending ──Assign──▶ leased ──Finished──▶ scoring ──Rewarded──▶ scored ─▶ (group complete) ─▶ buffer
-              ▲  ▲                 │                                           │                          │
-              │  └──── LeaseEnded ◀───┘ Abort                              filtered, dropped              Deliver
-              └─────── Revoked ◀── any of these
+              ▲  ▲                │  │                  ▲                  │                         │
+              │  ├── LeaseEnded ──┘  └─TurnEnded─▶ acting ─Finished─┘      filtered, dropped         Deliver
+              │  └── Observed, EnvironmentFailed ─────┘
+              └───── Revoked ◀── any of these
 
 The mode determines when a new group may be opened:
 
@@ -39,16 +40,19 @@ from baton.rollout.events import (
     Discard,
     DispatchPaused,
     DispatchResumed,
+    EnvironmentFailed,
     Event,
     Finished,
     LeaseEnded,
     Load,
+    Observed,
     Open,
     Restart,
     Revoked,
     Rewarded,
     TokensLost,
     TokensReceived,
+    TurnEnded,
     VersionServed,
     VersionTrained,
 )
@@ -86,6 +90,8 @@ class RolloutScheduler:
         self._dropped: deque[tuple[int, int]] = deque()
         """Dropped groups whose prompts will be tried again: (group id, attempts including the dropped one)."""
         self._leased: dict[tuple[int, int], None] = {}
+        self.num_acting = 0
+        """Number of trajectories whose environment has not answered yet."""
         self._is_requested = False
         self._is_paused = False
         self._is_changing = True
@@ -109,6 +115,7 @@ class RolloutScheduler:
             self._buffer.opened(group.group_id)
             self.ledger.generated += group.num_tokens
             for member in group.members:
+                self.num_acting += member.state is TrajectoryState.ACTING
                 if member.state is TrajectoryState.PENDING:
                     self._put_back(member)
             if not group.num_unscored:
@@ -160,6 +167,18 @@ class RolloutScheduler:
                 self._release(self._trajectory(group_id, sample_index), TrajectoryState.SCORING)
                 self.step.finished += 1
                 yield from self._load_when_free()
+            case TurnEnded(group_id=group_id, sample_index=sample_index):
+                self._release(self._trajectory(group_id, sample_index), TrajectoryState.ACTING)
+                self.num_acting += 1
+                self.step.turns += 1
+                yield from self._load_when_free()
+            case Observed(group_id=group_id, sample_index=sample_index):
+                trajectory = self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING)
+                trajectory.begins_turn = True
+                self._put_back(trajectory)
+            case EnvironmentFailed(group_id=group_id, sample_index=sample_index, cause=cause):
+                trajectory = self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING)
+                yield from self._begin_again(trajectory, cause)
             case LeaseEnded(group_id=group_id, sample_index=sample_index):
                 self._put_back(self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING))
                 yield from self._load_when_free()
@@ -199,15 +218,19 @@ class RolloutScheduler:
             if not group.num_unscored:
                 self._buffer.reopened(event.group_id)
             group.num_unscored += 1
-        forgotten = trajectory.forget()
-        self.ledger.lose(event.cause, forgotten)
-        self.step.lost_tokens += forgotten
-        yield Restart(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.PENDING:
             self._pending = [item for item in self._pending if item[1:] != (event.group_id, event.sample_index)]
             heapq.heapify(self._pending)
-        self._put_back(trajectory)
+        yield from self._begin_again(trajectory, event.cause)
         yield from self._load_when_free()
+
+    def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[Command]:
+        """Discard a trajectory's tokens under a cause; they are generated again from its prompt."""
+        forgotten = trajectory.forget()
+        self.ledger.lose(cause, forgotten)
+        self.step.lost_tokens += forgotten
+        yield Restart(trajectory.group_id, trajectory.sample_index)
+        self._put_back(trajectory)
 
     def _on_tokens(self, event: TokensReceived) -> None:
         trajectory = self._trajectory(event.group_id, event.sample_index)
@@ -279,9 +302,10 @@ class RolloutScheduler:
             trajectory = self._trajectory(group_id, sample_index)
             trajectory.state = TrajectoryState.LEASED
             self._leased[group_id, sample_index] = None
-            if trajectory.num_tokens:
+            if trajectory.num_tokens and not trajectory.begins_turn:
                 self.step.resumed += 1
                 self.step.reprefilled_tokens += trajectory.num_tokens
+            trajectory.begins_turn = False
             # versions never decrease along a trajectory, so its next tokens need at least the version of its last one
             least = version if is_exact or not trajectory.versions else max(version, trajectory.versions[-1][0])
             yield Assign(group_id, sample_index, least, is_exact)
@@ -375,14 +399,19 @@ class RolloutScheduler:
         return self._groups[group_id].members[sample_index]
 
     def _release(self, trajectory: TrackedTrajectory, state: TrajectoryState) -> TrackedTrajectory:
-        assert trajectory.state is TrajectoryState.LEASED, (
-            f"trajectory {trajectory.name} is {trajectory.state.name}, not leased"
-        )
-        del self._leased[trajectory.group_id, trajectory.sample_index]
+        """End a trajectory's lease or action, and give it the next state."""
+        if trajectory.state is TrajectoryState.ACTING:
+            self.num_acting -= 1
+        else:
+            assert trajectory.state is TrajectoryState.LEASED, (
+                f"trajectory {trajectory.name} is {trajectory.state.name}, neither leased nor acting"
+            )
+            del self._leased[trajectory.group_id, trajectory.sample_index]
         trajectory.state = state
         return trajectory
 
     def _put_back(self, trajectory: TrackedTrajectory) -> None:
         self._leased.pop((trajectory.group_id, trajectory.sample_index), None)
+        self.num_acting -= trajectory.state is TrajectoryState.ACTING
         trajectory.state = TrajectoryState.PENDING
         heapq.heappush(self._pending, (not trajectory.num_tokens, trajectory.group_id, trajectory.sample_index))

@@ -21,6 +21,8 @@ class TrajectoryState(Enum):
     SCORING = 2
     """Finished and submitted for scoring."""
     SCORED = 3
+    ACTING = 4
+    """A turn has ended, and the environment has not answered yet. Not leased."""
 
 
 @dataclass(slots=True)
@@ -33,7 +35,10 @@ class TrackedTrajectory:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of (version, number of tokens), with ascending versions."""
     num_tokens: int = 0
+    """Tokens that the policy wrote."""
     reward: float | None = None
+    begins_turn: bool = False
+    """Whether it waits for its next turn after an observation; its next lease then resumes no aborted one."""
 
     @property
     def name(self) -> str:
@@ -54,6 +59,7 @@ class TrackedTrajectory:
     def forget(self) -> int:
         """Remove all tokens and the reward; return the number of removed tokens."""
         forgotten, self.num_tokens, self.reward = self.num_tokens, 0, None
+        self.begins_turn = False
         self.versions.clear()
         return forgotten
 
@@ -135,6 +141,8 @@ class StepCounts:
     """Number of resumed trajectories."""
     finished: int = 0
     """Number of finished trajectories."""
+    turns: int = 0
+    """Turns of multi-turn episodes that ended with an action."""
     carried_groups: int = 0
     """Number of groups that were still open when the batch was delivered."""
     filtered_groups: int = 0
@@ -193,6 +201,8 @@ class StepCounts:
             "tokens/reprefilled": self.reprefilled_tokens,
             "tokens/lost": self.lost_tokens,
         }
+        if self.turns:
+            found["env/turns"] = self.turns
         if self.slot_s:
             found["perf/slot_occupancy"] = self.busy_slot_s / self.slot_s
         return {name: float(value) for name, value in (found | self._by_length()).items()}

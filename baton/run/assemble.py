@@ -6,13 +6,15 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from baton.environments.pool import EnvironmentPool
+from baton.environments.token_bridge import TokenBridge
 from baton.errors import UserError
 from baton.files import writing
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
@@ -33,6 +35,7 @@ from baton.rollout.controller import PromptSource, RolloutController, Trajectory
 from baton.rollout.engine import Engine
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.factory import engine_of_model
+from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules, EpisodeSetup
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
@@ -47,6 +50,7 @@ from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_po
 from baton.run.tokenization import ResponseScorer, TokenizedPrompts
 from baton.stop import StopRequest
 from baton.swarm.supervisor import WorkerSupervisor
+from baton.tasks.environment import EnvironmentTask
 from baton.tasks.prompt_lengths import measure
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.checkpoint import newest_intact_checkpoint
@@ -161,8 +165,8 @@ def _build_loop(
     config, _ = check_room(recipe, is_here=worker_supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):
         observer.said(f"experimental: {'; '.join(parts)}")
-    mixture = TaskMixture(recipe.task, recipe.answer)
-    judge = RewardScorer(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments)
+    judge = RewardScorer(mixture.scored_tasks, recipe.reward, recipe.answer.format, recipe.judge)
     held_out = _prompts(recipe, mixture, tokenizer, observer)
     place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
     trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
@@ -172,8 +176,10 @@ def _build_loop(
         recipe, lock, trainer, tokenizer, place, threads, observer, trace, worker_supervisor
     )
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
+    episodes = open_episodes(recipe, mixture, tokenizer, observer.said)
+    scorer = ResponseScorer(judge, tokenizer, trace)
     sweep, controller = _rollout_side(
-        recipe, port, TokenizedPrompts(stream, tokenizer), ResponseScorer(judge, tokenizer, trace), journal, stop
+        recipe, port, TokenizedPrompts(stream, tokenizer), scorer, journal, stop, episodes
     )
     return Loop(
         run=run,
@@ -183,6 +189,7 @@ def _build_loop(
         judge=judge,
         tokenizer=tokenizer,
         port=port,
+        episodes=episodes,
         sweep=sweep,
         controller=controller,
         journal=journal,
@@ -278,13 +285,44 @@ def _rollout_side(
     scorer: TrajectoryScorer,
     journal: Journal,
     stop: StopRequest,
+    episodes: EpisodeSetup | None,
 ) -> tuple[EvalRollout, RolloutController]:
     """Make the two objects that lease trajectories to the workers: one for evaluations, one for training."""
     worker = WorkerClient(
         port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens, stop=stop
     )
     sampling = SeededSampling(recipe.rollout.sampling(), recipe.run.seed)
-    return EvalRollout(worker), RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal)
+    player = None if episodes is None else EpisodePlayer(episodes, sampling)
+    controller = RolloutController(worker, recipe.rules(), prompts, scorer, sampling, journal, player)
+    return EvalRollout(worker, episodes), controller
+
+
+def open_episodes(
+    recipe: Recipe | TaskRecipe, mixture: TaskMixture, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> EpisodeSetup | None:
+    """Start the environments of a recipe's multi-turn tasks; None if it has none.
+
+    Raises UserError if the chat template does not allow turns, or if an environment cannot be loaded.
+    """
+    tasks = {name: task for name, task in mixture.tasks.items() if isinstance(task, EnvironmentTask)}
+    if not tasks:
+        return None
+    bridge, settings = TokenBridge(tokenizer), {task.name: task for task in recipe.task}
+    if bridge.removes_thoughts:
+        say(
+            "the chat template removes reasoning from earlier turns: an episode continues in a new path after each turn"
+        )
+    longest = recipe.rollout.max_new_tokens
+    rules = {
+        name: EpisodeRules(
+            name, own.max_turns, own.max_turn_tokens or longest, own.max_observation_tokens, own.discount
+        )
+        for name in tasks
+        for own in (settings[name],)
+    }
+    pool = EnvironmentPool({name: task.spec for name, task in tasks.items()}, recipe.environments)
+    say(f"environments: {pool.description}")
+    return EpisodeSetup(EnvironmentInbox(pool), bridge, rules, recipe.engine.max_context_tokens)
 
 
 def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:
@@ -339,9 +377,9 @@ def evaluate_model(
     recipe = load_recipe(TaskRecipe, recipe_path or (run or path) / "recipe.toml")
     set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(str(model_path))
-    mixture = TaskMixture(recipe.task, recipe.answer)
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments)
     mixture.limit(tokenizer.num_tokens, recipe.engine.max_context_tokens - 1)
-    judge = RewardScorer(mixture.tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    judge = RewardScorer(mixture.scored_tasks, recipe.reward, recipe.answer.format, recipe.judge)
     prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts, or_fewer=num_prompts is None)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
     model = load_model(str(model_path), dtype=torch_dtype(recipe.engine.dtype), device=device)
@@ -349,14 +387,16 @@ def evaluate_model(
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
-    with judge:
+    episodes = open_episodes(recipe, mixture, tokenizer, logger.info)
+    with judge, closing(episodes) if episodes is not None else nullcontext():
         results, groups = evaluate(
             EvalRollout(
                 WorkerClient(
                     LocalTransport(engine),
                     recipe.rollout.stall_timeout_s,
                     max_context_tokens=recipe.engine.max_context_tokens,
-                )
+                ),
+                episodes,
             ),
             judge,
             tokenizer,

@@ -28,10 +28,13 @@ def evaluate(
 
     With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is requested.
     """
-    requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), samples) for index, p in enumerate(prompts)]
+    requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), samples, p) for index, p in enumerate(prompts)]
     members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
     finished: list[list[Trajectory]] = [[] for _ in prompts]
     for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
+        if isinstance(trajectory, ScoredTrajectory):  # a multi-turn episode, which its environment has rewarded
+            members[trajectory.trajectory.group_id].append(trajectory)
+            continue
         ready = finished[trajectory.group_id]
         ready.append(trajectory)
         if len(ready) == samples or not judge.sees_groups:
@@ -55,7 +58,7 @@ def evaluate(
 def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluation:
     judged = [[m.judgement for m in g.members if m.judgement.is_judged] for g in groups]
     correct = [[j.is_correct for j in row] for row in judged if row]
-    lengths = [m.trajectory.num_tokens for g in groups for m in g.members]
+    lengths = [m.num_policy_tokens for g in groups for m in g.members]
     cut = [m.trajectory.finish_reason == "length" for g in groups for m in g.members]
     return Evaluation(
         task,

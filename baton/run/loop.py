@@ -26,6 +26,7 @@ from baton.records.trace import StageTimer
 from baton.rewards.scorer import RewardScorer, failure_metrics, require_judged
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineStats
+from baton.rollout.episodes import EpisodeSetup
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import WorkerTransport
@@ -97,6 +98,8 @@ class Loop:
     judge: RewardScorer
     tokenizer: Tokenizer
     port: WorkerTransport
+    episodes: EpisodeSetup | None
+    """Set if a task is multi-turn."""
     sweep: EvalRollout
     """Part that generates responses for evaluations."""
     controller: RolloutController
@@ -160,6 +163,8 @@ class Loop:
             raise
         finally:
             self.judge.close()
+            if self.episodes is not None:
+                self.episodes.close()
 
     def _storage_fault(self, error: OSError) -> StorageFault:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -289,8 +294,8 @@ class Loop:
         counts = self.controller.scheduler.take_step_counts()
         counted = counts.metrics()
         is_sync = self.rollout.mode == "sync"
-        in_batch = sum(m.trajectory.num_tokens for g in groups for m in g.members)
-        counted |= self.stream.take_counts()
+        in_batch = sum(m.num_policy_tokens for g in groups for m in g.members)
+        counted |= self.stream.take_counts() | self.controller.take_episode_metrics()
         counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
         if self.controller.rules.is_adaptive:
             counted["rollout/overprovision"] = self.controller.scheduler.overprovision

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from baton.errors import Damaged, UserError
 from baton.files import atomic_directory, seal, writing
 from baton.policy.tokenizer import Tokenizer
-from baton.recipe.changes import changes_of, compare_for_resume
+from baton.recipe.changes import changes_of, compare_for_resume, with_current_keys
 from baton.recipe.recipe import Recipe
 from baton.records.journal import Journal
 from baton.records.run_directory import RunDirectory, without_none
@@ -75,7 +77,7 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
         observer.said(f"{path} does not exist yet: the run starts from the beginning")
         return ResumePoint(LoopState(), None)
     run = RunDirectory.open(path)
-    for warning in compare_for_resume(run.recipe(), without_none(recipe.model_dump(mode="json"))):
+    for warning in compare_for_resume(_recorded(run), without_none(recipe.model_dump(mode="json"))):
         observer.said(f"warning: {warning}")
     if recipe.trainer.compile:
         observer.said("warning: with trainer.compile the last bits may differ from those of an uninterrupted run")
@@ -101,6 +103,15 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
     return ResumePoint(state, checkpoint, is_new=False)
 
 
+def _recorded(run: RunDirectory) -> dict[str, Any]:
+    """Return the resolved recipe of a run. Keys that did not exist when it was written have their defaults."""
+    recorded = with_current_keys(run.recipe())
+    try:
+        return without_none(Recipe.model_validate(recorded).model_dump(mode="json"))  # type: ignore[no-any-return]
+    except ValidationError:  # a value is no longer allowed; the comparison names its key
+        return recorded
+
+
 def open_run(
     recipe: Recipe, lock: RunLock, trainer: Trainer, tokenizer: Tokenizer, place: ResumePoint, threads: int
 ) -> RunDirectory:
@@ -115,7 +126,7 @@ def open_run(
             trainer.restore(place.checkpoint)
             set_aside_checkpoints(run.checkpoints, place.state.step)
         run.cut_after(place.resume_step)
-        changes = changes_of(run.recipe(), resolved)
+        changes = changes_of(_recorded(run), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
             # before the new recipe is written: a start that is killed here finds the same changes at the next attempt
             with closing(Journal(run.journal, keeps_partials=True)) as journal:

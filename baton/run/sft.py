@@ -162,5 +162,7 @@ def _corpus(recipe: WarmStart) -> list[str]:
         "\n".join((*(m.content for m in messages), response))
         for messages, response in islice(_conversations(recipe), 2000)
     ]
-    originals = (s.model_copy(update={"form": "original"}).build() for s in recipe.task if s.path is None)
+    originals = (
+        s.model_copy(update={"form": "original"}).build() for s in recipe.task if not (s.path or s.environment)
+    )
     return [*shown, *(task.draw(recipe.run.seed, i).question for task in originals for i in range(300))]

@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from baton.environments.settings import EnvironmentSettings
 from baton.errors import TaskExhausted, UserError
 from baton.rewards.answer import INSTRUCTIONS, AnswerFormat
 from baton.settings import Settings
 from baton.tasks.dataset import FileTask
+from baton.tasks.environment import EnvironmentTask, environment_spec
 from baton.tasks.gym import GymTask
 from baton.tasks.task import HELD_OUT_PERCENT, Problem, Task
 from baton.types import Message, Prompt
@@ -43,6 +45,18 @@ class TaskSettings(Settings):
     scorer: Literal["number", "math", "none"] = "number"
     """Scorer of `path`. number: equal as text or as a number. math: equal by math-verify. none: rows need no reference
     answer, and only reward functions score."""
+    environment: str | None = None
+    """Environment of a multi-turn task: a shipped one such as "sokoban", or `module:Class` or `file.py:Class`. `params`
+    are the arguments of the class."""
+    max_turns: int = Field(default=10, ge=1)
+    """Maximum number of turns of an episode. For multi-turn tasks."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of a turn. The default is rollout.max_new_tokens, which limits the whole episode. For
+    multi-turn tasks."""
+    max_observation_tokens: int = Field(default=1024, ge=1)
+    """Maximum number of tokens of an observation; the rest is cut. For multi-turn tasks."""
+    discount: float = Field(default=1.0, ge=0, le=1)
+    """Factor per turn of later rewards; the episode's reward is the discounted sum. For multi-turn tasks."""
     form: Literal["original", "compact"] = "original"
     """Wording of the problem: reasoning-gym's own, or a compact one for small models."""
     too_long: Literal["filter", "refuse"] = "filter"
@@ -61,10 +75,23 @@ class TaskSettings(Settings):
         given = [key for key in columns if getattr(self, key) != type(self).model_fields[key].default]
         if self.path is None and given:
             raise ValueError(f"{given[0]} applies only to a task with a path: set path, or remove {given[0]}")
+        turns = ("max_turns", "max_turn_tokens", "max_observation_tokens", "discount")
+        given = [key for key in turns if getattr(self, key) != type(self).model_fields[key].default]
+        if self.environment is None and given:
+            raise ValueError(f"{given[0]} applies only to a multi-turn task: set environment, or remove {given[0]}")
+        if self.environment is not None and (self.path or self.gym or self.form == "compact"):
+            raise ValueError(
+                "environment is the source of the problems: remove path, gym and form = 'compact', which do not apply "
+                "to it"
+            )
         return self
 
-    def build(self) -> Task:
+    def build(self, environments: EnvironmentSettings | None = None) -> Task:
         """Open the source. Raises UserError if it cannot provide a problem."""
+        if self.environment is not None:
+            return EnvironmentTask(
+                environment_spec(self.name, self.environment, self.params), environments or EnvironmentSettings()
+            )
         if self.path is not None:
             return FileTask(
                 self.name,
@@ -90,7 +117,12 @@ class AnswerSettings(Settings):
 class TaskMixture:
     """All tasks of a recipe and their weights."""
 
-    def __init__(self, settings: Sequence[TaskSettings], answer: AnswerSettings) -> None:
+    def __init__(
+        self,
+        settings: Sequence[TaskSettings],
+        answer: AnswerSettings,
+        environments: EnvironmentSettings | None = None,
+    ) -> None:
         """Open every task. Raises UserError for an empty mixture or two tasks with the same name."""
         if not settings:
             raise UserError("the recipe has no [[task]]: add at least one")
@@ -98,13 +130,18 @@ class TaskMixture:
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise UserError(f"[[task]]: the name {min(twice)!r} is used twice; give each task its own name")
-        self.tasks: dict[str, Task] = {s.name: s.build() for s in settings}
+        self.tasks: dict[str, Task] = {s.name: s.build(environments) for s in settings}
         self.weights = [s.weight for s in settings]
         self.refuses_long = {s.name: s.too_long == "refuse" for s in settings}
         """By task: True if the run must not start with a prompt that is too long."""
         self.has_room: Callable[[Prompt], bool] = lambda prompt: True
         """Returns whether a prompt leaves room for a response; set by `limit`."""
         self._system = INSTRUCTIONS[answer.format] if answer.instruct else None
+
+    @property
+    def scored_tasks(self) -> dict[str, Task]:
+        """The tasks whose responses a scorer rewards: all but the multi-turn ones."""
+        return {name: task for name, task in self.tasks.items() if not isinstance(task, EnvironmentTask)}
 
     def limit(self, num_tokens: Callable[[Sequence[Message]], int], max_tokens: int) -> None:
         """Skip prompts with more than `max_tokens` tokens, in the training stream and in the held-out set."""

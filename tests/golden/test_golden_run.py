@@ -108,7 +108,7 @@ def resume(mode: str) -> str:
 def assert_resumed(run: Path, mode: str, said: str) -> None:
     """The run went on after step 2, with all it had: nothing is trained twice, nothing is generated again."""
     golden = HERE / "runs" / mode
-    assert "going on after step 2, from " in said
+    assert "after step 2, from " in said
     assert "step 3: the recorded batch is used again" in said
     groups, before = groups_of(run), groups_of(golden)
     assert sorted(groups) == [1, 2, 3, 4]

@@ -350,5 +350,5 @@ def test_events_that_cannot_be_are_refused() -> None:
     made.handle(Finished(0.0, 0, 0))
     with pytest.raises(AssertionError, match="trajectory 0/0 received tokens in state SCORING"):
         made.handle(TokensReceived(0.0, 0, 0, 0, 1))
-    with pytest.raises(AssertionError, match="trajectory 0/0 is SCORING, not leased"):
+    with pytest.raises(AssertionError, match="trajectory 0/0 is SCORING, neither leased nor acting"):
         made.handle(LeaseEnded(0.0, 0, 0))

@@ -284,7 +284,7 @@ def test_the_directory_of_the_last_weights_is_kept_and_older_ones_are_not(server
 def test_whatever_a_server_does_wrong_is_one_fault_that_names_it(
     fault: str, sentence: str, server: Any, sglang: Any, driver: Any
 ) -> None:
-    engine = sglang(server, answer_timeout_s=5.0 if fault == "hang" else 20.0)
+    engine = sglang(server, answer_timeout_s=5.0 if fault == "hang" else 120.0)
     server.faults.append(fault)
     with pytest.raises(EngineFault, match=sentence) as raised:
         grow(engine, [driver.lease(0, PROMPT, 100)])
@@ -365,7 +365,7 @@ def test_an_engine_of_a_model_serves_it_whatever_the_server_had(
 ) -> None:
     tokenizer.hf.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.hf.save_pretrained(model_paths["qwen3"])
-    own = SglangSettings(url=server.url, weights_directory=str(tmp_path), answer_timeout_s=20.0)
+    own = SglangSettings(url=server.url, weights_directory=str(tmp_path), answer_timeout_s=120.0)
     shape = EngineSettings(kind="sglang", slots=8, max_context_tokens=128, sglang=own)
     engine = engine_of_model(str(model_paths["qwen3"]), shape, V0, device="auto", attention="sdpa")
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.slot_table import RunningLease, SlotEngine
-from baton.types import FromWorker, PolicyVersion
+from baton.types import Author, FromWorker, PolicyVersion
 
 END_ID = 0
 """Last token of every scripted trajectory. No other token is 0."""
@@ -16,8 +16,8 @@ END_ID = 0
 class FakeEngine(SlotEngine):
     """An `Engine` whose tokens are a pure function of (group id, sample index, position, version).
 
-    `length(group_id, sample_index)` returns the number of tokens of a trajectory, including the end id. The text of
-    token ids, in which stop strings are searched, consists of the decimal ids separated by spaces.
+    `length(group_id, sample_index)` returns the number of tokens of each turn, its end id included. The text in
+    which stop strings are searched is the ids in decimal, separated by spaces.
     """
 
     def __init__(
@@ -51,12 +51,16 @@ class FakeEngine(SlotEngine):
 
     def _token(self, row: RunningLease) -> int:
         trajectory = row.lease.trajectory
+        begin = offset = 0
+        for segment in trajectory.segments:
+            offset += len(segment.token_ids)
+            begin = offset if segment.author is Author.ENVIRONMENT else begin
         return fake_token(
             trajectory.group_id,
             trajectory.sample_index,
             row.length,
             self.version.number,
-            length=self._length(trajectory.group_id, trajectory.sample_index),
+            length=begin + self._length(trajectory.group_id, trajectory.sample_index),
             vocabulary=self._vocabulary,
         )
 

@@ -1,0 +1,385 @@
+"""Multi-turn episodes: what follows a turn, and what follows an observation.
+
+    turn ends ──action──▶ environment ──observation──▶ appended to the trajectory ──▶ next turn is leased
+        │                      │
+        │                      └─ terminated, truncated, max_turns, no room ─▶ episode over, rewarded
+        └─ budget of tokens used up ─▶ episode over, rewarded
+
+`EpisodePlayer` is used by the controller and by evaluations, which own the trajectories and their leases. It owns the
+exchanges of open episodes. Environments are slow and may fail, so they run elsewhere; see `EnvironmentClient`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from baton.environments.calls import ActFailure, ActRequest, EpisodeKey, Observation, Turn
+from baton.environments.token_bridge import TokenBridge
+from baton.errors import EnvironmentFault
+from baton.rollout.worker_client import SeededSampling
+from baton.types import (
+    Author,
+    Episode,
+    EpisodeFinish,
+    Exchange,
+    FinishReason,
+    Message,
+    Prompt,
+    RewardResult,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+)
+
+
+class EnvironmentClient(Protocol):
+    """Runs environments and answers later. One client serves training and evaluations."""
+
+    def submit(self, request: ActRequest) -> None:
+        """Send an action, without waiting."""
+
+    def collect(self, timeout_s: float) -> Sequence[Observation | ActFailure]:
+        """Return the answers received, waiting at most `timeout_s` for the first."""
+
+    def discard(self, key: EpisodeKey) -> None:
+        """Close the environment of an episode that is over."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics since the last call."""
+
+    def close(self) -> None:
+        """End all environments."""
+
+
+class EnvironmentInbox:
+    """Distributes the answers of one client to the streams that asked."""
+
+    def __init__(self, client: EnvironmentClient) -> None:
+        self.client = client
+        self._kept: dict[int, list[Observation | ActFailure]] = {}
+
+    def collect(self, stream: int, timeout_s: float) -> list[Observation | ActFailure]:
+        """Return a stream's answers, waiting at most `timeout_s` for the first; keep those of other streams."""
+        found = self._kept.pop(stream, [])
+        for answer in self.client.collect(0.0 if found else timeout_s):
+            own = found if answer.key.stream == stream else self._kept.setdefault(answer.key.stream, [])
+            own.append(answer)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRules:
+    """The limits of a multi-turn task. Tokens are those that the policy writes, unless said otherwise."""
+
+    environment: str
+    """Name of the environment in the client."""
+    max_turns: int
+    max_turn_tokens: int
+    max_observation_tokens: int
+    """Longest observation in tokens; the rest is cut."""
+    discount: float = 1.0
+    """Factor per turn of later rewards in the episode's reward."""
+    max_attempts: int = 3
+    """Attempts at an episode whose environment fails, before it stays without a reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A trajectory whose next turn can be generated."""
+
+    trajectory: Trajectory
+    episode: Episode
+    appended: tuple[Segment, ...]
+    """The observation, or nothing if a new path begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginAgain:
+    """An episode whose environment failed, to be generated again from its prompt."""
+
+    group_id: int
+    sample_index: int
+    cause: str
+
+
+@dataclass(slots=True)
+class _Open:
+    """An open episode."""
+
+    prompt: Prompt
+    trajectory: Trajectory
+    episode: Episode = field(default_factory=Episode)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSetup:
+    """What the players of training and of evaluations share."""
+
+    inbox: EnvironmentInbox
+    bridge: TokenBridge
+    tasks: Mapping[str, EpisodeRules]
+    """Rules by the name of a multi-turn task."""
+    max_context_tokens: int
+    max_failures: int = 32
+    """Episodes that fail in a row before the run ends."""
+
+    def plays(self, prompt: Prompt) -> bool:
+        """Whether a prompt belongs to a multi-turn task."""
+        return prompt.task in self.tasks
+
+    def close(self) -> None:
+        """End the environments."""
+        self.inbox.client.close()
+
+
+class EpisodePlayer:
+    """The open episodes of one stream: those of training, or those of evaluations."""
+
+    def __init__(self, setup: EpisodeSetup, sampling: SeededSampling) -> None:
+        """sampling: its `max_new_tokens` is the limit of an episode; its noise seed tells the streams apart."""
+        self._setup, self._sampling, self._stream = setup, sampling, sampling.noise_seed
+        self._client = setup.inbox.client
+        self._open: dict[tuple[int, int], _Open] = {}
+        self._acting: set[tuple[int, int]] = set()
+        self._failures_in_a_row = 0
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def num_acting(self) -> int:
+        """Number of episodes whose environment has not answered yet."""
+        return len(self._acting)
+
+    def plays(self, prompt: Prompt) -> bool:
+        """Whether a prompt belongs to a multi-turn task."""
+        return self._setup.plays(prompt)
+
+    def episode(self, key: tuple[int, int]) -> Episode:
+        """Return the exchanges of an episode so far."""
+        opened = self._open.get(key)
+        return Episode() if opened is None else opened.episode
+
+    def restore(self, prompt: Prompt, trajectory: Trajectory, episode: Episode) -> None:
+        """Take over an episode of an earlier process."""
+        self._open[_key(trajectory)] = _Open(prompt, trajectory, episode)
+
+    def sampling(self, prompt: Prompt, trajectory: Trajectory) -> SeededSampling:
+        """Return how the rest of a turn is sampled: up to the end of the turn's budget.
+
+        Each path has its own noise, because the token positions of a new path start at 0 again.
+        """
+        left = min(
+            self._setup.tasks[prompt.task].max_turn_tokens - len(_turn_ids(trajectory)), self._tokens_left(trajectory)
+        )
+        params = msgspec.structs.replace(self._sampling.params, max_new_tokens=trajectory.num_tokens + left)
+        path = len(self.episode(_key(trajectory)).earlier)
+        return SeededSampling(params, (self._sampling.noise_seed + _PATH_SEED * path) % 2**63)
+
+    def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
+        """Send the action of a turn that ended; return the episode if it is over instead.
+
+        reason: why the engine ended the turn. A turn that reached its own budget is sent as it is.
+        """
+        key, rules = _key(trajectory), self._setup.tasks[prompt.task]
+        opened = self._open.setdefault(key, _Open(prompt, trajectory))
+        opened.trajectory = trajectory
+        if reason is FinishReason.LENGTH and self._tokens_left(trajectory) <= 0:
+            return self._finished(opened, EpisodeFinish.LENGTH)
+        if reason is FinishReason.LENGTH and self._context_left(trajectory) <= 0:
+            return self._finished(opened, EpisodeFinish.CONTEXT)
+        self._acting.add(key)
+        self._client.submit(self._request(opened, rules, self._action(trajectory)))
+        return None
+
+    def collect(self, timeout_s: float) -> list[Continued | ScoredTrajectory | BeginAgain]:
+        """Return what environments have answered, waiting at most `timeout_s` for the first.
+
+        Raises EnvironmentFault when too many episodes fail in a row.
+        """
+        found: list[Continued | ScoredTrajectory | BeginAgain] = []
+        for answer in self._setup.inbox.collect(self._stream, timeout_s):
+            key = (answer.key.group_id, answer.key.sample_index)
+            opened = self._open.get(key)
+            if opened is None or key not in self._acting:
+                continue  # the episode was revoked or discarded meanwhile
+            if answer.key.attempt != opened.episode.attempt or answer.turn != len(opened.episode.exchanges) + 1:
+                continue  # of an earlier attempt
+            self._acting.discard(key)
+            if isinstance(answer, Observation):
+                self._failures_in_a_row = 0
+                found.append(self._observed(opened, answer))
+            else:
+                found.append(self._failed(opened, answer))
+        return found
+
+    def forget(self, key: tuple[int, int]) -> None:
+        """Close an open episode, whose group is discarded."""
+        opened = self._open.pop(key, None)
+        self._acting.discard(key)
+        if opened is not None:
+            self._client.discard(self._episode_key(opened))
+
+    def begin_again(self, prompt: Prompt, trajectory: Trajectory) -> None:
+        """Give an episode that is generated again from its prompt a new environment, by a new attempt."""
+        opened = self._open.get(_key(trajectory))
+        if opened is not None:
+            self.forget(_key(trajectory))
+            self._open[_key(trajectory)] = _Open(prompt, trajectory, Episode(attempt=opened.episode.attempt + 1))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call, and reset them."""
+        counts, self._counts = self._counts, Counter()
+        return {**{f"env/{name}": float(count) for name, count in sorted(counts.items())}, **self._client.metrics()}
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    def _observed(self, opened: _Open, answer: Observation) -> Continued | ScoredTrajectory:
+        trajectory, episode = opened.trajectory, opened.episode
+        exchange = Exchange(
+            trajectory.num_tokens,
+            self._action(trajectory),
+            answer.reward,
+            answer.text,
+            answer.digest,
+            answer.seconds,
+            len(episode.earlier),
+            answer.tool,
+        )
+        opened.episode = episode = msgspec.structs.replace(
+            episode,
+            exchanges=(*episode.exchanges, exchange),
+            metrics=answer.metrics,
+            is_success=answer.is_success,
+        )
+        rules = self._setup.tasks[opened.prompt.task]
+        if answer.is_terminated or answer.is_truncated:
+            is_unread = bool(answer.metrics.get("parse_error"))
+            return self._finished(opened, EpisodeFinish.PARSE_ERROR if is_unread else EpisodeFinish.ENVIRONMENT)
+        if len(episode.exchanges) >= rules.max_turns:
+            return self._finished(opened, EpisodeFinish.MAX_TURNS)
+        if self._tokens_left(trajectory) <= 0:
+            return self._finished(opened, EpisodeFinish.LENGTH)
+        return self._continued(opened, answer.text, rules)
+
+    def _continued(self, opened: _Open, observation: str, rules: EpisodeRules) -> Continued | ScoredTrajectory:
+        trajectory, episode = opened.trajectory, opened.episode
+        following = self._setup.bridge.continuation(
+            self._history(opened),
+            trajectory.segments[-1].token_ids[-1],
+            observation,
+            max_observation_tokens=rules.max_observation_tokens,
+        )
+        self._counts["cut_observations"] += following.is_cut
+        appended: tuple[Segment, ...] = ()
+        if following.is_new_path:
+            self._counts["new_paths"] += 1
+            ended = msgspec.structs.replace(trajectory, finish_reason=FinishReason.STOP)
+            grown = Trajectory(trajectory.group_id, trajectory.sample_index, following.token_ids)
+            episode = msgspec.structs.replace(episode, earlier=(*episode.earlier, ended))
+        else:
+            zeros = (0.0,) * len(following.token_ids)
+            version = trajectory.segments[-1].policy_version
+            appended = (Segment(following.token_ids, zeros, version, Author.ENVIRONMENT),)
+            grown = trajectory.extended(appended)
+        if self._context_left(grown) <= 0:
+            return self._finished(opened, EpisodeFinish.CONTEXT)
+        opened.trajectory, opened.episode = grown, episode
+        return Continued(grown, episode, appended)
+
+    def _failed(self, opened: _Open, answer: ActFailure) -> ScoredTrajectory | BeginAgain:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._setup.max_failures:
+            raise EnvironmentFault(
+                f"{self._failures_in_a_row} episodes in a row failed with their environment, the last one, "
+                f"{opened.trajectory.name} of task {opened.prompt.task!r}, at turn {answer.turn}: {answer.message}"
+            )
+        episode = opened.episode
+        if episode.attempt + 1 >= self._setup.tasks[opened.prompt.task].max_attempts:
+            return self._finished(opened, EpisodeFinish.ENVIRONMENT, answer)
+        self._counts["restarted_episodes"] += 1
+        return BeginAgain(*_key(opened.trajectory), f"environment_{answer.cause}")
+
+    def _finished(self, opened: _Open, reason: EpisodeFinish, failure: ActFailure | None = None) -> ScoredTrajectory:
+        """End an episode, and close its environment."""
+        key, rules = _key(opened.trajectory), self._setup.tasks[opened.prompt.task]
+        episode = msgspec.structs.replace(opened.episode, finish_reason=reason)
+        trajectory = msgspec.structs.replace(opened.trajectory, finish_reason=_FINISH.get(reason, FinishReason.STOP))
+        self._client.discard(self._episode_key(opened))
+        del self._open[key]
+        self._counts[f"finish_{reason}"] += 1
+        return ScoredTrajectory(trajectory, _reward(episode, rules.discount, failure), episode)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _request(self, opened: _Open, rules: EpisodeRules, action: str) -> ActRequest:
+        log = tuple(Turn(exchange.action, exchange.digest) for exchange in opened.episode.exchanges)
+        problem = opened.prompt.metadata
+        return ActRequest(
+            self._episode_key(opened),
+            rules.environment,
+            problem["seed"],
+            problem["row"],
+            log,
+            action,
+            problem.get("first_digest", ""),
+        )
+
+    def _episode_key(self, opened: _Open) -> EpisodeKey:
+        return EpisodeKey(self._stream, *_key(opened.trajectory), opened.episode.attempt)
+
+    def _action(self, trajectory: Trajectory) -> str:
+        """Return the text of the last turn, without special tokens."""
+        return self._setup.bridge.text(_turn_ids(trajectory))
+
+    def _history(self, opened: _Open) -> tuple[Message, ...]:
+        """Return the conversation so far, the last turn included and its observation not."""
+        found = list(opened.prompt.messages)
+        for place, exchange in enumerate(opened.episode.exchanges):
+            if place:
+                found.append(Message("user", opened.episode.exchanges[place - 1].observation))
+            found.append(Message("assistant", exchange.action))
+        return tuple(found)
+
+    def _tokens_left(self, trajectory: Trajectory) -> int:
+        """Tokens that the policy may still write in this episode."""
+        earlier = sum(path.num_policy_tokens for path in self.episode(_key(trajectory)).earlier)
+        return self._sampling.params.max_new_tokens - earlier - trajectory.num_policy_tokens
+
+    def _context_left(self, trajectory: Trajectory) -> int:
+        return self._setup.max_context_tokens - len(trajectory.prompt_ids) - trajectory.num_tokens
+
+
+_PATH_SEED = 0x9E3779B97F4A7C15
+"""2^64 / golden ratio: distinct seeds for the paths of an episode."""
+_FINISH = {
+    EpisodeFinish.ENVIRONMENT: FinishReason.ENVIRONMENT,
+    EpisodeFinish.PARSE_ERROR: FinishReason.ENVIRONMENT,
+    EpisodeFinish.LENGTH: FinishReason.LENGTH,
+    EpisodeFinish.CONTEXT: FinishReason.LENGTH,
+}
+
+
+def _key(trajectory: Trajectory) -> tuple[int, int]:
+    return trajectory.group_id, trajectory.sample_index
+
+
+def _turn_ids(trajectory: Trajectory) -> list[int]:
+    """Return the policy's tokens after the last observation."""
+    found: list[int] = []
+    for segment in trajectory.segments:
+        found = [*found, *segment.token_ids] if segment.author is Author.POLICY else []
+    return found
+
+
+def _reward(episode: Episode, discount: float, failure: ActFailure | None) -> RewardResult:
+    """Return the reward of an episode: Σ discount^turn × reward of the turn."""
+    if failure is not None:
+        return RewardResult(0.0, {}, False, None, failure.message, failure.cause)
+    total = math.fsum(discount**turn * exchange.reward for turn, exchange in enumerate(episode.exchanges))
+    action = episode.exchanges[-1].action if episode.exchanges else None
+    return RewardResult(total, {"environment": total}, bool(episode.is_success), action)

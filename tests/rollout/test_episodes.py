@@ -1,0 +1,383 @@
+"""Multi-turn episodes with a scripted engine and scripted environments: exact tokens, no repeated action."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.environments.calls import ActFailure, ActRequest, EpisodeKey, Observation
+from baton.environments.token_bridge import Continuation
+from baton.errors import EnvironmentFault
+from baton.records.journal import Journal, StreamCursor
+from baton.rollout.controller import RolloutController
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.fake import FakeEngine
+from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules, EpisodeSetup
+from baton.rollout.eval_rollout import EvalGroup, EvalRollout
+from baton.rollout.settings import RolloutSettings
+from baton.rollout.transport import LocalTransport
+from baton.rollout.worker_client import SeededSampling, WorkerClient
+from baton.types import (
+    Author,
+    EpisodeFinish,
+    FailureCause,
+    Group,
+    Message,
+    PolicyVersion,
+    Prompt,
+    SamplingParams,
+    ScoredTrajectory,
+)
+
+MAX_NEW_TOKENS = 60
+CONTEXT = 160
+
+
+def turn_length(group_id: int, sample_index: int) -> int:
+    return 2 + random.Random(f"{group_id}/{sample_index}").randrange(9)
+
+
+def num_turns(seed: int, sample_index: int) -> int:
+    return 1 + random.Random(f"turns {seed}/{sample_index}").randrange(5)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+class PlainBridge:
+    """Encodes an observation by its length: 900, then 901 for each character."""
+
+    def __init__(self, *, new_path_every: int = 0) -> None:
+        self._new_path_every = new_path_every
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return text_of(token_ids)
+
+    def continuation(
+        self, history: Sequence[Message], last_id: int, observation: str, *, max_observation_tokens: int
+    ) -> Continuation:
+        assert [m.role for m in history[-2:]] == ["user", "assistant"]
+        ids = (900, *[901] * min(len(observation), max_observation_tokens))
+        turn = sum(message.role == "assistant" for message in history)
+        if self._new_path_every and turn % self._new_path_every == 0:
+            return Continuation((7, 8, turn, *ids), False, is_new_path=True)
+        return Continuation(ids, len(observation) > max_observation_tokens)
+
+
+class ScriptedEnvironments:
+    """Answers late and in any order; executes each (key, turn) once, and counts."""
+
+    def __init__(self, seed: int = 0, fails: Any = lambda request: False) -> None:
+        self.executed: Counter[tuple[Any, ...]] = Counter()
+        self.requests: list[ActRequest] = []
+        self.discarded: list[EpisodeKey] = []
+        self._rng = random.Random(seed)
+        self._waiting: list[ActRequest] = []
+        self._fails = fails
+
+    def submit(self, request: ActRequest) -> None:
+        self.requests.append(request)
+        self._waiting.append(request)
+
+    def collect(self, timeout_s: float) -> list[Observation | ActFailure]:
+        ready = [r for r in self._waiting if timeout_s or self._rng.random() < 0.4]
+        self._waiting = [r for r in self._waiting if r not in ready]
+        return [self._act(request) for request in ready]
+
+    def discard(self, key: EpisodeKey) -> None:
+        self.discarded.append(key)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+    def _act(self, request: ActRequest) -> Observation | ActFailure:
+        key, turn = request.key, len(request.log) + 1
+        if self._fails(request):
+            return ActFailure(key, turn, FailureCause.TIMEOUT, "it hung")
+        assert request.action is not None
+        self.executed[key, turn] += 1
+        is_over = turn >= num_turns(request.seed, key.sample_index)
+        words = "x" * (turn + key.sample_index)
+        return Observation(
+            key, turn, words, turn / 10, is_over, False, f"{turn}", 0.01, tool="t", is_success=is_over or None
+        )
+
+
+class Prompts:
+    def __init__(self, taken: int = 0) -> None:
+        self.position = {"rooms": taken}
+
+    def take(self) -> tuple[Prompt, tuple[int, ...]]:
+        seed = self.position["rooms"]
+        self.position["rooms"] += 1
+        return prompt(seed), (7, 1000 + seed)
+
+
+def prompt(seed: int) -> Prompt:
+    metadata = {"environment": "rooms", "seed": seed, "row": {}}
+    return Prompt(str(seed), "rooms", (Message("user", str(seed)),), metadata=metadata)
+
+
+class NoScorer:
+    sees_groups = False
+
+    def submit(self, *args: Any) -> None:
+        raise AssertionError("environments give the reward")
+
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+        return []
+
+
+class Bench:
+    """A controller over a scripted engine and scripted environments."""
+
+    def __init__(
+        self,
+        mode: str,
+        environments: ScriptedEnvironments | None = None,
+        journal: Journal | None = None,
+        rules: EpisodeRules | None = None,
+        bridge: PlainBridge | None = None,
+        **values: Any,
+    ) -> None:
+        recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 3, "group_size": 2, **values})
+        settings = EngineSettings(slots=8, max_context_tokens=CONTEXT, report_every_tokens=4)
+        self.environments = environments or ScriptedEnvironments()
+        self.source, self.journal = Prompts(), journal
+        rules = rules or EpisodeRules("rooms", max_turns=8, max_turn_tokens=20, max_observation_tokens=50)
+        self.setup = EpisodeSetup(
+            EnvironmentInbox(self.environments), bridge or PlainBridge(), {"rooms": rules}, CONTEXT, max_failures=10
+        )  # type: ignore[arg-type]
+        self.port = LocalTransport(FakeEngine(settings, PolicyVersion("a", 0), turn_length))
+        self.worker = WorkerClient(self.port, 20.0, max_context_tokens=CONTEXT)
+        sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), 1)
+        self.controller = RolloutController(
+            self.worker, recipe.rules(), self.source, NoScorer(), sampling, journal, EpisodePlayer(self.setup, sampling)
+        )
+        self.version = 0
+        self.batches: list[list[Group]] = []
+
+    def begin(self, version: int = 0, place: StreamCursor | None = None) -> None:
+        carried = self.journal.open_groups() if self.journal is not None else []
+        self.version = version
+        if place is not None:
+            self.source.position = dict(place.position)
+        self.controller.begin(version, place or StreamCursor(0, {}), carried)
+        self.publish()
+
+    def run(self, steps: int) -> None:
+        self.begin()
+        for _ in range(steps):
+            self.step()
+
+    def publish(self) -> None:
+        self.controller.publish({}, PolicyVersion("a", self.version))
+
+    def step(self) -> list[Group]:
+        groups = self.controller.next_batch()
+        if self.journal is not None:
+            self.journal.consumed(self.version + 1, [g.group_id for g in groups])
+        rounds = iter(range(6))
+        self.controller.run_until(lambda timeout_s: next(rounds, None) is None)
+        self.version += 1
+        self.publish()
+        self.batches.append(groups)
+        return groups
+
+
+MODES: dict[str, dict[str, Any]] = {"sync": {}, "partial": {"max_staleness": 3}, "async": {"max_staleness": 2}}
+
+
+def members(batches: Sequence[Sequence[Group]]) -> list[ScoredTrajectory]:
+    return [member for groups in batches for group in groups for member in group.members]
+
+
+def assert_whole(member: ScoredTrajectory) -> None:
+    """Turns and observations alternate, and each observation has the version of the turn before it."""
+    episode = member.episode
+    assert episode is not None
+    for place, path in enumerate(member.paths):
+        offset = 0
+        ends = {e.token_offset for e in episode.exchanges if e.path == place}
+        before = None
+        for segment in path.segments:
+            if segment.author is Author.ENVIRONMENT:
+                assert before is not None
+                assert before.author is Author.POLICY
+                assert offset in ends, "an observation follows an exchange"
+                assert segment.policy_version == before.policy_version
+                assert set(segment.behavior_logprobs) == {0.0}
+            offset += len(segment.token_ids)
+            before = segment
+        assert before is not None
+        assert before.author is Author.POLICY, "an episode ends with a turn"
+    for exchange in episode.exchanges:
+        path = member.paths[exchange.path]
+        ids = path.token_ids[: exchange.token_offset]
+        assert text_of(ids).endswith(exchange.action)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_episodes_alternate_turns_and_observations_and_every_token_is_counted_once(mode: str) -> None:
+    bench = Bench(mode, **MODES[mode])
+    bench.run(6)
+    trained = members(bench.batches)
+    for member in trained:
+        assert_whole(member)
+        episode, seed = member.episode, int(bench_prompt(bench, member))
+        assert episode is not None
+        turns = len(episode.exchanges)
+        assert episode.finish_reason in (EpisodeFinish.ENVIRONMENT, EpisodeFinish.LENGTH)
+        if episode.finish_reason is EpisodeFinish.ENVIRONMENT:
+            assert turns == num_turns(seed, member.trajectory.sample_index)
+            assert member.judgement.is_correct
+        assert member.judgement.reward == pytest.approx(sum((turn + 1) / 10 for turn in range(turns)))
+    ledger = bench.controller.scheduler.ledger
+    assert ledger.trained + ledger.masked == sum(m.num_policy_tokens for m in trained)
+    assert ledger.generated == ledger.settled + bench.controller.scheduler.num_carried_tokens
+    assert set(bench.environments.executed.values()) == {1}, "no action is executed twice"
+    assert any(len(m.episode.exchanges) > 2 for m in trained if m.episode)
+    assert len({m.trajectory.name for m in trained}) == len(trained)
+
+
+def bench_prompt(bench: Bench, member: ScoredTrajectory) -> str:
+    return str(member.trajectory.prompt_ids[-1] - 1000) if not (member.episode and member.episode.earlier) else "0"
+
+
+def test_a_rewritten_history_begins_a_new_path_and_no_token_is_in_two() -> None:
+    bench = Bench("sync", bridge=PlainBridge(new_path_every=2))
+    bench.run(4)
+    trained = members(bench.batches)
+    split = [m for m in trained if len(m.paths) > 1]
+    assert split
+    for member in trained:
+        assert_whole(member)
+        assert member.episode is not None
+        assert {e.path for e in member.episode.exchanges} <= set(range(len(member.paths)))
+    ledger = bench.controller.scheduler.ledger
+    assert ledger.trained == sum(m.num_policy_tokens for m in trained)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_controller_that_is_killed_at_any_moment_resumes_its_episodes(mode: str, tmp_path: Path) -> None:
+    """The journal of each moment is what a killed process leaves; in sync the resumed run has the same tokens."""
+    whole = Bench(mode, **MODES[mode])
+    whole.begin()
+    for _ in range(3):
+        whole.step()
+    for kill in range(1, 40, 3):
+        path = tmp_path / f"{mode}{kill}.sqlite"
+        journal = Journal(path, keeps_partials=mode != "sync")
+        first = Bench(mode, journal=journal, **MODES[mode])
+        receive, calls = first.port.receive, iter(range(kill))
+
+        def dying(timeout_s: float, receive: Any = receive, calls: Any = calls) -> Any:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return receive(timeout_s)
+
+        first.port.receive = dying  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            first.run(3)
+        journal.close()
+        journal = Journal(path, keeps_partials=mode != "sync")
+        before = {
+            (g.issued.group_id, t.sample_index): t.num_policy_tokens for g in journal.open_groups() for t in g.members
+        }
+        second = Bench(mode, journal=journal, **MODES[mode])
+        second.begin(journal.last_step(), journal.place())
+        while second.version < 3:
+            second.step()
+        trained = members(second.batches)
+        for member in trained:
+            assert_whole(member)
+            key = (member.trajectory.group_id, member.trajectory.sample_index)
+            assert member.num_policy_tokens >= before.get(key, 0), "no recorded token is lost"
+        assert len({m.trajectory.name for m in trained}) == len(trained)
+        if mode == "sync":
+            same = {m.trajectory.name: m.trajectory.token_ids for m in members(whole.batches)}
+            assert all(same[m.trajectory.name] == m.trajectory.token_ids for m in trained)
+        journal.close()
+
+
+def test_a_failed_environment_restarts_the_episode_and_then_leaves_it_without_a_reward() -> None:
+    def fails(request: ActRequest) -> bool:
+        return (
+            request.key.sample_index == 0 and request.seed % 3 == 0 and request.key.attempt < 1 + request.seed % 2 * 9
+        )
+
+    environments = ScriptedEnvironments(fails=fails)
+    rules = EpisodeRules("rooms", 8, 20, 50, max_attempts=3)
+    bench = Bench("sync", environments, rules=rules)
+    bench.run(4)
+    found = {int(bench_prompt(bench, m)): m for m in members(bench.batches) if m.trajectory.sample_index == 0}
+    once, never = found[6], found[3]
+    assert once.judgement.is_judged
+    assert once.episode is not None
+    assert once.episode.attempt == 1
+    assert never.judgement.cause is FailureCause.TIMEOUT
+    assert not never.judgement.is_judged, "a failure is not a reward of zero"
+    assert all(m.judgement.is_judged for seed, m in found.items() if seed % 3)
+    lost = bench.controller.scheduler.ledger.lost
+    assert set(lost) == {"environment_timeout"}
+    assert lost["environment_timeout"] > 0
+
+
+def test_a_run_whose_environments_always_fail_ends_with_a_sentence() -> None:
+    bench = Bench("sync", ScriptedEnvironments(fails=lambda request: True))
+    bench.begin()
+    with pytest.raises(EnvironmentFault, match=r"10 episodes in a row failed .* 'rooms', at turn 1: it hung"):
+        bench.step()
+
+
+def test_budgets_of_turns_tokens_and_context_end_an_episode_with_their_reason() -> None:
+    def finishes(**limits: int) -> set[EpisodeFinish | None]:
+        rules = EpisodeRules("rooms", **{"max_turns": 8, "max_turn_tokens": 20, "max_observation_tokens": 50, **limits})
+        bench = Bench("sync", rules=rules)
+        bench.run(4)
+        for member in members(bench.batches):
+            assert member.num_policy_tokens <= MAX_NEW_TOKENS
+            assert member.trajectory.num_tokens + 2 <= CONTEXT
+        return {m.episode.finish_reason for m in members(bench.batches) if m.episode}
+
+    assert EpisodeFinish.MAX_TURNS in finishes(max_turns=2)
+    assert finishes(max_turn_tokens=3) == {EpisodeFinish.ENVIRONMENT}, "a turn that is cut is sent as it is"
+
+
+def test_an_evaluation_plays_episodes_while_training_waits() -> None:
+    bench = Bench("async", **MODES["async"])
+    bench.begin()
+    bench.step()
+    sweep = EvalRollout(bench.worker, bench.setup)
+    requests = [EvalGroup(seed, (7, 1000 + seed), 2, prompt(seed)) for seed in range(5)]
+    with bench.controller.paused():
+        found = list(sweep.rollout(requests, SamplingParams(MAX_NEW_TOKENS), noise_seed=99, version=1))
+    assert len(found) == 10
+    for member in found:
+        assert isinstance(member, ScoredTrajectory)
+        assert_whole(member)
+    bench.step()
+    bench.step()
+    assert set(bench.environments.executed.values()) == {1}
+
+
+def test_an_answer_of_an_earlier_attempt_is_ignored() -> None:
+    bench = Bench("sync")
+    bench.begin()
+    request = ActRequest(EpisodeKey(1, 0, 0, 5), "rooms", 0, {}, (), "a")
+    bench.environments.submit(request)
+    bench.environments.submit(msgspec.structs.replace(request, key=EpisodeKey(1, 77, 0, 0)))
+    for _ in range(2):
+        bench.step()
+    for member in members(bench.batches):
+        assert_whole(member)

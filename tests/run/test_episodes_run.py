@@ -1,0 +1,73 @@
+"""A real run of multi-turn episodes with a random tiny model: what it trains, writes and evaluates, and its resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from baton.recipe.recipe import Recipe
+from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory
+from baton.trainer.checkpoint import list_checkpoints
+from baton.types import Author, EpisodeFinish, Segment
+from tests.run.stopping import StopWhen
+from tests.run.test_resume import recipe, tiny_model, train
+
+__all__ = ["tiny_model"]
+
+
+class Evenness:
+    """Three turns; a turn is worth its length modulo 5, so a random model gets unequal rewards."""
+
+    def reset(self, *, seed: int) -> str:
+        self._turn, self._seed = 0, seed
+        return f"{seed % 40} + 1"
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._turn += 1
+        reward = (len(action) + self._seed) % 5 / 5
+        return f"{self._turn} + {self._turn} <|end|>", reward, self._turn == 3, False, {"success": reward > 0.5}
+
+
+def episodes(model: Path, directory: Path, **changes: Any) -> Recipe:
+    given = recipe(model, directory, **changes).model_dump()
+    task = {
+        "name": "evenness", "environment": "tests.run.test_episodes_run:Evenness", "max_turns": 5, "max_turn_tokens": 4,
+    }  # fmt: skip
+    given["rollout"] |= {"max_new_tokens": 16}
+    given["engine"] |= {"max_context_tokens": 128}
+    given["environments"] |= {"processes": 1}
+    return Recipe.model_validate({**given, "task": [task], "reward": [{"kind": "correct"}]})
+
+
+@pytest.mark.parametrize("mode", ["sync", "partial"])
+def test_a_run_of_multi_turn_episodes_trains_and_resumes(tiny_model: Path, tmp_path: Path, mode: str) -> None:
+    whole = episodes(tiny_model, tmp_path / "whole", run__steps=4, rollout__mode=mode)
+    train(whole, resume=False)
+    run = RunDirectory.open(whole.run.path)
+    for step in range(1, 5):
+        for member in [member for group in run.groups(step) for member in group.members]:
+            assert member.episode is not None
+            assert 1 <= len(member.episode.exchanges) <= 3
+            assert member.episode.finish_reason in (EpisodeFinish.ENVIRONMENT, EpisodeFinish.LENGTH)
+            assert member.num_policy_tokens <= 16
+            inserted = [s for s in member.trajectory.segments if s.author is Author.ENVIRONMENT]
+            assert len(inserted) == len({e.token_offset for e in member.episode.exchanges}) - (
+                member.episode.finish_reason is EpisodeFinish.ENVIRONMENT
+            )
+            assert all(isinstance(s, Segment) for s in inserted)
+    rows = [row for row in read_metrics(whole.run.path) if "reward/mean" in row]
+    assert sum(row.get("env/turns", 0) for row in rows) > 0
+    assert any(row["reward/std"] > 0 for row in rows)
+    assert {e.result.task for e in run.evaluations()} == {"evenness"}
+    if mode != "sync":
+        return
+    first = episodes(tiny_model, tmp_path / "cut", run__steps=4)
+    train(first, resume=False, stop=StopWhen(lambda: (first.run.path / "trajectories/step_000002.jsonl.gz").exists()))
+    assert RunDirectory.open(first.run.path).recorded_steps()[-1] < 4
+    train(first, resume=True)
+    last = [load_file(list_checkpoints(r.run.path / "checkpoints")[-1] / "model.safetensors") for r in (whole, first)]
+    assert all((last[0][name] == last[1][name]).all() for name in last[0]), "a resumed run has the same bits"
