@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from environment_cases import Turn, pool_of, request, results, spec, turns_of
+from environment_cases import Turn, pool_of, request, results, running_with, spec, turns_of
 
 from baton.environments.calls import ActFailure, EpisodeKey, Observation
 from baton.environments.settings import EnvironmentSettings
@@ -29,16 +29,6 @@ RAISED, MALFORMED, TIMEOUT, CRASHED = (
 )
 
 SILENT = "its process stopped responding and was killed, in each of 2 attempts"
-
-
-def running_with(text: str) -> list[int]:
-    """Ids of the processes whose command line or environment has a text."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if text.encode() in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -90,9 +80,8 @@ def test_a_stopped_or_killed_process_is_replaced_and_its_episodes_are_rebuilt(mo
     logs = {number: turns_of("10", one) for number, one in found.items()}
     for turn, kind in enumerate((signal.SIGSTOP, signal.SIGKILL), 2):
         for pid in running_with(mark):
-            if pid != os.getpid():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, kind)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, kind)
         for number in range(6):
             pool.submit(request(number, "10", turns=logs[number]))
         found = results(pool, 6)
@@ -146,7 +135,7 @@ def test_no_process_outlives_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.submit(request(0, "start a child and sleep"))
     pool.collect(0.5)
     pool.close()
-    assert [pid for pid in running_with(mark) if pid != os.getpid()] == []
+    assert running_with(mark) == []
 
 
 def test_the_defaults_are_those_of_the_documentation() -> None:

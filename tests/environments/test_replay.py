@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
+import time
 from pathlib import Path
 
 import pytest
-from environment_cases import play, pool_of, request, results, spec
+from environment_cases import WAIT_S, play, pool_of, request, results, running_with, spec, turns_of
 
 from baton.environments.adapters import load_environment
 from baton.environments.calls import ActFailure, EnvironmentSpec, EpisodeKey, Observation, Turn
@@ -99,3 +103,55 @@ def test_an_older_turn_is_answered_from_memory(tmp_path: Path) -> None:
     gone = opened.act(request(1, "6", turns=(Turn("5", first.digest),)))
     assert isinstance(gone, ActFailure)
     assert gone.cause is FailureCause.CRASHED
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_episodes_are_the_same_when_processes_are_killed_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = f"BATON_TEST_KILLED_{os.getpid()}"
+    monkeypatch.setenv(mark, "1")
+    dice = random.Random(5)
+    sokoban = EnvironmentSpec("sokoban", "baton.environments.sokoban:Sokoban", {"max_turns": 8})
+    actions = {
+        number: [f"<answer>{' || '.join(dice.choices(list(MOVES), k=3))}</answer>" for _ in range(8)]
+        for number in range(60)
+    }
+    alone = EnvironmentInstances({"sokoban": load_environment(sokoban)}, 10_000)
+    expected = {number: whole(alone, number, actions[number]) for number in actions}
+    pool = pool_of(sokoban, processes=2, retries=20, env=(mark,))
+    logs: dict[int, tuple[Turn, ...]] = dict.fromkeys(actions, ())
+    texts: dict[int, list[str]] = {number: [] for number in actions}
+    for number in actions:
+        pool.submit(request(number, actions[number][0], environment="sokoban"))
+    deadline_s, num_kills = time.monotonic() + WAIT_S, 0
+    while any(len(texts[number]) < len(expected[number]) for number in actions):
+        assert time.monotonic() < deadline_s
+        for result in pool.collect(1.0):
+            assert isinstance(result, Observation)
+            number, turn = result.key.group_id, result.turn
+            texts[number].append(result.text)
+            logs[number] += turns_of(actions[number][turn - 1], result)
+            if not result.is_terminated and not result.is_truncated:
+                pool.submit(request(number, actions[number][turn], turns=logs[number], environment="sokoban"))
+        if num_kills < 12 and dice.random() < 0.3 and (pids := running_with(mark)):
+            num_kills += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(dice.choice(pids), signal.SIGKILL)
+    assert texts == expected
+    assert num_kills == 12
+    assert pool.metrics()["env/replays"] > 0
+    pool.close()
+
+
+def whole(instances: EnvironmentInstances, number: int, actions: list[str]) -> list[str]:
+    """The observations of an episode that nothing interrupts."""
+    turns: tuple[Turn, ...] = ()
+    found = []
+    for action in actions:
+        result = instances.act(request(number, action, turns=turns, environment="sokoban"))
+        assert isinstance(result, Observation)
+        found.append(result.text)
+        turns += turns_of(action, result)
+        if result.is_terminated or result.is_truncated:
+            break
+    return found
