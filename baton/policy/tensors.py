@@ -1,13 +1,15 @@
-"""The tensors of a policy version: their names, and the digest that identifies them on every machine."""
+"""The tensors of a policy version: their names, their digest, and the check that they fit a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
+from baton.errors import EngineFault
 from baton.policy.adapters import adapter_tensors, has_adapters, raw_tensors
 from baton.policy.digest import identity_digest
 
@@ -34,6 +36,33 @@ def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def as_published(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return copies for publication, with floating-point tensors cast to `dtype`."""
     return {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in tensors.items()}
+
+
+def check_fit(
+    model: PreTrainedModel, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any], which: str = "new weights do"
+) -> None:
+    """Raise EngineFault if parameters are missing, names are unknown, or shapes differ.
+
+    own: the model's `state_dict(keep_vars=True)`. Tied parameters may occur under any of their names. which: subject of
+    the error sentence.
+    """
+    parameters = {id(p) for p in model.parameters()}
+    given = {id(own[name]) for name in tensors if name in own}
+    missing = [n for n, p in model.named_parameters() if id(p) not in given]
+    unexpected = [name for name in tensors if name not in own]
+    misshapen = [
+        f"{name} is {tuple(tensors[name].shape)} for {tuple(own[name].shape)}"
+        for name in tensors
+        if name in own and tuple(tensors[name].shape) != tuple(own[name].shape)
+    ]
+    faults = [
+        f"{what} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape:", misshapen))
+        if names
+    ]
+    if faults:
+        raise EngineFault(f"{which} not fit the {type(model).__name__}: {'; '.join(faults)}")
+    assert given >= parameters
 
 
 def dtype_name(dtype: torch.dtype) -> str:

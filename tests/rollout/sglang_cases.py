@@ -11,9 +11,8 @@ from sglang_server import SglangServer
 
 from baton.policy.load import save_skeleton
 from baton.policy.tensors import policy_tensors
-from baton.rollout.engine import EngineSettings
+from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.factory import engine_from_skeleton
-from baton.rollout.engines.settings import SglangSettings
 from baton.rollout.engines.sglang.engine import SglangEngine
 from baton.types import PolicyVersion
 

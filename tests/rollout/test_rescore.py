@@ -124,10 +124,11 @@ def test_what_is_sampled_has_no_gap_and_without_filters_nothing_else_has_none(lo
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_an_engines_answers_are_what_rescoring_says_they_must_be(way, embedded, load, driver):
+def test_an_engines_answers_are_what_rescoring_says_they_must_be(way, embedded, load, driver, monkeypatch):
+    monkeypatch.setattr(rescore, "MAX_TOKENS", 64)
     leases = [driver.lease(i, PROMPT[: 1 + i % 6], 20 + i, **way) for i in range(12)]
     grown = driver.run(embedded(), leases)
-    found = rescorer(load("qwen3"), max_tokens=64).score([claim(driver, t, **way) for t in grown.values()])
+    found = rescorer(load("qwen3")).score([claim(driver, t, **way) for t in grown.values()])
     for trajectory, rescored in zip(grown.values(), found, strict=True):
         assert rescored.name == trajectory.name
         assert rescored.token_ids == tuple(trajectory.token_ids)

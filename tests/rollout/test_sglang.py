@@ -16,9 +16,8 @@ from sglang_server import SglangServer
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.policy.tensors import policy_tensors
-from baton.rollout.engine import EngineSettings
+from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.factory import engine_from_skeleton, engine_of_model
-from baton.rollout.engines.settings import SglangSettings
 from baton.rollout.engines.sglang.engine import SglangEngine
 from baton.rollout.engines.sglang.wire import load_of
 from baton.types import FinishReason, Lease, PolicyVersion, Report, Retry, Trajectory

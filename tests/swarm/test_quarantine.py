@@ -21,8 +21,7 @@ from baton.policy.settings import ScratchSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.recipe import Recipe
 from baton.records.run_directory import RunDirectory
-from baton.rollout.engines.embedded.engine import EmbeddedEngine
-from baton.rollout.engines.embedded.from_config import skeleton_engine
+from baton.rollout.engines.embedded.engine import EmbeddedEngine, skeleton_engine
 from baton.run.assemble import build_loop
 from baton.swarm.auth import AccessGrant, Role, TokenFile
 from baton.swarm.messages import Welcome

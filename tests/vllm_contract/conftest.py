@@ -66,7 +66,7 @@ def vllm(started, load, tokenizer) -> Iterator[Callable[..., object]]:
     def build(name: str = "qwen3", *, end_ids: tuple[int, ...] = (), **settings: object) -> VllmEngine:
         shape = EngineSettings(kind="vllm", vllm=EAGER, **{"slots": 8, "max_context_tokens": 128, **settings})
         text = lambda ids: tokenizer.text(ids, keep_special=True)  # noqa: E731
-        engine = VllmEngine(started._line, started._weights, shape, PolicyVersion("run", -1), end_ids, text)
+        engine = VllmEngine(started._client, started._weights, shape, PolicyVersion("run", -1), end_ids, text)
         engine.load_weights(policy_tensors(load(name)), PolicyVersion("run", 0))
         return engine
 

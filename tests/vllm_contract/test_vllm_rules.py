@@ -53,6 +53,6 @@ def test_an_engine_without_a_version_serves_nobody(vllm, load, driver):
     from baton.types import PolicyVersion
 
     engine = vllm()
-    engine._book.switch(PolicyVersion("", -1))
+    engine._table.switch(PolicyVersion("", -1))
     engine.submit(driver.lease(0, PROMPT, 4, is_exact=False))
     assert driver.hear(engine) == [Retry(0, -1)]

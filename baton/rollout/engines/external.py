@@ -52,16 +52,16 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def __init__(
         self,
-        line: Client,
+        client: Client,
         weights: WholeWeights,
         settings: EngineSettings,
         version: PolicyVersion,
         end_ids: tuple[int, ...],
         text: Text,
     ) -> None:
-        """line: client of a program that serves `version` and can run as many requests as there are slots."""
+        """client: client of a program that serves `version` and can run as many requests as there are slots."""
         super().__init__(settings, version, end_ids, text)
-        self._line, self._weights, self._settings = line, weights, settings
+        self._client, self._weights, self._settings = client, weights, settings
         self.running: dict[str, RunningRequest] = {}
         """Running requests by key."""
         self._name = secrets.token_hex(4)
@@ -99,21 +99,21 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return [*self._collect_tokens(0.0), *super().flush()]
 
     def close(self) -> None:
-        self._line.close()
+        self._client.close()
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         """Record the tokens received within `timeout_s`; return the reports that are due."""
         reports: list[FromWorker] = []
         steps: Counter[str] = Counter()
-        for said in self._line.take(timeout_s):
+        for said in self._client.take(timeout_s):
             self._heard_s = time.monotonic()
             running = self.running.get(said.key)
             if running is None:
                 continue  # the lease has ended in the table: by a stop string, the token budget or an abort
             if isinstance(said, RequestLost):
-                self._line.check()
+                self._client.check()
                 name = running.row.lease.trajectory.name
-                raise EngineFault(f"{self._line.name} failed to generate trajectory {name}: {said.error}")
+                raise EngineFault(f"{self._client.name} failed to generate trajectory {name}: {said.error}")
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
             reports += self._append_tokens(said, running)
@@ -128,13 +128,13 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._decode_rows += 1
             running.ids.append(token)
             running.by_weights[self._label] += 1
-            report = self._book.grow(running.slot, token, logprob)
+            report = self._table.grow(running.slot, token, logprob)
             if report is not None:
                 reports.append(report)
             if not self._is_held(running):  # the lease has ended: discard further tokens of the program
                 del self.running[said.key]
                 if said.finish is None:
-                    self._line.end([said.key])
+                    self._client.end([said.key])
                 return reports
         if said.finish is not None:
             self._ended_early(said, running)
@@ -144,27 +144,27 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """Handle the end of a request whose lease is still running in the table."""
         row = running.row
         raise EngineFault(
-            f"{self._line.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
+            f"{self._client.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
             f"(finish reason {said.finish!r}) without a request, and although {row.room} more tokens are allowed"
         )
 
     def _is_held(self, running: RunningRequest) -> bool:
-        return self._book.rows[running.slot] is running.row
+        return self._table.rows[running.slot] is running.row
 
     def _abort_rows(self) -> list[FromWorker]:
         """Return reports of aborted leases, and abort their requests in the program."""
-        reports = self._book.open_step()
+        reports = self._table.open_step()
         ended = [key for key, running in self.running.items() if not self._is_held(running)]
         for key in ended:
             del self.running[key]
         if ended:
-            self._line.end(ended)
+            self._client.end(ended)
         return reports
 
     def _fill_slots(self) -> None:
         """Admit waiting leases to free slots and start their requests."""
         self._submit_rows(
-            [RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._book.admit()]
+            [RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._table.admit()]
         )
 
     def _submit_rows(self, rows: Sequence[RunningRequest]) -> None:
@@ -188,4 +188,4 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             )
         if requests:
             self._heard_s = time.monotonic()
-            self._line.begin(requests)
+            self._client.begin(requests)

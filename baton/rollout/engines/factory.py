@@ -31,15 +31,15 @@ def engine_of_model(
     """
     match settings.kind:
         case "embedded":
-            from baton.rollout.engines.embedded.from_config import embedded_engine
+            from baton.rollout.engines.embedded.engine import embedded_engine
 
             return embedded_engine(path, settings, version, device=device, attention=attention)
         case "vllm":
-            from baton.rollout.engines.vllm.start import vllm_of_model
+            from baton.rollout.engines.vllm.engine import vllm_of_model
 
             return vllm_of_model(path, settings, version, device=device, attention=attention)
         case "sglang":
-            from baton.rollout.engines.sglang.start import sglang_of_model
+            from baton.rollout.engines.sglang.engine import sglang_of_model
 
             return sglang_of_model(path, settings, version, attention=attention)
 
@@ -54,15 +54,15 @@ def engine_from_skeleton(
     """
     match settings.kind:
         case "embedded":
-            from baton.rollout.engines.embedded.from_config import skeleton_engine
+            from baton.rollout.engines.embedded.engine import skeleton_engine
 
             return skeleton_engine(directory, base, settings, device=device, attention=attention)
         case "vllm":
-            from baton.rollout.engines.vllm.start import vllm_from_skeleton
+            from baton.rollout.engines.vllm.engine import vllm_from_skeleton
 
             return vllm_from_skeleton(directory, base, settings, device=device)
         case "sglang":
-            from baton.rollout.engines.sglang.start import sglang_from_skeleton
+            from baton.rollout.engines.sglang.engine import sglang_from_skeleton
 
             return sglang_from_skeleton(directory, base, settings)
 

@@ -34,19 +34,19 @@ class FakeEngine(SlotEngine):
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to a new version. The tensors are not used."""
-        self._book.switch(version)
+        self._table.switch(version)
 
     def step(self) -> list[FromWorker]:
         """Admit waiting leases, append the next scripted token to each running lease, and return reports."""
-        book = self._book
-        reports = book.open_step()
-        self._prefilled_tokens += sum(len(row.prefix_ids) for _, row in book.admit())
-        if book.num_running:
+        table = self._table
+        reports = table.open_step()
+        self._prefilled_tokens += sum(len(row.prefix_ids) for _, row in table.admit())
+        if table.num_running:
             self._decode_steps += 1
-            self._decoded_tokens += book.num_running
-            self._decode_rows += book.num_running
-            tokens = [self._token(row) if row is not None else END_ID for row in book.rows]
-            reports += book.commit(tokens, [-(1 + token % 8) / 8 for token in tokens])
+            self._decoded_tokens += table.num_running
+            self._decode_rows += table.num_running
+            tokens = [self._token(row) if row is not None else END_ID for row in table.rows]
+            reports += table.commit(tokens, [-(1 + token % 8) / 8 for token in tokens])
         return reports
 
     def _token(self, row: RunningLease) -> int:

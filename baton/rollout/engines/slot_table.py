@@ -265,29 +265,29 @@ class SlotEngine:
     """Base class of engines: the methods of `Engine` that only call a `SlotTable`."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
-        self._book = SlotTable(settings, version, end_ids, text)
+        self._table = SlotTable(settings, version, end_ids, text)
         self._prefilled_tokens = self._decoded_tokens = self._decode_steps = self._decode_rows = 0
 
     @property
     def version(self) -> PolicyVersion:
-        return self._book.version
+        return self._table.version
 
     @property
     def slots(self) -> int:
-        return len(self._book.rows)
+        return len(self._table.rows)
 
     @property
     def stats(self) -> EngineStats:
         return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decode_rows)
 
     def submit(self, lease: Lease) -> None:
-        self._book.submit(lease)
+        self._table.submit(lease)
 
     def abort(self, lease_id: int) -> None:
-        self._book.abort(lease_id)
+        self._table.abort(lease_id)
 
     def flush(self) -> list[FromWorker]:
-        return self._book.flush()
+        return self._table.flush()
 
     def close(self) -> None:
         """Do nothing, because this engine has no processes."""

@@ -15,10 +15,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from baton.errors import EngineFault
 from baton.policy.adapters import BaseWeights, base_of_adapter, is_adapter
 from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_dtype
-from baton.policy.tensors import policy_tensors
+from baton.policy.tensors import check_fit, policy_tensors
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.fit import check_fit
 
 ReadBase = Callable[[], Mapping[str, Tensor]]
 """Returns the tensors of the base model of an adapter, by their names in `state_dict`."""

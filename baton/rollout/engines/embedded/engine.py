@@ -14,24 +14,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
+from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes
 from baton.policy.routing import Routing, RoutingReplay, routing_bytes
+from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import Prefix
 from baton.rollout.engines.embedded.network import Network, prefill_shape
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sample, uniforms
 from baton.rollout.engines.slot_table import RunningLease, SlotEngine
 from baton.types import FromWorker, PolicyVersion
-
-if TYPE_CHECKING:
-    from baton.policy.tokenizer import Tokenizer
 
 _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
@@ -92,7 +92,7 @@ class EmbeddedEngine(SlotEngine):
         self.network.load(tensors)
         self._needs_version = False
         self._kept.clear()
-        self._book.switch(version)
+        self._table.switch(version)
 
     @property
     def held_bytes(self) -> int:
@@ -102,7 +102,7 @@ class EmbeddedEngine(SlotEngine):
 
     def sleep(self) -> None:
         """Free the device memory of slots and weights. No lease may be waiting or running. May be called twice."""
-        left = self._book.num_running + self._book.waiting_prefixes.total()
+        left = self._table.num_running + self._table.waiting_prefixes.total()
         assert not left, f"the engine cannot sleep with {left} leases"
         self._kept.clear()
         self._params = None
@@ -115,15 +115,15 @@ class EmbeddedEngine(SlotEngine):
 
     def step(self) -> list[FromWorker]:
         """Admit waiting leases to free slots, decode one token per row, and return reports and refusals."""
-        running = self._book.num_running
-        reports = self._book.open_step()
-        admitted = self._book.admit()
+        running = self._table.num_running
+        reports = self._table.open_step()
+        admitted = self._table.admit()
         assert not (admitted and self._needs_version), "an engine that has slept needs weights before it can generate"
-        if admitted or self._book.num_running != running:
+        if admitted or self._table.num_running != running:
             self._params = None
         if admitted:
             self._fill_prefixes(admitted)
-        if self._book.num_running:
+        if self._table.num_running:
             reports += self._decode()
         return reports
 
@@ -153,7 +153,7 @@ class EmbeddedEngine(SlotEngine):
         """Return up to `count` prefixes of waiting leases for the unused rows of a prefill of this shape."""
         if not count:
             return []
-        waiting = islice(self._book.waiting_prefixes, _LOOK_AHEAD)
+        waiting = islice(self._table.waiting_prefixes, _LOOK_AHEAD)
         found = (ids for ids in waiting if ids and prefill_shape(len(ids)) == shape)
         return list(islice((ids for ids in found if ids not in self._kept and ids not in wanted), count))
 
@@ -162,7 +162,7 @@ class EmbeddedEngine(SlotEngine):
 
         A waiting lease whose prefix was dropped is prefilled when it is admitted.
         """
-        waiting = self._book.waiting_prefixes
+        waiting = self._table.waiting_prefixes
         self._kept = {ids: prefix for ids, prefix in self._kept.items() if ids in waiting}
         excess = sum(prefix.num_tokens for prefix in self._kept.values()) - self._kept_limit
         for ids in list(self._kept):
@@ -172,9 +172,9 @@ class EmbeddedEngine(SlotEngine):
 
     def _decode(self) -> list[FromWorker]:
         """Sample one token for every row."""
-        book, device = self._book, self.network.device
-        width = next(w for w in self.network.widths if w >= book.num_running)
-        if any(row is not None for row in book.rows[width:]):
+        table, device = self._table, self.network.device
+        width = next(w for w in self.network.widths if w >= table.num_running)
+        if any(row is not None for row in table.rows[width:]):
             self._compact(width)
         if self._params is None or self._params.num_rows != width:
             self._params = self._gather_params(width)
@@ -192,10 +192,10 @@ class EmbeddedEngine(SlotEngine):
         inputs[1:] += 1
         self._decode_steps += 1
         self._decode_rows += width
-        self._decoded_tokens += book.num_running
-        running = book.num_running
-        reports = book.commit(ids.tolist(), drawn[1].tolist(), routing_bytes(chosen) if chosen else None)
-        if book.num_running != running:
+        self._decoded_tokens += table.num_running
+        running = table.num_running
+        reports = table.commit(ids.tolist(), drawn[1].tolist(), routing_bytes(chosen) if chosen else None)
+        if table.num_running != running:
             self._params = None
         return reports
 
@@ -208,7 +208,7 @@ class EmbeddedEngine(SlotEngine):
         Decode steps advance the positions of empty rows too. Without the reset, an empty row could have the largest
         position and determine how many positions a step scans.
         """
-        rows = [*self._book.rows[:width], *[None] * (width - len(self._book.rows))]
+        rows = [*self._table.rows[:width], *[None] * (width - len(self._table.rows))]
         self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
         params = [row.lease.sampling if row is not None else None for row in rows]
         return row_params(params, self.network.vocabulary, self.network.device)
@@ -216,10 +216,40 @@ class EmbeddedEngine(SlotEngine):
     def _compact(self, width: int) -> None:
         """Move all rows, with their keys and values, into the lowest slots."""
         with torch.inference_mode():
-            for source, destination in self._book.compact(width):
-                row = self._book.rows[destination]
+            for source, destination in self._table.compact(width):
+                row = self._table.rows[destination]
                 assert row is not None
                 self.network.cache.move(source, destination, row.position)
                 self._inputs[:, destination] = self._inputs[:, source]
                 self._noise_keys[destination] = self._noise_keys[source]
         self._params = None
+
+
+def embedded_engine(
+    path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
+) -> EmbeddedEngine:
+    """Build an engine with the weights of a model directory."""
+    model = load_model(path, dtype=torch_dtype(settings.dtype), device=torch_device(device), attention=attention)
+    tokenizer = load_tokenizer(path)
+    return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
+
+
+def skeleton_engine(
+    directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
+) -> EmbeddedEngine:
+    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
+
+    base: tensors of the base model if versions are adapters, else None. Raises UserError for an unsupported model.
+    """
+    dtype = torch_dtype(settings.dtype)
+    model = load_skeleton(directory, dtype=dtype, device=torch_device(device), attention=attention)
+    if base is not None:
+        missing, unexpected = model.load_state_dict(dict(base), strict=False)
+        tied = set(getattr(model, "all_tied_weights_keys", {}))
+        if unexpected or set(missing) - tied:
+            raise UserError(
+                "the tensors of the base model do not fit its configuration: unexpected or missing are "
+                f"{', '.join([*unexpected, *missing][:3])}; check that model.path is the model of the run"
+            )
+    tokenizer = load_tokenizer(str(directory))
+    return EmbeddedEngine(model, tokenizer, settings, PolicyVersion("", -1), end_ids(model, tokenizer))

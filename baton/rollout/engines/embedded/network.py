@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError, first_line
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.memory import held_bytes
+from baton.policy.tensors import check_fit
 from baton.rollout.engines.embedded.cache import (
     KV_BUCKET,
     Masks,
@@ -38,7 +39,6 @@ from baton.rollout.engines.embedded.cache import (
 from baton.rollout.engines.embedded.graphs import CudaCapture, GraphedSteps, Step
 from baton.rollout.engines.embedded.packed import PackedLinears
 from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row
-from baton.rollout.engines.fit import check_fit
 
 _PREFILL_TOKENS = 512
 """Maximum tokens of a prefill, including padding. Longer ids are prefilled as a single row."""

@@ -31,10 +31,13 @@ from transformers import PreTrainedModel
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.head import find_head
 from baton.policy.logprobs import hidden_states
-from baton.rollout.engines.fit import check_fit
+from baton.policy.tensors import check_fit
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uniforms
 from baton.rollout.rescoring import Claim, Rescored
 
+MAX_TOKENS = 1024
+"""Maximum tokens of one forward, including padding; a longer row is computed alone. More tokens are slower on a CPU,
+because the hidden states of 1024 tokens fit into its cache."""
 _MAX_LOGITS = 2**22
 """Maximum number of logits in memory at the same time. Scoring makes several float64 copies of them."""
 _BORDER = 0.05
@@ -59,21 +62,17 @@ class _Row:
 class Rescorer:
     """Scores claims under one version at a time."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, weights_dtype: torch.dtype | None = None, max_tokens: int = 1024
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, weights_dtype: torch.dtype | None = None) -> None:
         """Take ownership of a model, whose weights are the base of adapters until a whole version is loaded.
 
         weights_dtype: dtype of the weights in the engines. The weights are rounded to it, and the model computes in its
-        own dtype. max_tokens: maximum tokens of one forward, including padding; a longer row is computed alone. Larger
-        values are slower on a CPU, because the hidden states of 1024 tokens fit into its cache.
+        own dtype.
         """
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None
         """Number of the loaded version; None until the first `load`."""
         self._weights_dtype = weights_dtype or model.dtype
-        self._max_tokens = max_tokens
         self._base = BaseWeights()
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         self._copy(own, {name: own[name].detach().clone() for name, _ in self.model.named_parameters()})
@@ -106,8 +105,8 @@ class Rescorer:
         return [found[i] if i in found else self._result(row, (empty, empty, empty)) for i, row in enumerate(rows)]
 
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
-        """Yield batches of row indices, sorted by length, of at most max_tokens."""
-        budget = self._max_tokens
+        """Yield batches of row indices, sorted by length, of at most MAX_TOKENS."""
+        budget = MAX_TOKENS
         if find_head(self.model) is None:  # the forward then computes the logits of all positions
             budget = min(budget, max(1, _MAX_LOGITS // self._vocabulary))
         batch: list[int] = []

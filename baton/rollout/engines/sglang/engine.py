@@ -13,6 +13,7 @@ version, and no token is computed from keys and values of another version.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,15 +22,19 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from baton.errors import EngineFault
+from baton.errors import EngineFault, UserError
 from baton.files import memory_directory
+from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.sglang.client import SglangClient
 from baton.rollout.engines.slot_table import Text
-from baton.rollout.engines.whole_weights import WholeWeights
+from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, WholeWeights
 from baton.types import FromWorker, PolicyVersion
+
+_BYTES_PER_TOKEN = 256
+"""Maximum bytes per token in an event of a stream: id, logprob, text."""
 
 
 class SglangEngine(ExternalEngine[SglangClient]):
@@ -40,7 +45,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
 
     def __init__(
         self,
-        line: SglangClient,
+        client: SglangClient,
         weights: WholeWeights,
         settings: EngineSettings,
         end_ids: tuple[int, ...],
@@ -51,7 +56,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
 
         write_skeleton: writes the configuration and tokenizer of the model to a directory.
         """
-        super().__init__(line, weights, settings, PolicyVersion("", -1), end_ids, text)
+        super().__init__(client, weights, settings, PolicyVersion("", -1), end_ids, text)
         self._write_skeleton = write_skeleton
         self._directory: Path | None = None
         """Directory of the server's current weights. The server reads it again if loading the next weights fails."""
@@ -64,7 +69,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
         for key in keys:
             self.running[key].is_ending = True
         if keys:
-            self._line.end(keys)
+            self._client.end(keys)
         else:
             super().abort(lease_id)
 
@@ -75,20 +80,20 @@ class SglangEngine(ExternalEngine[SglangClient]):
         the weights.
         """
         whole = self._weights.whole(tensors)
-        self._line.quiesce()
+        self._client.quiesce()
         self._is_quiet = True
         self._outbox += self._collect_tokens(0.0)
         self._is_quiet = False
         directory, label = self._write_model(whole), f"{version.lineage}-{version.number}-{self._num_loads}"
         self._num_loads += 1
         try:
-            self._line.load(str(directory), label)
+            self._client.load(str(directory), label)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._forget_directory()
         self._directory, self._label = directory, label
-        self._book.switch(version)
+        self._table.switch(version)
         self._outbox += self._abort_rows()
         held, self.running = list(self.running.values()), {}
         self._submit_rows(held)
@@ -115,7 +120,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
     def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         if said.weights is not None and said.weights != self._label:
             raise EngineFault(
-                f"{self._line.name} serves weights {said.weights!r} instead of {self._label!r}: another client has "
+                f"{self._client.name} serves weights {said.weights!r} instead of {self._label!r}: another client has "
                 "loaded weights; use a separate server for each engine"
             )
         return super()._append_tokens(said, running)
@@ -123,6 +128,58 @@ class SglangEngine(ExternalEngine[SglangClient]):
     def _ended_early(self, said: GeneratedTokens, running: RunningRequest) -> None:
         if said.finish == "abort" and running.is_ending:
             del self.running[said.key]
-            self._book.abort(running.row.lease.lease_id)
+            self._table.abort(running.row.lease.lease_id)
         elif not (said.finish == "abort" and self._is_quiet):
             super()._ended_early(said, running)
+
+
+def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
+    """Build an engine and load the model of a directory, which may be an adapter, into the server as `version`."""
+    files = ModelFiles(path, settings, attention)
+    engine = _engine(files.base_directory(), settings, files.read_base)
+    try:
+        engine.load_weights(policy_tensors(files.load()), version)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def sglang_from_skeleton(directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings) -> SglangEngine:
+    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
+
+    base: tensors of the base model if versions are adapters, else None.
+    """
+    return _engine(directory, settings, None if base is None else lambda: base)
+
+
+def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | None) -> SglangEngine:
+    own = settings.sglang
+    if own.url is None:
+        raise UserError(
+            "engine.sglang.url: got nothing, but engine.kind = 'sglang' requires the URL of a running server, such as "
+            "http://127.0.0.1:30000"
+        )
+    key = None if own.key_variable is None else os.environ.get(own.key_variable)
+    if own.key_variable is not None and not key:
+        raise UserError(
+            f"engine.sglang.key_variable: the environment variable {own.key_variable} is not set; set it to the "
+            "server's API key"
+        )
+    skeleton = Skeleton(directory, settings)
+    client = SglangClient(
+        own.url,
+        key=key,
+        longest_event=(1 << 20) + _BYTES_PER_TOKEN * settings.max_context_tokens,
+        start_timeout_s=own.start_timeout_s,
+        answer_timeout_s=own.answer_timeout_s,
+    )
+    has = client.max_context_tokens
+    if has is not None and has < settings.max_context_tokens:
+        client.close()
+        raise UserError(
+            f"engine.max_context_tokens: got {settings.max_context_tokens}, allowed are at most {has}, because "
+            f"{client.name} was started with --context-length {has}"
+        )
+    weights = WholeWeights(skeleton.model, read_base)
+    return SglangEngine(client, weights, settings, skeleton.end_ids, skeleton.text, skeleton.save)

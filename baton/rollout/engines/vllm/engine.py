@@ -10,6 +10,7 @@ the same tokens again. Unlike Baton's keyed noise, the draws differ on other mac
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,12 +19,20 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from baton.errors import EngineFault
+from baton.errors import EngineFault, UserError
 from baton.files import memory_directory
+from baton.policy.load import save_skeleton, torch_dtype
+from baton.policy.tokenizer import load_tokenizer
+from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
-from baton.rollout.engines.vllm.client import VllmClient
+from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
+from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, WholeWeights
+from baton.specs.model import read_model
 from baton.types import FromWorker, PolicyVersion
+
+_CPU_BLOCK = 128
+"""Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
 
 
 class VllmEngine(ExternalEngine[VllmClient]):
@@ -38,16 +47,16 @@ class VllmEngine(ExternalEngine[VllmClient]):
         Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
         whole = self._weights.whole(tensors)
-        self._line.pause()
+        self._client.pause()
         self._outbox += self._collect_tokens(0.0)
         self._num_loads += 1
         self._label = f"{self._name}-{self._num_loads}"
         taken = self._load_whole(whole, self._label)
         if taken != len(whole):
             raise EngineFault(f"vLLM loaded only {taken} of the {len(whole)} tensors of version {version.number}")
-        self._book.switch(version)
+        self._table.switch(version)
         self._outbox += self._abort_rows()
-        self._line.resume()
+        self._client.resume()
         self._heard_s = time.monotonic()
 
     def _load_whole(self, whole: Mapping[str, Any], label: str) -> int:
@@ -55,7 +64,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             path = Path(directory) / "weights.safetensors"
             save_file(dict(whole), path)
-            return self._line.load(str(path), label)
+            return self._client.load(str(path), label)
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
@@ -83,3 +92,102 @@ class VllmEngine(ExternalEngine[VllmClient]):
                 f"trajectory {running.row.lease.trajectory.name}: tokens by weights are {running.by_weights} in this "
                 f"engine and {said.by_weights} in vLLM"
             )
+
+
+def vllm_of_model(
+    path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
+) -> VllmEngine:
+    """Build an engine that serves the model of a directory, which may be an adapter, as `version`."""
+    _check_vllm(device)
+    files = ModelFiles(path, settings, attention)
+    if files.base_path == path:
+        return _engine(files.base_directory(), settings, version, files.read_base, load_format="auto")
+    with TemporaryDirectory(prefix="baton-model-") as scratch:
+        model = files.load()
+        save_skeleton(model, load_tokenizer(path), Path(scratch))
+        model.save_pretrained(scratch)
+        return _engine(Path(scratch), settings, version, files.read_base, load_format="auto")
+
+
+def vllm_from_skeleton(
+    directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str
+) -> VllmEngine:
+    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
+
+    base: tensors of the base model if versions are adapters, else None.
+    """
+    _check_vllm(device)
+    read_base = None if base is None else lambda: base
+    return _engine(directory, settings, PolicyVersion("", -1), read_base, load_format="dummy")
+
+
+def _engine(
+    directory: Path, settings: EngineSettings, version: PolicyVersion, read_base: ReadBase | None, *, load_format: str
+) -> VllmEngine:
+    own, skeleton = settings.vllm, Skeleton(directory, settings)
+    arguments = {
+        **_arguments(settings),
+        "model": str(directory),
+        "load_format": load_format,
+        "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
+    }
+    client = VllmClient(arguments, start_timeout_s=own.start_timeout_s, answer_timeout_s=own.answer_timeout_s)
+    try:
+        weights = WholeWeights(skeleton.model, read_base)
+        return VllmEngine(client, weights, settings, version, skeleton.end_ids, skeleton.text)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AsyncEngineArgs` by name."""
+    own = settings.vllm
+    return {
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # ignore the model's generation_config.json, because leases define the sampling
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_context_tokens,
+        "max_num_seqs": settings.slots,
+        "max_num_batched_tokens": own.max_batched_tokens,
+        "tensor_parallel_size": own.tensor_parallel,
+        "pipeline_parallel_size": own.pipeline_parallel,
+        "gpu_memory_utilization": own.gpu_memory_utilization,
+        "enforce_eager": own.enforce_eager,
+        "enable_prefix_caching": own.prefix_caching,
+        "logprobs_mode": "processed_logprobs",  # logprobs at the sampling temperature
+        "worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader",
+        "disable_log_stats": True,
+    }
+
+
+def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
+    """Return the bytes of the KV cache on a CPU: all slots at full length, plus a quarter. Return None on a GPU."""
+    from vllm.platforms import current_platform
+
+    own = settings.vllm
+    if not current_platform.is_cpu():
+        return None
+    if own.kv_cache_gb is not None:
+        return int(own.kv_cache_gb * 2**30)
+    blocks = settings.slots * (settings.max_context_tokens // _CPU_BLOCK + 1)
+    bytes_per_value = torch_dtype(settings.dtype).itemsize
+    return int(1.25 * blocks * _CPU_BLOCK * read_model(directory).kv_bytes_per_token(bytes_per_value)) + 2**24
+
+
+def _check_vllm(device: str) -> None:
+    """Raise UserError if vLLM is not installed or is built for another device than `device`."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "engine.kind: got 'vllm', but vLLM is not installed; run `pip install 'baton-rl[vllm]'` on a machine with "
+            "a GPU; docs/engines.md describes the installation for a CPU"
+        )
+    set_up_environment()
+    from vllm.platforms import current_platform
+
+    has = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda_alike() else "another device"
+    if device not in ("auto", has):
+        raise UserError(
+            f"model.device (--device): got {device!r}, but this vLLM is built for {has}: allowed are auto and {has}; "
+            "CUDA_VISIBLE_DEVICES selects the GPUs"
+        )
