@@ -5,7 +5,7 @@ It leases all trajectories at once, and yields each one when it finishes, so sco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -43,14 +43,12 @@ class EvalRollout:
         *,
         noise_seed: int,
         version: int,
-        on_tokens: Callable[[int], None] | None = None,
     ) -> Iterator[Trajectory | ScoredTrajectory]:
-        """Yield each trajectory of the requests when it finishes, all under exactly `version`.
+        """Generate the requested trajectories under exactly `version`, and yield each one when it finishes.
 
-        A multi-turn episode is yielded with the reward that its environment gave. on_tokens: called with the number of
-        tokens of each report. Raises EngineFault if the worker breaks the protocol or does not serve the version,
-        DeadlineExceeded if the worker makes no progress for `stall_timeout_s`, UserError for a prompt that leaves no
-        room for a response, EnvironmentFault if too many environments fail, and Stopped.
+        A multi-turn episode is yielded with the reward of its environment. Raises UserError for a prompt that leaves no
+        room for a response, EngineFault if the worker does not serve the version or aborts a trajectory,
+        DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many environments fail, and Stopped.
         """
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
@@ -64,7 +62,7 @@ class EvalRollout:
                 timeout_s = SHORT_WAIT_S if leases.num_acting else LONG_WAIT_S
                 names = (t.name for t in leases.growing.values())
                 for message in self.worker.receive(timeout_s, len(leases.growing), names):
-                    yield from leases.on_message(message, on_tokens)
+                    yield from leases.on_message(message)
             if leases.num_acting:
                 yield from leases.collect(0.0 if leases.growing else LONG_WAIT_S)
 
@@ -93,9 +91,7 @@ class _EvalLeases:
         """Number of episodes whose environment has not answered yet."""
         return 0 if self._player is None else self._player.num_acting
 
-    def on_message(
-        self, message: FromPort, on_tokens: Callable[[int], None] | None
-    ) -> Iterator[Trajectory | ScoredTrajectory]:
+    def on_message(self, message: FromPort) -> Iterator[Trajectory | ScoredTrajectory]:
         """Apply a message; yield the trajectory if it is finished."""
         if isinstance(message, WorkLost):
             return  # concerns training, whose rollouts are aborted meanwhile
@@ -114,8 +110,6 @@ class _EvalLeases:
             return  # a repeated report
         prompt = self._prompt_of_episode(trajectory.group_id)
         grown = trajectory.extended(message.segments, None if prompt else message.finish_reason)
-        if on_tokens is not None:
-            on_tokens(grown.num_tokens - trajectory.num_tokens)
         if message.finish_reason is None:
             if message.is_aborted:
                 raise EngineFault(f"{self._worker.name} aborted trajectory {trajectory.name} without a request")

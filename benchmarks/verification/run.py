@@ -328,7 +328,7 @@ def main() -> None:
             for number, tensors in versions.items()
         }
         model = load_model(recipe.model.path, dtype=torch_dtype(hub_dtype), device=torch.device("cpu"))
-        scorer = Rescorer(model, weights_dtype=torch_dtype(dtype))
+        scorer = Rescorer(model)
         scorer.load(published[STEPS], STEPS)
         world = World(recipe, prompts, dtype, published[STEPS], scorer)
         row, tolerance, answers = honest_class(world, threads, groups)

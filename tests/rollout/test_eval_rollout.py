@@ -124,13 +124,6 @@ def test_messages_that_come_twice_or_late_change_nothing() -> None:
     assert sorted(grown(Disturbed()), key=by_name) == sorted(grown(fake_port()), key=by_name)
 
 
-def test_tokens_are_counted_once_however_often_they_are_reported() -> None:
-    counted: list[int] = []
-    sweep = EvalRollout(WorkerClient(Disturbed()))
-    found = list(sweep.rollout(REQUESTS, SamplingParams(20), noise_seed=1, version=VERSION, on_tokens=counted.append))
-    assert sum(counted) == sum(t.num_tokens for t in found)
-
-
 def test_a_sweep_leases_again_and_again_without_reusing_a_lease_id() -> None:
     ids: list[int] = []
 

@@ -49,8 +49,8 @@ def claim(driver, trajectory, **sampling):
     return Claim(trajectory, SamplingParams(64, **sampling), driver.noise_seed)
 
 
-def rescorer(model, version=0, **options):
-    found = Rescorer(model, **options)
+def rescorer(model, version=0):
+    found = Rescorer(model)
     found.load(dict(model.named_parameters()), version)
     return found
 
@@ -208,13 +208,12 @@ def test_adapters_are_merged_into_the_last_whole_weights(embedded, load, driver)
         assert largest_difference(rescored) < 1e-4
 
 
-def test_weights_are_rounded_to_what_engines_hold(load):
+def test_weights_are_rounded_to_the_dtype_of_the_model_as_in_engines(load):
     model = load("llama")
     given_weights = {n: p.clone() for n, p in model.named_parameters()}
-    scorer = rescorer(model, weights_dtype=torch.bfloat16)
-    assert all(torch.equal(p, p.bfloat16().float()) for p in scorer.model.parameters())
+    scorer = Rescorer(model.bfloat16())
     scorer.load(given_weights, 1)
-    assert all(torch.equal(p, p.bfloat16().float()) for p in scorer.model.parameters())
+    assert all(torch.equal(p, given_weights[n].bfloat16()) for n, p in scorer.model.named_parameters())
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "for"])

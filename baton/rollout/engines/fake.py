@@ -25,12 +25,9 @@ class FakeEngine(SlotEngine):
         settings: EngineSettings,
         version: PolicyVersion,
         length: Callable[[int, int], int],
-        *,
-        vocabulary: int = 100,
     ) -> None:
         super().__init__(settings, version, (END_ID,), lambda ids: " ".join(map(str, ids)))
         self._length = length
-        self._vocabulary = vocabulary
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to a new version. The tensors are not used."""
@@ -61,15 +58,12 @@ class FakeEngine(SlotEngine):
             row.length,
             self.version.number,
             length=begin + self._length(trajectory.group_id, trajectory.sample_index),
-            vocabulary=self._vocabulary,
         )
 
 
-def fake_token(
-    group_id: int, sample_index: int, position: int, version: int, *, length: int, vocabulary: int = 100
-) -> int:
+def fake_token(group_id: int, sample_index: int, position: int, version: int, *, length: int) -> int:
     """Return the token of a `FakeEngine` at a position after the prompt. Its logprob is -(1 + token % 8) / 8."""
     if position >= length - 1:
         return END_ID
     mixed = group_id * 1_000_003 + sample_index * 10_007 + position * 101 + version * 31
-    return 1 + mixed * 2_654_435_761 % 4_294_967_291 % (vocabulary - 1)
+    return 1 + mixed * 2_654_435_761 % 4_294_967_291 % 99

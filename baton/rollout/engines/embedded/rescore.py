@@ -62,20 +62,13 @@ class _Row:
 class Rescorer:
     """Scores claims under one version at a time."""
 
-    def __init__(self, model: PreTrainedModel, *, weights_dtype: torch.dtype | None = None) -> None:
-        """Take ownership of a model, whose weights are the base of adapters until a whole version is loaded.
-
-        weights_dtype: dtype of the weights in the engines. The weights are rounded to it, and the model computes in its
-        own dtype.
-        """
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take ownership of a model, whose weights are the base of adapters until a whole version is loaded."""
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None
         """Number of the loaded version; None until the first `load`."""
-        self._weights_dtype = weights_dtype or model.dtype
         self._base = BaseWeights()
-        own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        self._copy(own, {name: own[name].detach().clone() for name, _ in self.model.named_parameters()})
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load the weights of a version: a whole model, or an adapter for the last whole model.
@@ -156,7 +149,7 @@ class Rescorer:
     @torch.inference_mode()
     def _copy(self, own: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
         for name, tensor in tensors.items():
-            own[name].copy_(tensor.to(self._weights_dtype))
+            own[name].copy_(tensor)
 
 
 def _row(claim: Claim, version: int) -> _Row:
