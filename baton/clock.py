@@ -26,20 +26,20 @@ def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """When a process that ends is restarted."""
+    """The rule for whether and when a process that has ended is restarted."""
 
     max_failures: int = 5
     """Number of consecutive failures up to which a process is restarted."""
     first_wait_s: float = 0.5
-    """Delay before the first restart; doubled at each further failure."""
+    """Delay before the first restart. It doubles with each further failure."""
     longest_wait_s: float = 30.0
     long_life_s: float = 60.0
-    """A process that ran for this long restarts with no failures counted."""
+    """Run time of a process after which its earlier failures no longer count."""
 
     def after_end(self, failures: int, lived_s: float | None) -> tuple[int, float | None]:
         """Return the number of consecutive failures, and the seconds until the restart (None: no more restarts).
 
-        failures: before this end. lived_s: seconds that the process ran; None if it could not be started.
+        failures: number of failures before this one. lived_s: seconds that the process ran; None if it did not start.
         """
         failures = 1 if lived_s is not None and lived_s >= self.long_life_s else failures + 1
         if failures > self.max_failures:

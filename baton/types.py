@@ -63,7 +63,7 @@ class PolicyVersion(msgspec.Struct, frozen=True):
     """The identity of one set of weights."""
 
     lineage: str
-    """Id that changes when a run resumes from a checkpoint. It keeps apart versions with equal numbers."""
+    """Id that changes when a run resumes from a checkpoint, so that versions with equal numbers have distinct ids."""
     number: int
     """Number of train steps since the start of the run."""
     digest: str = ""
@@ -121,7 +121,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One response to a prompt. Only `extended` makes a longer one, by appending segments."""
+    """One response to a prompt. Only `extended` appends tokens."""
 
     group_id: int
     """Id that is unique within a run. It is never reused, not even after a restart."""

@@ -100,7 +100,7 @@ def chosen(
 
 
 def check_server(settings: EngineSettings, *, is_own: bool) -> None:
-    """Raise UserError if the hub names a server on another machine: a hub must not make workers connect to any address.
+    """Raise UserError if the hub names a server on another machine, which the hub must not choose.
 
     is_own: whether the server was named by the user of this machine instead of by the hub.
     """

@@ -42,7 +42,7 @@ class Skeleton:
 
 
 class ModelFiles:
-    """A model in a directory or in the local Hugging Face cache. If it is an adapter, also its base model."""
+    """A model, or an adapter with its base model, in a directory or in the local Hugging Face cache."""
 
     def __init__(self, path: str, settings: EngineSettings, attention: str) -> None:
         self.path = path
