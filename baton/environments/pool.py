@@ -148,7 +148,8 @@ class EnvironmentPool:
         return found
 
     def discard(self, key: EpisodeKey) -> None:
-        """Close the instance of an episode and forget its calls. Must be called at the end of every episode."""
+        """Close the instance of an episode and forget its calls. Must be called at the end of every episode, whose key
+        is not used again: a restarted episode has the next attempt."""
         process = self._homes.pop(key, None)
         self._gone.discard(key)
         if process is None:

@@ -6,10 +6,13 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from environment_cases import Turn, pool_of, request, results, running_with, spec, turns_of
+from environment_cases import WAIT_S, Turn, pool_of, request, results, running_with, spec, turns_of
 
 from baton.environments.calls import ActFailure, EpisodeKey, Observation
 from baton.environments.settings import EnvironmentSettings
@@ -136,6 +139,31 @@ def test_no_process_outlives_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.collect(0.5)
     pool.close()
     assert running_with(mark) == []
+
+
+def test_no_process_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+    mark = f"BATON_TEST_RUN_{os.getpid()}"
+    script = (
+        "from environment_cases import *\n"
+        f"pool = pool_of(processes=2, env=({mark!r},))\n"
+        "pool.submit(request(0, 'start a child and sleep'))\n"
+        "pool.collect(1.0)\n"
+        "print('running', flush=True)\n"
+        "pool.collect(3600.0)\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, mark: "1"}
+    run = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "running\n"
+    assert len(running_with(mark)) > 4
+    run.kill()
+    run.wait(WAIT_S)
+    run.stdout.close()
+    deadline_s = time.monotonic() + WAIT_S
+    while running_with(mark):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def test_the_defaults_are_those_of_the_documentation() -> None:
