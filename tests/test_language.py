@@ -20,7 +20,14 @@ COLUMNS = 100
 TEXTS += ("baton/cluster/**/*.py", "baton/records/*.py", "baton/rewards/*.py", "baton/tasks/*.py")
 PYTHON_TEXT = {"STRING", "COMMENT", "FSTRING_MIDDLE"}
 TEXTS += ("baton/swarm/*.py", "baton/swarm/[vw]*/*.py", "baton/swarm/hub/[!s]*.py", "baton/swarm/hub/se*.py")
-TEXTS += ("baton/specs/*.py", "baton/cost/*.py", "baton/profile/*.py", "baton/planner/*.py", "baton/simulator/*.py")
+TEXTS += (
+    "baton/environments/*.py",
+    "baton/specs/*.py",
+    "baton/cost/*.py",
+    "baton/profile/*.py",
+    "baton/planner/*.py",
+    "baton/simulator/*.py",
+)
 
 
 def refused_phrases() -> dict[str, str]:

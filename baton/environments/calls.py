@@ -111,7 +111,7 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     """The turn that was requested."""
     cause: FailureCause
     message: str
-    """One sentence."""
+    """Reason, in one sentence."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):
@@ -130,9 +130,9 @@ class EnvironmentReady(msgspec.Struct, frozen=True, tag="EnvironmentReady"):
     """The reply to `EnvironmentSetup`."""
 
     error: str | None = None
-    """Why a class could not be loaded."""
+    """Reason why a class could not be loaded; None if all are loaded."""
     isolation: str = ""
-    """What the process is isolated from, in one line."""
+    """Isolation of the process, as a line for the user."""
     never_replayed: tuple[str, ...] = ()
     """Names of the environments whose `replay` is "never"."""
 

@@ -1,4 +1,4 @@
-"""The open episodes of one process: executes turns, and rebuilds episodes from their logs. Knows no deadlines."""
+"""The open episodes of one process: executes turns, and rebuilds episodes from their logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Instance:
     """Global random state of Python and numpy after the last call; None unless all calls are serial."""
     actions: list[str] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
-    """[actions + 1] the first is that of the reset."""
+    """[actions + 1] The first observation belongs to the reset."""
 
 
 class _Failed(Exception):

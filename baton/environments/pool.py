@@ -8,7 +8,7 @@ An episode stays on one process. Nothing here runs in a thread of its own: `subm
 from one thread, and processes are read, killed and restarted within these calls.
 
 If a process ends, each call that was running may have caused it. These calls are retried one at a time, so that only
-the one at fault exhausts its retries. If a call exceeds its deadline, the process reports which, and is killed; the
+the call at fault exhausts its retries. If a call exceeds its deadline, the process reports which, and is killed; the
 other calls that were running are repeated without using up a retry.
 """
 
@@ -107,7 +107,7 @@ class EnvironmentPool:
         self._counts: Counter[str] = Counter()
         self._polled_at = time.monotonic()
         self.description = ""
-        """What the environments are isolated from, in one line."""
+        """Isolation in force, as a line for the user."""
         try:
             for process in self._processes:
                 self._start(process)

@@ -47,7 +47,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     name: str
     arguments: dict[str, Any]
     error: str | None = None
-    """Why the call cannot be read."""
+    """Reason why the call cannot be read; None if it can."""
 
 
 def family_of(chat_template: str) -> str:
