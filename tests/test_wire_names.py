@@ -47,7 +47,7 @@ from baton.run.trajectories import ShownTrajectory
 from baton.simulator import parameter_sweep as simulator_sweep
 from baton.simulator import result as simulator_result
 from baton.specs import plan
-from baton.swarm import audit, auth, lease_events, messages
+from baton.swarm import audit_log, auth, lease_events, messages
 from baton.swarm import version_sync as have_want
 from baton.swarm.hub import relay, status
 from baton.swarm.verification import policy as verification_policy
@@ -104,7 +104,7 @@ ROOTS: dict[str, Any] = {
     "tokens.json: token": auth.Token,
     "quarantine.jsonl": verification_policy.QuarantineRecord,
     "quarantine.jsonl: lifted": quarantine.LiftRecord,
-    "audit.jsonl": audit.AuditLine,
+    "audit.jsonl": audit_log.AuditLine,
     # printed as JSON
     "baton status --json": status.HubStatus,
     "baton token --json": auth.ShownToken,
