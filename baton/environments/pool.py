@@ -54,7 +54,7 @@ TICK_S = 0.25
 GRACE_S = 5.0
 """Seconds beyond `timeout_s` after which a process with running calls that has sent nothing is killed."""
 KILL_S = 5.0
-"""Seconds that a process has to end after SIGTERM, with all that its environments started, before SIGKILL."""
+"""Seconds that a process has to end after SIGTERM, including what its environments started, before SIGKILL."""
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 10.0
 
 

@@ -97,7 +97,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON schema of a function from its annotations and Google-style docstring. Raises UserError."""
     from transformers.utils.chat_template_utils import get_json_schema
 
-    known = getattr(function, "__func__", function)  # a method is bound anew in each episode
+    known = getattr(function, "__func__", function)  # each episode has its own bound method
     if known in _schemas:
         return _schemas[known]
     try:
