@@ -100,7 +100,9 @@ class EnvironmentPool:
         """Episodes that were discarded while a call was running; its result is dropped."""
         self._gone: set[EpisodeKey] = set()
         """Episodes that are never replayed and whose instance is gone."""
-        self._never_replayed: tuple[str, ...] = ()
+        self.never_replayed: tuple[str, ...] = ()
+        """Environments with `replay = "never"`. A run that restarts must give their open episodes a new attempt: it
+        does not know whether the pending turn has been executed."""
         self._done: deque[Observation | ActFailure] = deque()
         self._ending: list[tuple[subprocess.Popen[bytes], float]] = []
         self._latencies_s: list[float] = []
@@ -218,7 +220,7 @@ class EnvironmentPool:
                     self._lose(process, FailureCause.CRASHED, error)
                 else:
                     process.is_ready, process.num_failed_starts = True, 0
-                    self.description, self._never_replayed = isolation, never_replayed
+                    self.description, self.never_replayed = isolation, never_replayed
             case Observation() | ActFailure():
                 call = process.running.pop(message.key, None)
                 if call is None:
@@ -315,7 +317,7 @@ class EnvironmentPool:
     def _lose(self, process: _EnvironmentProcess, cause: FailureCause | None, why: str) -> None:
         """End a process, and retry or fail its calls. `cause`: of calls that have no retries left; None blames none."""
         was_ready = process.is_ready
-        self._gone |= {key for key, name in process.episodes.items() if name in self._never_replayed}
+        self._gone |= {key for key, name in process.episodes.items() if name in self.never_replayed}
         self._end(process)
         running, process.running = list(process.running.values()), {}
         for call in reversed(running):

@@ -100,6 +100,7 @@ def test_a_stopped_or_killed_process_is_replaced_and_its_episodes_are_rebuilt(mo
 def test_what_must_not_be_repeated_is_executed_at_most_once(tmp_path: Path, action: str) -> None:
     mark = tmp_path / "mark"
     pool = pool_of(spec(cls="Unrepeatable", mark=str(mark)), processes=1, retries=3, timeout_s=2.0)
+    assert pool.never_replayed == ("counter",)
     for number in range(3):
         pool.submit(request(number, f"{number + 10}"))
     first = results(pool, 3)
