@@ -1,1 +1,2 @@
-"""The policy, shared by trainer and engine: a Hugging Face causal LM, its tokenizer, and token log-probabilities."""
+"""The policy, which trainer and engine share: a Hugging Face causal LM, its tokenizer, and log-probabilities of
+tokens."""

@@ -1,4 +1,4 @@
-"""LoRA by PEFT: low-rank adapters, trained and published instead of the whole model.
+"""LoRA with PEFT: a run trains and publishes low-rank adapters instead of the whole model.
 
 An adapter is published as pairs of tensors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r],
 with the scale multiplied into B, so that an engine computes W = W_0 + B A without further parameters.
@@ -71,7 +71,7 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Disable a model's adapters within the context; a model without adapters is unchanged."""
+    """Disable a model's adapters within the context. A model without adapters is used as it is."""
     if not has_adapters(model):
         yield
         return
@@ -83,12 +83,14 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors, detached and not copied, by their names in `state_dict`."""
+    """Return the tensors of a model's adapter by their names in `state_dict`. The tensors are detached, but not
+    copied."""
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" in name}
 
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return a model's adapter as published, with the scale multiplied into B. `raw` replaces the model's tensors."""
+    """Return a model's adapter in the published form, with the scale multiplied into B. If `raw` is given, use its
+    tensors instead of the model's."""
     raw = raw_tensors(model) if raw is None else raw
     found = {}
     for name, module in model.named_modules():
@@ -99,7 +101,8 @@ def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | No
 
 
 def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the adapter of a checkpoint, named as in `raw_tensors`. Raises UserError without an adapter."""
+    """Read the adapter of a checkpoint. Tensors have the names that `raw_tensors` uses. Raises UserError if there is no
+    adapter."""
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
@@ -117,7 +120,7 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # caused by PEFT's use of another library
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT causes these warnings by its use of another library
         merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
     return merged
 
@@ -139,7 +142,7 @@ def _check_peft() -> None:
 
 
 def is_adapter(tensors: Mapping[str, Any]) -> bool:
-    """Return whether published tensors are those of an adapter."""
+    """Return whether published tensors are an adapter, not a whole model."""
     return bool(tensors) and all(name.endswith((_A, _B)) for name in tensors)
 
 
@@ -150,12 +153,14 @@ class BaseWeights:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the copies, because a whole model was loaded that is the base of the next adapter."""
+        """Drop the copies. Called after a whole model was loaded, because that model is the base of the next
+        adapter."""
         self._kept.clear()
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Copy the base weights back to `own`, which removes the adapter, and drop the copies."""
+        """Copy the base weights back to the engine's weights `own`, which removes the merged adapter; then drop the
+        copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
         self._kept.clear()
@@ -167,9 +172,10 @@ class BaseWeights:
 
     @torch.inference_mode()
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return W_0 + B A in float32 for each weight with an adapter, by its name in `own`.
+        """Return W_0 + B A in float32 for each weight with an adapter. own: the engine's weights, whose names the
+        result has. tensors: the published adapter.
 
-        Raises EngineFault, without changing anything, for an adapter whose name or shape matches no weight.
+        Raises EngineFault if the name or shape of an adapter matches no weight; then nothing has changed.
         """
         modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
         for module in modules:

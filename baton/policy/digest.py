@@ -1,4 +1,5 @@
-"""The digest that identifies a set of tensors on every machine. Needs no torch, so a relay can verify weights."""
+"""A digest of a set of tensors, which is the same on every machine. This file does not import torch, so that a relay
+can verify weights without it."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ import msgspec
 from blake3 import blake3
 
 Identity = tuple[str, str, tuple[int, ...], str]
-"""Name, dtype ("bfloat16"), shape and blake3 of the bytes (row-major, little-endian; hexadecimal) of a tensor."""
+"""Name, dtype (such as "bfloat16"), shape and digest of a tensor. The digest is blake3 (hexadecimal) of the tensor's
+bytes in row-major order, little-endian."""
 
 
 def identity_digest(tensors: Iterable[Identity]) -> str:
-    """Return blake3 (hexadecimal) over the identities of tensors, sorted by name."""
+    """Return one digest of a set of tensors: blake3 (hexadecimal) of their identities, sorted by name."""
     digest = blake3()
     for tensor in sorted(tensors):
-        # JSON delimits each field, so different sets of tensors give different streams.
+        # JSON delimits each field, so different sets of tensors always give different bytes to hash.
         digest.update(msgspec.json.encode(tensor) + b"\n")
     return digest.hexdigest()

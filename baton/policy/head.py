@@ -1,8 +1,8 @@
-"""The head of a causal LM: hidden states → logits → log-probabilities and entropies, computed in pieces.
+"""Computes logits, log-probabilities and entropies from the hidden states of a causal LM, in pieces that save memory.
 
-The matrix products have the dtype of the pass (bfloat16 in autocast); all later values are float32. The gradient of the
-head's weight accumulates in float32, so that it hardly depends on the number of pieces.
-Shapes: N tokens, H hidden size, V vocabulary.
+Matrix products are computed in the dtype of the model's forward pass (bfloat16 in autocast); all later values are
+float32. The gradient of the head's weight accumulates in float32, so that the gradient hardly depends on the number of
+pieces. Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from transformers import PretrainedConfig, PreTrainedModel
 logger = logging.getLogger(__name__)
 
 MAX_LOGITS = 2**24
-"""Maximum number of float32 logits in memory at once (64 MiB). A larger pass runs in pieces, and its backward pass
-recomputes them."""
+"""Maximum number of float32 logits in memory at the same time (64 MiB). More logits are computed in pieces, and the
+backward pass recomputes the logits of each piece."""
 
 _ENTROPY_ROWS = 4096
-"""Rows of [rows, V] probabilities in memory at once while the entropy is summed."""
+"""Maximum number of tokens whose probabilities [tokens, V] are in memory at the same time while the entropy is
+summed."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Key of a model's configuration that scales its logits (Cohere, Falcon-H1, Granite) → 1 to multiply, −1 to divide."""
+"""Key of a model's configuration that scales its logits (Cohere, Falcon-H1, Granite) → 1 if logits are multiplied by
+the value, −1 if they are divided by it."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Keys whose value c caps logits x as c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
+"""Keys of a model's configuration with a cap c: the model changes a logit x to c · tanh(x / c) (Gemma, RecurrentGemma,
+xLSTM)."""
 
 _PROBE_LOGIT = 100.0
-"""Largest logit in the check of a head. It is far above the usual caps, so that the check detects an unknown cap."""
+"""Largest logit in the check of a head. The value is far above the usual caps, so that the check detects a cap that
+`_CAPS` does not list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Head:
         return self.shaped(self.linear(hidden_NH))
 
     def shaped(self, products_NV: torch.Tensor) -> torch.Tensor:
-        """Apply scale and cap to the linear layer's output: [N, V] float32."""
+        """Apply scale and cap to the linear layer's output; return the logits [N, V], float32."""
         logits = products_NV.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -60,10 +64,12 @@ class Head:
 
 
 def find_head(model: PreTrainedModel) -> Head | None:
-    """Return the head that maps the base model's last hidden states to logits, or None if it is not known.
+    """Return the head, which maps the base model's last hidden states to logits, or None if the model's head is not
+    supported.
 
-    Scale and cap come from the configuration. The result is compared once with the model's forward. Without a known
-    head, a warning is logged and callers use the forward, which holds the logits of a whole pass at once.
+    Scale and cap come from the model's configuration. The head's logits are compared once with those of the model's
+    `forward`. For an unsupported head, a warning is logged and callers use `forward`, which computes all logits of a
+    pass in one tensor.
     """
     module: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     known: tuple[Any, Head | None] | None = getattr(model, "_baton_head", None)
@@ -96,7 +102,8 @@ def _configured(model: PreTrainedModel, module: Any) -> Head | None:
 
 @torch.no_grad()
 def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
-    """Return the head if its logits equal the forward's, tested on hidden states that give large logits."""
+    """Return the head if its logits equal those of the model's `forward`, tested on hidden states that give large
+    logits."""
     base: Any = getattr(model, "base_model", model)
     if head is None or base is model:
         return None
@@ -132,9 +139,11 @@ class RequestedScores:
 def head_scores(
     head: Head, hidden_NH: torch.Tensor, targets_N: torch.Tensor, wanted: RequestedScores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of targets and the entropy, both [N] float32, with at most MAX_LOGITS logits in memory.
+    """Return log π of the targets, and the entropies if requested, both [N] float32. At most MAX_LOGITS logits are in
+    memory at the same time.
 
-    N is any shape. If there are several pieces, the backward pass recomputes the logits of each piece.
+    N may stand for several dimensions. If the logits are computed in several pieces, the backward pass recomputes each
+    piece.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     device = hidden_NH.device.type
@@ -164,7 +173,7 @@ class _HeadScores(torch.autograd.Function):
         for piece in pieces:
             products = linear(hidden_TH[piece].to(dtype), weight, bias)
             found.append(score(head.shaped(products), targets_T[piece], wanted))
-        # The weight is saved uncast: if it is sharded, FSDP gathers it again for the backward pass.
+        # The weight is saved without a cast, because FSDP gathers a sharded weight again for the backward pass.
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, products if len(pieces) == 1 else None)
         ctx.others = head, wanted, dtype
         logprobs = torch.cat([logprobs for logprobs, _ in found])
@@ -228,7 +237,8 @@ def _gradient(
 
 
 def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add of_productsᵀ · hidden to `total_VH` in float32. On CUDA the factors have the dtype of the pass."""
+    """Add of_productsᵀ · hidden to `total_VH` in float32. On CUDA the two factors have the dtype of the forward
+    pass."""
     if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
         total_VH += torch.mm(of_products.to(hidden.dtype).T, hidden, out_dtype=torch.float32)
     else:
@@ -242,7 +252,8 @@ def score(
     logits = logits.float()
     if wanted.temperature != 1.0:
         logits = logits / wanted.temperature
-    # log_softmax followed by gather would hold a second [N, V]; gather − logsumexp holds two [N].
+    # log_softmax followed by gather would allocate a second tensor [N, V]; gather − logsumexp allocates only two
+    # tensors [N].
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[..., None]).squeeze(-1) - normaliser
     if not wanted.with_entropy:
@@ -254,7 +265,7 @@ def score(
 
 @torch.no_grad()
 def entropy(logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
-    """Return −Σ_v p_v log p_v in nats, [N], with log p = logits − normaliser."""
+    """Return the entropies −Σ_v p_v log p_v in nats, [N], with log p = logits − normaliser."""
     logits_TV, normaliser_T = logits.reshape(-1, logits.shape[-1]), normaliser.reshape(-1)
     parts = []
     for begin in range(0, len(logits_TV), _ENTROPY_ROWS):

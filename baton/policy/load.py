@@ -29,16 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
-    """Load a causal LM in `dtype`, in eval mode. Raises UserError when no model can be loaded from `path`.
+    """Load a causal LM with weights in `dtype`, and set eval mode. Raises UserError when no model can be loaded from
+    `path`.
 
-    An adapter's checkpoint is loaded with its base model and merged into it.
+    If `path` is the checkpoint of an adapter, its base model is loaded and the adapter is merged into the base model.
     """
     base = base_of_adapter(Path(path))
     if base is not None:
         check_model_path(path, holding="adapter_config.json")
         found = load_model(base, dtype=dtype, device=device, attention=attention)
         merged = merge_adapter(found, Path(path))
-        merged.requires_grad_(True)  # PEFT froze the weights that it merged into
+        merged.requires_grad_(True)  # needed because PEFT freezes the base model's weights
         merged.eval()  # type: ignore[no-untyped-call]
         return merged
     check_model_path(path)
@@ -55,14 +56,14 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
 
 
 def check_weight_files(path: str) -> None:
-    """Raise UserError when weight files are missing or truncated. Reads only their index and headers."""
+    """Raise UserError when weight files are missing or truncated. Reads only the index and the headers of the files."""
     base = base_of_adapter(Path(path))
     path = base or path
     directory = Path(path)
     if not directory.is_dir():
         found = try_to_load_from_cache(path, "config.json")
         if not isinstance(found, str):
-            return  # check_model_path reports a missing model
+            return  # no error: check_model_path reports a missing model
         directory = Path(found).parent
     index = directory / "model.safetensors.index.json"
     try:
@@ -85,7 +86,8 @@ def check_weight_files(path: str) -> None:
 
 
 def _told_bytes(file: Path) -> int | None:
-    """Return the file size that a safetensors header implies, or None if there is no valid header."""
+    """Return the file size that a safetensors file must have according to its header, or None if the header is
+    invalid."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(100_000_000, file.stat().st_size):
@@ -108,7 +110,7 @@ def supported_attention(config: PretrainedConfig, attention: str) -> str:
 
 @cache
 def _say_eager(kind: str) -> None:
-    """Log once per process."""
+    """Log the warning once per process."""
     logger.warning("transformers has no SDPA attention for %s: using eager attention (model.attention)", kind)
 
 
@@ -121,7 +123,8 @@ def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path)
 
 
 def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
-    """Construct a model from its configuration, with arbitrary weights, without running remote code.
+    """Construct a model from its configuration, with arbitrary weights. Code that comes with the configuration is never
+    executed.
 
     Raises UserError when the configuration does not describe a causal LM.
     """
@@ -141,7 +144,8 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
 
 
 def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a response: the end-of-sequence ids of generation config, config and tokenizer."""
+    """Return the ids that end a response: the end-of-sequence ids that the generation config, the config and the
+    tokenizer name."""
     found: list[int] = []
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     for ids in (configured, model.config.eos_token_id, tokenizer.hf.eos_token_id):
@@ -155,7 +159,8 @@ def torch_dtype(name: DTypeName) -> torch.dtype:
 
 
 def torch_device(name: str, key: str = "model.device") -> torch.device:
-    """Return the torch device of a recipe's device name. Raises UserError naming `key` if it is unavailable."""
+    """Return the torch device of a recipe's device name. Raises UserError, which names the recipe key `key`, if the
+    device is unavailable."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

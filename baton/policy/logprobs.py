@@ -1,6 +1,7 @@
-"""Log-probabilities of given tokens under a Hugging Face causal LM, at the sampling temperature.
+"""Computes log-probabilities of given tokens under a Hugging Face causal LM, at the sampling temperature.
 
-Shapes: B rows, S positions of a padded row, K last positions of a row to score, V vocabulary.
+Shapes: B rows, S positions of a padded row, K positions to score at the end of each row, T positions of concatenated
+rows, N tokens to score, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from baton.policy.packing import packed_hidden_states, prefer_packed_attention
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of given tokens under a policy. N is any shape."""
+    """Scores of given tokens under a policy. N may stand for several dimensions."""
 
     logprobs: torch.Tensor
     """[N] float32 log π at the sampling temperature."""
     entropy: torch.Tensor | None
-    """[N] nats; None unless requested."""
+    """[N] entropies in nats; None unless requested."""
     hidden: torch.Tensor | None
-    """[N, H] hidden states at the position before each token. None if the head is not known."""
+    """[N, H] hidden states at the position before each token. None unless requested."""
 
 
 def padded_scores(
@@ -42,21 +43,22 @@ def padded_scores(
     entropy_has_gradient: bool = False,
     with_hidden: bool = False,
 ) -> TokenScores:
-    """Score the tokens at positions first … S−1 of padded rows: [B, K], K = S − first.
+    """Score the tokens at positions first … S−1 of padded rows. The scores have shape [B, K] with K = S − first.
 
-    Rows are padded on the right; scores at padding are meaningless. A model without a known head (`find_head`) computes
-    all logits at once, and does not support `with_hidden`.
+    Rows are padded on the right; scores at padding are meaningless. If `find_head` does not support the model's head,
+    all logits are computed in one tensor and `with_hidden` is not supported.
     """
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} places"
     num_kept = input_ids_BS.shape[1] - first
     targets_BK = input_ids_BS[:, first:]
     wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
     if (head := find_head(model)) is not None:
-        # No attention mask: fast kernels require this, and under causal attention no token attends to later padding.
+        # No attention mask is passed, because fast kernels do not accept a mask. Under causal attention, no token
+        # attends to the padding after it.
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted), hidden_BKH)
     assert not with_hidden, f"{type(model).__name__} has no known head"
-    # Skip the logits before `first` if the model supports it.
+    # Do not compute the logits before `first`, if the model has an argument for this.
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if _can_keep(model) else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
     return TokenScores(*score(logits_BKV, targets_BK, wanted), None)
@@ -73,10 +75,11 @@ def packed_scores(
     with_entropy: bool = False,
     entropy_has_gradient: bool = False,
 ) -> TokenScores:
-    """Score the tokens at `places_N` of concatenated rows, without padding: [N].
+    """Score the tokens at positions `places_N` of concatenated rows, which have no padding. The scores have shape [N].
 
-    `lengths` are the rows' lengths. `position_ids_T` restart at 0 with each row; without the attention of `packing.py`,
-    transformers derives a mask from them, so that no row attends to another. Requires a known head.
+    `lengths` are the rows' lengths. `position_ids_T` restart at 0 with each row. If the attention of `packing.py` is
+    not set, transformers derives from `position_ids_T` a mask that separates the rows. Requires a head that `find_head`
+    supports.
     """
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"
@@ -87,7 +90,7 @@ def packed_scores(
 
 
 def packs_as_it_pads(model: PreTrainedModel) -> bool:
-    """Return whether packed rows get the same scores as separate rows, tested with three rows."""
+    """Test with three rows whether packed rows get the same scores as padded rows; return the result."""
     if (head := find_head(model)) is None:
         return False
     lengths = [5, 2, 9]
@@ -107,18 +110,18 @@ def packs_as_it_pads(model: PreTrainedModel) -> bool:
 
 
 def hidden_states(model: PreTrainedModel, input_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Return [B, S, H] hidden states of the model without its head."""
+    """Return the hidden states [B, S, H] that the model's head would get."""
     hidden: torch.Tensor = model.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
     return hidden
 
 
 def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a model with float32 parameters computes its linear layers in `dtype`."""
+    """Return a context in which a model with float32 parameters computes linear layers in `dtype`."""
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
 
 
 def prefer_float32_attention(model: PreTrainedModel) -> None:
-    """Run SDPA in float32 inside bfloat16 autocast on a CPU, which is faster there (`packing.py`)."""
+    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because this is faster (`packing.py`)."""
     if model.device.type == "cpu":
         prefer_packed_attention(model)
 
@@ -126,7 +129,7 @@ def prefer_float32_attention(model: PreTrainedModel) -> None:
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each block's activations in the backward pass instead of keeping them.
 
-    Raises UserError for a model whose blocks do not support it.
+    Raises UserError for a model whose blocks do not support this.
     """
     # Newer releases of transformers renamed the method.
     enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -137,7 +140,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
             f"trainer.activation_checkpointing: {type(model).__name__} has no blocks that can recompute their "
             "activations; allowed is false"
         )
-    # transformers recomputes only in training mode. `model.train()` would also enable dropout in the blocks' modules.
+    # transformers recomputes activations only in training mode. Not `model.train()`, which would also enable dropout in
+    # the blocks' modules.
     for block in blocks:
         block.training = True
 

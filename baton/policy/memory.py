@@ -1,4 +1,4 @@
-"""Memory used by tensors, and available memory of a device."""
+"""Measures the memory that tensors use and the available memory of a device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 
 _MEMINFO = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Memory limit of a container (cgroup v2). Outside a container the file is absent; without a limit it holds "max"."""
+"""File with the memory limit of a container (cgroup v2). Outside a container the file is absent; if no limit is set, it
+contains "max"."""
 
 
 def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the bytes of the tensors on devices of this type. A storage that tensors share counts once."""
+    """Return the number of bytes that these tensors occupy on devices of this type. A storage that several tensors
+    share counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_on(t, device)}
     return sum(storages.values())
 
@@ -24,7 +26,7 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the unused bytes of a device, or of the host within the container's limit for a CPU."""
+    """Return the unused bytes of a device; for a CPU, the unused bytes of the host within the container's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -38,7 +40,8 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return this process's peak tensor bytes on a CUDA device since the last call."""
+    """Return the peak number of bytes that this process's tensors have occupied on a CUDA device since the last
+    call."""
     peak = int(torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
     return peak

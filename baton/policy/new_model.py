@@ -1,6 +1,6 @@
 """Creates small models: a Qwen3 configuration with random weights, and a tokenizer trained on a corpus.
 
-For machines without a pretrained model. The result is a plain Hugging Face directory.
+Such a model serves machines without a pretrained model. The result is an ordinary Hugging Face model directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ END = "<|end|>"
 PAD = "<|pad|>"
 ROLES = ("system", "user", "assistant")
 VISIBLE_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""Tags that are one token each. They are not special tokens, because decoding must keep them for scorers."""
+"""Tags that the tokenizer encodes as one token each. They are not special tokens, because decoded text must keep them
+for scorers."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}"
     + END
@@ -28,7 +29,8 @@ CHAT_TEMPLATE = (
 
 
 def scratch_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with single digits and symbols, and add a chat template."""
+    """Train a byte-level BPE tokenizer that encodes each digit and symbol as a token of its own, and add a chat
+    template."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,7 +1,8 @@
-"""Packing: rows of different lengths in one pass without padding, with attention within each row only.
+"""Packing: one pass computes concatenated rows of different lengths without padding, with attention only within each
+row.
 
-On CUDA in bfloat16, torch's variable-length kernel computes attention; otherwise attention runs row by row. Neither
-allocates a [T, T] mask.
+On CUDA in bfloat16, torch's variable-length kernel computes attention for all rows together; otherwise attention is
+computed row by row. Neither way allocates a mask of shape [T, T].
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
 
 
 def prefer_packed_attention(model: PreTrainedModel) -> None:
-    """Set attention that separates packed rows, if the model uses SDPA. Padded rows are unaffected."""
+    """If the model uses SDPA, replace its attention by one that separates packed rows. Passes over padded rows are
+    unaffected."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED, _attend)
         AttentionMaskInterface.register(PACKED, _mask)
@@ -34,7 +36,8 @@ def prefer_packed_attention(model: PreTrainedModel) -> None:
 def packed_hidden_states(
     model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """Return [T, H] hidden states of concatenated rows; positions restart at 0 with each row."""
+    """Return the hidden states [T, H] of concatenated rows. position_ids_T: positions, which restart at 0 with each
+    row."""
     assert sum(lengths) == len(input_ids_T)
     token = _lengths.set(tuple(lengths) if model.config._attn_implementation == PACKED else ())
     try:
@@ -58,7 +61,8 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention, [1, H, T, D] → [1, T, H, D], with the signature that transformers requires."""
+    """Compute attention for query, key and value [1, heads, T, D]; return [1, T, heads, D]. transformers requires this
+    signature."""
     lengths = _lengths.get()
     if query.device.type == "cpu":  # bfloat16 attention is several times slower than float32
         with torch.autocast("cpu", enabled=False):
@@ -118,7 +122,7 @@ def _by_kernel(
 
 
 def _kernel() -> Any:
-    """Return torch's variable-length attention, or None before torch 2.11."""
+    """Return torch's variable-length attention, or None for a torch version before 2.11."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,9 +1,10 @@
-"""Routing replay for mixtures of experts: records the experts of one pass, so that a later pass uses the same experts.
+"""Routing replay for mixture-of-experts models: records which experts one pass uses, so that a later pass uses the same
+experts.
 
-A small change of the weights may route a token to other experts, and its ratio to the proximal policy then jumps. Baton
-replays the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3), or the engine's choice in all
-passes (rollout routing replay, arXiv 2510.11370). Routers keep their gradient: only the choice is fixed; the weights of
-the chosen experts come from the current logits.
+After a small change of the weights, a router may choose other experts for a token, and the token's probability ratio to
+the proximal policy then jumps. Baton replays the proximal policy's choice in the updates (arXiv 2507.18071, section
+5.3), or the engine's choice in all passes (rollout routing replay, arXiv 2510.11370). Only the choice of experts is
+fixed. The weights of the chosen experts come from the current router logits, so routers get gradients.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Name of a router → [T, k] experts of each token, in the order of the recorded pass. −1: the router chooses."""
+"""Name of a router → experts [T, k] of each token, in the order of the recorded pass. −1 means that the router
+chooses."""
 
 _MAX_EXPERTS = 256
-"""Maximum number of experts, because engines report an expert as one byte."""
+"""Maximum number of experts of a router. The limit exists because engines report an expert as one byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class RoutingReplay:
     """Records and replays the choices of all routers of a model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Hook the model's routers. Raises UserError for a model without routers, or with unsupported routers."""
+        """Register hooks on the model's routers. Raises UserError if the model has no router or an unsupported
+        router."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         found = _outputs(model)
@@ -80,9 +83,11 @@ class RoutingReplay:
             self._replayed = None
 
     def from_engine(self, routing: Sequence[bytes], places: Sequence[int], num_places: int) -> Routing:
-        """Return an engine's reported choices for replay: [num_places, k] per router, −1 except at `places`.
+        """Convert the choices that an engine reported for tokens at `places` to a Routing of shape [num_places, k] per
+        router, with −1 at all other places.
 
-        Empty bytes: the routers choose. Raises EngineFault for bytes that do not match this model's routers.
+        Where the engine reported empty bytes, the routers choose. Raises EngineFault for bytes whose length does not
+        match this model's routers.
         """
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         if any(len(chosen) != self._width for _, chosen in known):
@@ -108,13 +113,14 @@ class RoutingReplay:
 
 
 def routing_bytes(routing: Routing) -> list[bytes]:
-    """Return [T] bytes objects: one byte per router and chosen expert, in the order of the routers."""
+    """Return one bytes object per token, with one byte for each router and chosen expert, in the order of the
+    routers."""
     chosen = torch.cat(tuple(routing.values()), dim=1).to("cpu", torch.uint8).numpy()
     return [row.tobytes() for row in chosen]
 
 
 def _outputs(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, Any]]:
-    """Return every router with its output for two tokens, by name."""
+    """Return name → (router, its output for two tokens) for every router of the model."""
     found: dict[str, tuple[torch.nn.Module, Any]] = {}
 
     def look(name: str, module: torch.nn.Module, output: Any) -> None:
@@ -136,7 +142,8 @@ def _outputs(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, Any]]:
 
 
 def _scores(logits: torch.Tensor, experts: torch.Tensor, is_normalized: bool) -> torch.Tensor:
-    """Return the weights [T, k] of the chosen experts: their softmax probabilities, normalised if configured."""
+    """Return the weights [T, k] of the chosen experts: softmax probabilities, normalised to sum to one if the router
+    does so."""
     chosen = logits.float().softmax(-1).gather(-1, experts)
     return chosen / chosen.sum(-1, keepdim=True) if is_normalized else chosen
 

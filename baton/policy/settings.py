@@ -1,4 +1,4 @@
-"""[model] and [scratch] of a recipe. Needs no torch."""
+"""The recipe sections [model], [lora] and [scratch]. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class ModelSettings(Settings):
     """[model] The policy to train."""
 
     path: str
-    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or a name in the local hub cache. An
-    adapter's checkpoint is merged into its base model; for a run's directory the newest checkpoint is used."""
+    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or the name of a model in the local
+    hub cache. For the directory of a run, the newest checkpoint is used. If the checkpoint is an adapter, it is merged
+    into its base model."""
     device: str = "auto"
     """`auto` (CUDA if available, else CPU), or a torch device such as `cuda:1`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers for trainer and engine. Families without SDPA (Gemma-2, GPT-OSS) use
-    `eager`, with a warning."""
+    """Attention implementation of transformers in trainer and engine. Model families without SDPA (Gemma-2, GPT-OSS)
+    use `eager` after a warning."""
 
 
 class LoraSettings(Settings):
@@ -31,17 +32,18 @@ class LoraSettings(Settings):
     rank: int = Field(default=16, ge=1)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
-    """Scale: an adapter adds alpha / rank × B A to its weight."""
+    """Scale of the adapters: an adapter adds (alpha / rank) · B A to its weight."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "v_proj"]. `all-linear` selects
-    all linear layers except the head. Fused experts are not linear layers."""
+    """Linear layers that get an adapter, given by the last part of their names, such as ["q_proj", "v_proj"].
+    `all-linear` selects all linear layers except the head. Fused experts are not linear layers."""
 
 
 class ScratchSettings(Settings):
     """[scratch] Shape of a randomly initialised model."""
 
     vocab_size: int = Field(default=512, ge=300)
-    """Vocabulary of a byte-level BPE: 256 bytes, special tokens and merges. Each digit is one token."""
+    """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, special tokens and merges. Each digit is a token of its
+    own."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4

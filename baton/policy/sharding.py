@@ -1,7 +1,8 @@
-"""Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers a block's parameters to compute it.
+"""Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers all parameters of a block to compute
+the block.
 
-Parameters, gradients and optimiser state are DTensors, split along their first dimension. The computation is that of
-one process, except for the order in which gradients are summed.
+Parameters, gradients and optimiser state are DTensors, split along their first dimension. The results are those of one
+process, except for the order in which gradients are summed.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ Result = TypeVar("Result")
 
 
 class Sharded(torch.nn.Module):
-    """Runs functions on a sharded module, with parameters gathered.
+    """Runs functions on a sharded module while its parameters are gathered.
 
-    Parameters outside the blocks (embedding, last norm, head) are gathered for the whole call, so the function may call
-    any part of the module. The module keeps its parameter names; FSDP's hooks are attached to this wrapper.
+    Parameters outside the blocks (embedding, last norm, head) stay gathered during the whole call, so the function may
+    call any part of the module. The module keeps its parameter names, because FSDP's hooks are attached to this
+    wrapper.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh) -> None:
-        """Shard a module in place. Gradients are summed over ranks, not averaged, because loss divisors are global."""
+        """Shard a module in place. Gradients are summed over ranks, not averaged, because each rank divides its loss by
+        a number of tokens or samples of all ranks."""
         super().__init__()
         self.module = module
         for block in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
             fully_shard(block, mesh=mesh)
-        # Reshard after forward: parameters kept gathered would be outdated by an optimiser step.
+        # Reshard after forward, because parameters that stay gathered would have old values after an optimiser step.
         fully_shard(self, mesh=mesh, reshard_after_forward=True)
         for part in self.modules():
             if isinstance(part, FSDPModule):
@@ -40,7 +43,8 @@ class Sharded(torch.nn.Module):
                 part.set_gradient_divide_factor(1.0)
 
     def forward(self, work: Callable[[Any], Any]) -> Any:
-        """Call `work`, which must return a tensor or a tuple of tensors, because FSDP attaches its hooks to these."""
+        """Call `work`, which must return a tensor or a tuple of tensors, because FSDP attaches its hooks to the
+        returned tensors."""
         return work(self.module)
 
     def run(self, work: Callable[[Any], Result]) -> Result:
@@ -58,22 +62,23 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Set whether the next backward pass reduces gradients over the ranks, or each rank keeps its own."""
+        """Set whether the next backward pass sums gradients over the ranks. If not, each rank keeps its own
+        gradients."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor (not a copy), or a plain tensor itself."""
+    """Return this rank's shard of a sharded tensor without a copy. A plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor on every rank (collective), or return a plain tensor itself."""
+    """Gather a sharded tensor on every rank, which is a collective operation. A plain tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a whole tensor, which every rank has, in the layout of `like`. No communication."""
+    """Shard a tensor in the layout of `like`. Every rank must have the whole tensor, so no communication is needed."""
     tensor = tensor.to(like.device)
     if not isinstance(like, DTensor) or tensor.ndim == 0:
         return tensor
@@ -98,7 +103,8 @@ def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors by their device mesh, because torch's foreach functions accept only one mesh at a time."""
+    """Group tensors by their device mesh, because a call of torch's foreach functions accepts tensors of one mesh
+    only."""
     found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -106,7 +112,8 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], *, is_kept: bool) -> dict[str, torch.Tensor]:
-    """Gather tensors one at a time. Ranks with `is_kept` get them on the host; other ranks get an empty dict.
+    """Gather tensors one after another. Ranks with `is_kept` get the gathered tensors in host memory; other ranks get
+    an empty dict.
 
     Collective: all ranks must pass the same names in the same order.
     """

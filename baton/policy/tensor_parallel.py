@@ -1,7 +1,9 @@
-"""Tensor parallelism by a model's own plan: ranks split each block's matrix products by heads and columns.
+"""Tensor parallelism by the plan of the model's family: ranks split the matrix products of each block by heads and
+columns.
 
-transformers' `base_model_tp_plan` states how torch splits each linear layer of a block. Every rank computes all other
-layers (norms, embedding, head) and has the whole residual stream, so the rest of the trainer is unchanged.
+The plan, `base_model_tp_plan` of transformers, states how each linear layer of a block is split. Every rank computes
+all other layers (norms, embedding, head) completely and has the whole residual stream, so the rest of the trainer is
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from baton.policy.adapters import has_adapters
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE = ("replicated_with_grad_allreduce",)
-"""Replicated layers that process only their rank's heads, so their gradients are summed over the ranks."""
+"""Styles of layers that every rank holds completely but applies only to its own heads. Their gradients must be summed
+over the ranks."""
 
 
 def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
     """Split a model's layers over a one-dimensional mesh, in place.
 
-    Returns the parameters whose gradients must be summed. Raises UserError for a model without a supported plan, or
-    with dimensions that the mesh does not divide.
+    Returns the parameters whose gradients must be summed over the ranks. Raises UserError if the model has no supported
+    plan, or if the mesh's size does not divide the model's dimensions.
     """
     plan = _plan_of(model, mesh.size())
     base = cast(PreTrainedModel, model.base_model)
@@ -41,7 +44,7 @@ def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Pa
 
 
 def _plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """Return the checked plan: name pattern in the base model → style."""
+    """Return the checked plan: pattern of layer names in the base model → style of splitting."""
     kind, shape = type(model).__name__, model.config.get_text_config()
     plan: dict[str, str] = getattr(shape, "base_model_tp_plan", None) or {}
     if not plan:

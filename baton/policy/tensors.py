@@ -15,7 +15,7 @@ from baton.policy.digest import identity_digest
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's tensors, detached and not copied, by their names in `state_dict`.
+    """Return the model's tensors by their names in `state_dict`. The tensors are detached, but not copied.
 
     Tied weights appear once, under the name that safetensors files use.
     """
@@ -24,27 +24,29 @@ def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of the adapter if there is one, else the model's. These are trained and saved."""
+    """Return the tensors that are trained and saved: those of the adapter if the model has an adapter, else all of the
+    model's."""
     return raw_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that engines load: the adapter's with its scale if there is one, else the model's."""
+    """Return the tensors that engines load: those of the adapter, including its scale, if the model has an adapter,
+    else all of the model's."""
     return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
 def as_published(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return copies for publication, with floating-point tensors cast to `dtype`."""
+    """Return copies of tensors for publication. Floating-point tensors are cast to `dtype`."""
     return {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in tensors.items()}
 
 
 def check_fit(
     model: PreTrainedModel, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any], which: str = "new weights do"
 ) -> None:
-    """Raise EngineFault if parameters are missing, names are unknown, or shapes differ.
+    """Raise EngineFault if `tensors` lack a parameter of the model, or have an unknown name or a different shape.
 
-    own: the model's `state_dict(keep_vars=True)`. Tied parameters may occur under any of their names. which: subject of
-    the error sentence.
+    own: the model's `state_dict(keep_vars=True)`. Tied parameters may occur under any of their names. which: subject
+    and verb of the error message.
     """
     parameters = {id(p) for p in model.parameters()}
     given = {id(own[name]) for name in tensors if name in own}
@@ -77,5 +79,5 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the digest of published weights, over name, dtype, shape and `tensor_digest` of each tensor."""
+    """Return the digest of published weights, computed from name, dtype, shape and `tensor_digest` of each tensor."""
     return identity_digest((n, dtype_name(t.dtype), tuple(t.shape), tensor_digest(t)) for n, t in tensors.items())

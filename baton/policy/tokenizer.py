@@ -22,7 +22,7 @@ class Tokenizer:
     """The transformers tokenizer."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids of a conversation, ending with the start of the assistant's turn."""
+        """Return the ids of a conversation, followed by the ids that start the assistant's turn."""
         chat = [{"role": m.role, "content": m.content} for m in messages]
         ids = self.hf.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
         return tuple(int(i) for i in ids)
@@ -32,7 +32,7 @@ class Tokenizer:
         return len(self.prompt_ids(messages))
 
     def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Return the text of ids; `keep_special` includes special tokens."""
+        """Return the text of ids. With `keep_special`, the text includes special tokens."""
         return str(self.hf.decode(list(token_ids), skip_special_tokens=not keep_special))
 
     def ids(self, text: str) -> list[int]:
@@ -58,9 +58,10 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
-    """Raise UserError for a directory without the file `holding`, or a name that is not in the Hugging Face cache.
+    """Raise UserError if `path` is a directory without the file `holding`, or a name that is not in the Hugging Face
+    cache.
 
-    Raises Damaged for a checkpoint whose files do not match its manifest.
+    Raises Damaged if `path` is a checkpoint whose files do not match its manifest.
     """
     directory = Path(path)
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") != 1 or directory.parent.is_dir()

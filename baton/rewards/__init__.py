@@ -1,1 +1,2 @@
-"""From a response to a reward: scorers, answer formats, user functions in killable processes, rewards over HTTP."""
+"""Computes rewards of responses: scorers, answer formats, reward functions in killable processes, scorers behind
+HTTP."""

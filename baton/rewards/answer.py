@@ -23,11 +23,11 @@ INSTRUCTIONS: dict[str, str] = {
     "boxed": "Think step by step, then put the final answer inside \\boxed{}.",
     "last_line": "Think step by step, then write only the final answer on the last line.",
 }
-"""System message that asks for a format, by format. `answer.instruct = false` omits the message."""
+"""Answer format → system message that asks for this format. `answer.instruct = false` omits the message."""
 
 
 def extract_answer(response: str, answer_format: AnswerFormat) -> str | None:
-    """Return the answer of a response without outer blanks; None if the response does not follow the format."""
+    """Return the answer in a response, without outer blanks, or None if the response does not follow the format."""
     if answer_format == "tags":
         found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
         return found[-1].strip() if found else None

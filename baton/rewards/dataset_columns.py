@@ -1,4 +1,4 @@
-"""Columns of a dataset row: the usual names of the reference answer, nested columns, prompts of messages."""
+"""Finds reference answers, nested columns and conversations in the columns of a dataset row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ REFERENCE_COLUMNS = (
 
 
 def lookup(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column; None if the row does not have it. A nested column is an object or its JSON text."""
+    """Return the value of a column; None if the row does not have it. The outer column of a nested column holds an
+    object, or the JSON text of an object."""
     value: Any = row
     for part in (column,) if column in row else column.split("."):
         if isinstance(value, str):
@@ -36,10 +37,11 @@ def find_reference(row: Mapping[str, Any]) -> Any:
 
 
 def messages_of(prompt: Any) -> tuple[Message, ...] | None:
-    """Return the messages of a prompt that is a conversation or its JSON text; None if the prompt is other text.
+    """Return the messages of a prompt that is a conversation or the JSON text of a conversation; None for any other
+    text.
 
-    Raises ValueError for a conversation without messages, a message without role or content, or a last message of the
-    assistant.
+    Raises ValueError if a conversation has no messages or ends with a message of the assistant, or if a message lacks
+    role or content.
     """
     if isinstance(prompt, str):
         if not prompt.lstrip().startswith("["):

@@ -1,4 +1,4 @@
-"""Import and call of reward functions in three calling conventions, and the check of the values that they return.
+"""Imports reward functions, calls them by one of three calling conventions, and checks the values that they return.
 
 | signature | called as                                                           | returns                            |
 |-----------|---------------------------------------------------------------------|------------------------------------|
@@ -6,8 +6,8 @@
 | `trl`     | f(prompts=[…], completions=[…], completion_ids=[…], **columns)      | a list of numbers or None          |
 | `verl`    | f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)      | a number, or a dict with `score`   |
 
-Each may be `async`. A `trl` function is called once per group with all responses of the group. Functions of the other
-conventions are called once per response.
+Functions of each convention may be `async`. A `trl` function is called once per group with all responses of the group.
+Functions of the other conventions are called once per response.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ this limit, rewards that differ by 0.1 become equal; the square of a reward abov
 
 @lru_cache(maxsize=64)
 def import_function(path: str, what: str = "reward function") -> RewardFunction:
-    """Import `module:name` or `file.py:name`, also from the current directory. Raises UserError if it fails."""
+    """Import `module:name` or `file.py:name`. Modules in the current directory are found too. Raises UserError if the
+    import fails."""
     module_name, _, name = path.rpartition(":")
     if not module_name or not name:
         raise UserError(f"{what}: got {path!r}, allowed is 'module:name' or 'path/to/file.py:name'")
@@ -53,7 +54,7 @@ def import_function(path: str, what: str = "reward function") -> RewardFunction:
 
 
 def detect_signature(function: RewardFunction) -> Signature:
-    """Return the calling convention of a function, by its name and parameters.
+    """Detect the calling convention of a function from its name and parameters.
 
     `verl`: the name `compute_score`, or verl's parameters. `trl`: a parameter `completions`. `baton`: anything else.
     """
@@ -94,7 +95,7 @@ async def call_function(function: RewardFunction, signature: Signature, calls: S
 
 
 def _outcomes(result: Any, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
-    """Return the outcome of each response from the result of a function; an invalid result becomes a failure."""
+    """Convert the result of a function to one outcome for each response; an invalid result becomes a failure."""
     if signature != "trl":
         return tuple(_outcome(result, signature) for _ in calls)
     try:
@@ -118,9 +119,10 @@ def _outcome(result: Any, signature: Signature) -> Outcome:
 
 
 def number(result: Any) -> Outcome:
-    """Return the value of a result: a number of Python, numpy or torch, or a bool as 0 or 1.
+    """Convert a result to a value. A result is a number of Python, numpy or torch, or a bool, which counts as 0 or 1.
 
-    Any other object, a number that is not finite and a number above `MAX_REWARD` in magnitude are malformed.
+    The outcome is a failure for any other object, and for a number that is not finite or exceeds `MAX_REWARD` in
+    magnitude.
     """
     if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
         result = result.item()  # a scalar of numpy or torch
@@ -139,7 +141,8 @@ def number(result: Any) -> Outcome:
 
 
 def malformed(result: Any, why: str) -> CallFailure:
-    """Return the failure for an invalid result. why: what is wrong with it, such as `has no 'score'`."""
+    """Return the failure for an invalid result. why: verb phrase such as `has no 'score'`, whose subject is the
+    result."""
     try:
         shown = repr(result)
     except Exception:  # noqa: BLE001 - such as an integer with more digits than Python prints
@@ -149,9 +152,9 @@ def malformed(result: Any, why: str) -> CallFailure:
 
 
 def describe_error(error: BaseException, function: RewardFunction | None = None) -> str:
-    """Return a line about an error: its type, the first line of its text, and the file and line that raised it.
+    """Describe an error in one line: its type, the first line of its message, and the file and line that raised it.
 
-    function: the line in the file of this function is preferred to the innermost line of the traceback.
+    function: if the traceback has a line in this function's file, that line is reported instead of the innermost line.
     """
     text = str(error).strip().splitlines()
     shown = type(error).__name__
@@ -161,7 +164,8 @@ def describe_error(error: BaseException, function: RewardFunction | None = None)
     own = getattr(getattr(function, "__code__", None), "co_filename", None)
     where = next((f for f in frames if f.filename == own), frames[0] if frames else None)
     if where is None or Path(where.filename).parent == Path(__file__).parent:
-        return shown  # the call itself failed, for example because of wrong arguments
+        # the traceback has no line of the function: the call failed, for example because of wrong arguments
+        return shown
     return f"{shown} ({Path(where.filename).name}, line {where.lineno})"
 
 
@@ -200,7 +204,7 @@ def _plain(message: Message) -> dict[str, str]:
 def _import_module(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # for an installed command, sys.path[0] is the directory of the command
+        sys.path.append(here)  # needed because sys.path[0] of an installed command is the directory of the command
     return importlib.import_module(name)
 
 

@@ -1,13 +1,14 @@
-"""Isolation of a scorer process, as far as the platform allows. It limits accidents and is no sandbox for hostile code.
+"""Isolates a scorer process as far as the platform allows, which limits accidents. It is not a sandbox for hostile
+code.
 
       run ══ pipes ══▶ supervisor ──forks──▶ scorer ──starts──▶ processes that a reward function starts
 
 The supervisor process runs no user code. It kills the scorer and all descendants of the scorer when the run sends
 SIGTERM, when the run ends (the pipe closes) and when the scorer ends:
 
-* On Linux with user namespaces, the scorer runs in its own PID namespace. The end of a PID namespace kills every
-  process in it, also processes in other sessions. The scorer also gets user, mount and IPC namespaces, and a network
-  namespace unless the recipe allows the network.
+* On Linux with user namespaces, the scorer runs in its own PID namespace. When the namespace's first process ends, the
+  kernel kills every process in the namespace, also processes in other sessions. The scorer also gets user, mount and
+  IPC namespaces, and a network namespace unless the recipe allows the network.
 * On Linux without user namespaces, the supervisor is the subreaper of its descendants. Orphans become its children, and
   it kills children until none is left.
 * On other platforms, the supervisor kills the scorer's session.
@@ -34,7 +35,7 @@ _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON\w*|COVERAGE_\w+|"
     r"(OMP|MKL|OPENBLAS|NUMEXPR|CUDA|NVIDIA|TRANSFORMERS|XDG)_\w+|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_\w+)|NLTK_DATA"
 )
-"""Environment variables that every scorer process gets: paths and settings, no secrets."""
+"""Names of the environment variables that every scorer process gets. They hold paths and settings, not secrets."""
 MAX_FILE_BYTES = 2**30
 MAX_OPEN_FILES = 4096
 
@@ -51,11 +52,11 @@ class Isolation:
     scratch: Path
     """Working directory of the scorer; deleted when it ends."""
     description: str
-    """One line for the user."""
+    """Description of the isolation in one line for the user."""
 
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment of a scorer process: the allowed variables of the run, and those named by `names`.
+    """Return the environment of a scorer process: from `run`, the variables that `_ALLOWED` matches or `names` lists.
 
     Raises UserError if a variable of `names` is not set.
     """
@@ -67,9 +68,11 @@ def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.
 
 
 def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judge.network") -> Isolation:
-    """Fork: the parent becomes the supervisor and exits with the scorer's exit code; the child, the scorer, returns.
+    """Fork, and return only in the child, which becomes the scorer. The parent becomes the supervisor and exits with
+    the scorer's exit code.
 
-    `who` and `network_key`: the subject of the description, and the recipe key that allows the network.
+    who: subject of the sentence in `Isolation.description`. network_key: recipe key, named there, that allows the
+    network.
     """
     wake = _wake_on_signals()
     refusal = _enter_namespaces(network=network)
@@ -89,7 +92,8 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
     if refusal is None:
         _mount_proc()
         child = os.fork()
-        if child:  # the first process of the namespace: it adopts orphans, and its end kills the whole namespace
+        # this process is the first of the namespace: orphans become its children, and its end kills the whole namespace
+        if child:
             os._exit(_reap(child))
         _die_with_the_parent()
     else:
@@ -123,7 +127,7 @@ def _described(refusal: str | None, who: str, reach: str) -> str:
 
 
 def _wake_on_signals() -> int:
-    """Return a file descriptor that becomes readable on SIGTERM and at the end of a child."""
+    """Return a file descriptor that becomes readable when this process receives SIGTERM or a child ends."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -139,9 +143,10 @@ def _forget_signals() -> None:
 
 
 def _wait(child: int, wake: int) -> int:
-    """Return the child's exit code, or 128 + n after signal n. Kill the child on SIGTERM and when the run ends."""
+    """Wait for the child to end, and kill it on SIGTERM or when the run ends. Return its exit code, or 128 + n if
+    signal n killed it."""
     poll = select.poll()
-    poll.register(0, 0)  # reports only that the other end has closed: the scorer reads the data
+    poll.register(0, 0)  # event mask 0: poll reports only that the other end has closed; the scorer reads the data
     poll.register(wake, select.POLLIN)
     while True:
         while True:
@@ -161,7 +166,8 @@ def _wait(child: int, wake: int) -> int:
 
 
 def _kill_descendants(session: int) -> None:
-    """Kill until no process is left: the children of a killed process become children of this process."""
+    """Kill children repeatedly until none is left, because the children of a killed process become children of this
+    process."""
     while True:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(session, signal.SIGKILL)
@@ -203,7 +209,8 @@ def _exit_code(status: int) -> int:
 
 
 def _enter_namespaces(*, network: bool) -> str | None:
-    """Enter new namespaces; return None, or why they are not available. The next fork starts the PID namespace."""
+    """Enter new namespaces; return None, or the reason why they are not available. The next fork creates the first
+    process of the PID namespace."""
     if sys.platform != "linux":
         return f"not on {sys.platform}"
     uid, gid = os.getuid(), os.getgid()
@@ -232,7 +239,8 @@ def _raise_loopback() -> None:
 
 
 def _mount_proc() -> None:
-    """Mount a /proc that shows only the namespace's processes. If a container forbids it, /proc shows all processes."""
+    """Mount a /proc that shows only the namespace's processes. If a container forbids the mount, /proc still shows all
+    processes."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)

@@ -1,4 +1,5 @@
-"""Mathematical equality by math-verify. Call it only in the main thread of a process that can be killed."""
+"""Tests mathematical equality with math-verify. Call these functions only in the main thread of a process that can be
+killed."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ def check_installed() -> None:
 
 
 def load() -> None:
-    """Import math-verify before the first call, so that the import does not count towards a call's deadline."""
+    """Import math-verify in advance, so that the import does not count towards the deadline of the first call."""
     check_installed()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppresses its warning about disabled timeouts
     _parsed("1")
 
 
 def math_score(answer: str | None, reference: str | None) -> Outcome:
-    """Return 1 if the answer equals the reference as mathematics, else 0; `1/2` equals `\\frac{1}{2}`.
+    """Return 1 if answer and reference are mathematically equal, else 0. For example, `1/2` equals `\\frac{1}{2}`.
 
-    A reference that math-verify cannot read is a failure, because no answer could equal it.
+    The outcome is a failure if math-verify cannot read the reference, because then no answer could be correct.
     """
     if answer is None:
         return CallValue(0.0)
@@ -41,7 +42,8 @@ def math_score(answer: str | None, reference: str | None) -> Outcome:
     gold = _parsed(reference)
     if not gold:
         return CallFailure(FailureCause.MALFORMED, f"cannot read the reference {reference[:80]!r} as mathematics")
-    # math-verify's timeouts use signal.alarm and hide the interrupted error; the call's deadline kills the process
+    # math-verify's own timeouts use signal.alarm and hide the error that they interrupt, so they are disabled; at the
+    # call's deadline, the process is killed
     return CallValue(float(math_verify.verify(gold, _parsed(answer), timeout_seconds=None, raise_on_error=True)))
 
 

@@ -1,11 +1,13 @@
-"""The run's side of the worker processes of reward scorers. They start when first needed and are killed at a deadline.
+"""The run's side of the worker processes for reward scorers. A process starts when it is first needed and is killed
+when a call exceeds its deadline.
 
-A synchronous scorer has a worker process to itself during each call, so the scorer that hangs or crashes is known.
-Asynchronous scorers share one worker process. If that process is killed, each of its unfinished calls is made again in
-a separate process, which shows the call at fault. All code of this file runs in the thread of one event loop.
+While a synchronous scorer executes a call, no other call runs in its worker process. It is therefore known which call
+hangs or crashes. Asynchronous scorers share one worker process. If the shared process is killed, each of its unfinished
+calls is repeated in a separate process, which shows which call is at fault. All code of this file runs in the thread of
+one event loop.
 
-A process pool of a library does not do this. pebble 5.2 was measured: the whole pool breaks when an idle worker dies,
-the cause of a failed import is lost, and processes that a killed scorer had started keep running.
+Process pools of libraries were considered. Tests of pebble 5.2 showed three faults: the whole pool breaks when an idle
+worker dies, the cause of a failed import is lost, and processes that a killed scorer had started keep running.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ from baton.types import FailureCause
 Calls = tuple[Call, ...]
 Outcomes = tuple[Outcome, ...]
 KILL_S = 5.0
-"""Seconds for a supervisor process to kill its scorer and the scorer's children; then the supervisor is killed."""
+"""Seconds that a supervisor process has to kill its scorer and the scorer's children, before the supervisor itself is
+killed."""
 GRACE_S = 1.0
-"""Seconds after a call's deadline in which a shared process reports the timeout itself, before it is killed."""
+"""Seconds after a call's deadline during which a shared process may report the timeout itself; then the process is
+killed."""
 
 
 class _WorkerExited(Exception):
@@ -65,9 +69,9 @@ class WorkerPool:
         self._isolation = ""
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
-        """Make one call. Raises UserError if a worker process cannot load a scorer.
+        """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers.
 
-        spec: index in `ScorerSetup.specs`. may_share: whether other calls may run in the same process meanwhile.
+        spec: index in `ScorerSetup.specs`. may_share: whether other calls may run in the same process at the same time.
         """
         if may_share:
             worker = await self._shared_worker()
@@ -77,7 +81,8 @@ class WorkerPool:
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
-        """Start a process; return its isolation as a line for the user. Raises UserError as `ask` does."""
+        """Start a process; return a line for the user that describes its isolation. Raises UserError if the process
+        cannot load its scorers."""
         self._idle.append(await self._start_worker_process())
         return self._isolation
 
@@ -118,7 +123,8 @@ class WorkerPool:
         launch = asyncio.create_task(_ScorerProcess.launch(self._settings))
         running = [one for one in self._launches if not one.done() or (not one.exception() and one.result().is_alive)]
         self._launches = [*running, launch]
-        worker = await asyncio.shield(launch)  # asyncio may hang if the start of a process is cancelled; see close
+        # shielded because asyncio may hang if the start of a process is cancelled; `close` waits for it
+        worker = await asyncio.shield(launch)
         timeout_s = self._settings.load_timeout_s
         try:
             ready = await asyncio.wait_for(worker.set_up(self._setup), timeout_s)
@@ -167,14 +173,16 @@ class _ScorerProcess:
         return cls(process)
 
     def set_up(self, setup: ScorerSetup) -> Awaitable[ScorerReady]:
-        """Send the scorers to load. The result raises _WorkerExited if the process ends first."""
+        """Send the list of scorers to load. The returned awaitable raises _WorkerExited if the process ends before it
+        replies."""
         self._send(setup)
         return self._ready
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, timeout_s: float) -> Outcomes:
-        """Make one call. Raises _WorkerExited if the process ends, TimeoutError if no answer arrives in `timeout_s`.
+        """Make one call. Raises _WorkerExited if the process ends, and TimeoutError if no answer arrives within
+        `timeout_s`.
 
-        deadline_s: limit that the worker process applies itself, to asynchronous scorers only.
+        deadline_s: limit that the worker process itself enforces, but only for asynchronous scorers.
         """
         if not self.is_alive:
             raise _WorkerExited("has ended")
@@ -222,7 +230,7 @@ class _ScorerProcess:
             pass
         self.kill()
         code = await self.process.wait()
-        number = -code if code < 0 else code - 128  # the supervisor passes a signal on as 128 + number
+        number = -code if code < 0 else code - 128  # the supervisor reports signal n as exit code 128 + n
         is_signal = number in signal.valid_signals()
         how = f"was killed by {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"
         unanswered: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]

@@ -15,11 +15,11 @@ from baton.rewards.scorer_protocol import Call, CallFailure, Outcome
 from baton.types import FailureCause
 
 BUSY = frozenset({408, 425, 429})
-"""HTTP statuses below 500 after which a call is repeated."""
+"""HTTP status codes after which the call is repeated, in addition to all codes ≥ 500."""
 
 
 async def call_remote_scorer(session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float) -> Outcome:
-    """Make one call. Failures of the server or the connection are returned as an outcome, not raised."""
+    """Call a remote scorer once. A failure of the server or the connection is returned as an outcome, not raised."""
     prompt = call.prompt
     request = {
         "task": prompt.task,

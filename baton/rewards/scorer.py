@@ -1,8 +1,10 @@
-"""Scores responses: the reward, which is the weighted sum of the reward parts, and whether the answer is correct.
+"""Scores responses. The result has the reward, which is the weighted sum of the reward parts, and whether the answer is
+correct.
 
-Scorers that always return at once are called inline. All other scorers are called in a background thread while the run
-generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the trajectory has no
-reward: the cause is recorded, and the trajectory counts neither as a reward of zero nor as a wrong answer.
+Scorers that always return quickly are called inline. All other scorers are called in a background thread
+while the run generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the
+trajectory has no reward and the cause is recorded. The missing reward does not count as zero, and the answer does not
+count as wrong.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ if TYPE_CHECKING:
 NEEDS_SCORER = ("correct", "score")
 NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
 MAX_UNANSWERED = 32
-"""Consecutive calls without an answer (timeout, crash, unreachable) after which a scorer is tested with a call that it
-has answered before. If the scorer answers the test, the responses were the cause and the run continues."""
+"""After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested: a call
+that it has answered before is repeated. If the scorer answers the test, the responses caused the failures and the run
+continues."""
 
 Calls = tuple[Call, ...]
 Outcomes = tuple[Outcome, ...]
@@ -68,14 +71,14 @@ class _BackgroundScorer:
     """Name in messages."""
     call: Callable[[Calls], Coroutine[Any, Any, Outcomes]]
     sees_groups: bool = False
-    """True if a call contains all responses of a group; otherwise each response has a separate call."""
+    """True if each call contains all responses of a group, False if each call contains one response."""
     needs_answer: bool = False
     """True if a response without an answer scores 0 without a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _InlineScorer:
-    """A scorer that always returns at once."""
+    """A scorer that always returns quickly, so it needs no deadline."""
 
     name: str
     """Name in messages."""
@@ -87,7 +90,7 @@ _Scorer = _BackgroundScorer | _InlineScorer
 
 
 class RewardScorer:
-    """Scores responses of all tasks of a recipe. Threads and processes start with the first call that needs them."""
+    """Scores the responses to all tasks of a recipe. Threads and processes start when a call first needs them."""
 
     def __init__(
         self,
@@ -113,19 +116,20 @@ class RewardScorer:
         self._next_id = 0
         self._unanswered: dict[str, int] = {}
         self.warnings = RewardWarnings()
-        """Warnings about all rewards that were collected."""
+        """Counts all collected rewards and formulates warnings about them."""
         self._answered: dict[str, Calls] = {}
-        """The last call that each scorer answered, by the scorer's name."""
+        """Name of a scorer → the last call that the scorer answered."""
         self._last_result_s = 0.0
         self._scorers = {name: self._scorer(task) for name, task in tasks.items()}
         self._parts = {r.name: self._part(r) for r in rewards}
         self.timeout_s = self._longest_call_s()
-        """Seconds without any new reward after which a wait fails."""
+        """`collect` and `drain` raise DeadlineExceeded after this number of seconds without a new reward."""
         self.sees_groups = any(part is not None and part.sees_groups for part in self._parts.values())
         """True if the trajectories of a group must be submitted together, because a reward function compares them."""
 
     def start(self) -> str:
-        """Start a worker process if a scorer needs one; return its isolation as a line for the user, or an empty text.
+        """Start a worker process if a scorer needs one. Return a line for the user that describes its isolation, or an
+        empty string if no process was started.
 
         Raises UserError if the process cannot load a scorer.
         """
@@ -142,9 +146,11 @@ class RewardScorer:
             raise DeadlineExceeded(f"{self._names()} returned no reward within {self.timeout_s:.0f} s") from error
 
     def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
-        """Submit finished trajectories of one prompt: the whole group if `sees_groups`, otherwise each as it finishes.
+        """Submit finished trajectories of one prompt. With `sees_groups`, submit the whole group in one call; otherwise
+        submit each trajectory as soon as it finishes.
 
-        `collect` and `drain` return trajectories in any order; those submitted together are returned together.
+        `collect` and `drain` return trajectories in any order, but trajectories that were submitted in one call are
+        returned together.
         """
         if not self._waiting:
             self._last_result_s = time.monotonic()
@@ -158,9 +164,9 @@ class RewardScorer:
             pending.add_done_callback(lambda done: self._finished.put((ids, done)))
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
-        """Return the trajectories that have been scored. Waits at most `timeout_s` seconds for the first.
+        """Return the trajectories that have been scored. Wait at most `timeout_s` seconds for the first trajectory.
 
-        Raises UserError if a scorer answers no call at all, and DeadlineExceeded, which names the scorers, if no
+        Raises UserError if a scorer does not answer any call. Raises DeadlineExceeded, which names the scorers, if no
         result arrives for `self.timeout_s` seconds.
         """
         found: list[ScoredTrajectory] = []
@@ -181,7 +187,8 @@ class RewardScorer:
         return found
 
     def drain(self, check: Callable[[], None] = lambda: None) -> Iterator[ScoredTrajectory]:
-        """Yield all submitted trajectories that were not collected yet. Waits and raises as `collect`.
+        """Yield all submitted trajectories that have not been collected, waiting for their rewards. Raises the errors
+        of `collect`.
 
         check: called about once a second; an exception that it raises ends the wait.
         """
@@ -223,7 +230,8 @@ class RewardScorer:
     async def _call_all(
         self, calls: Calls, outcomes: dict[str, Outcomes], background: dict[str, _BackgroundScorer]
     ) -> list[RewardResult]:
-        once = {scorer.name: scorer for scorer in background.values()}  # `math` may be both the scorer and a part
+        # the task's scorer and a part may both be `math`
+        once = {scorer.name: scorer for scorer in background.values()}
         found = dict(zip(once, await asyncio.gather(*(self._call(s, calls) for s in once.values())), strict=True))
         return self._results(calls, outcomes | {name: found[scorer.name] for name, scorer in background.items()})
 
@@ -235,7 +243,8 @@ class RewardScorer:
         )
 
     async def _checked_call(self, scorer: _BackgroundScorer, calls: Calls) -> Outcomes:
-        """Call a scorer. After too many calls without an answer, test the scorer with a call that it can answer.
+        """Call a scorer. After MAX_UNANSWERED calls without an answer, test the scorer with a call that it has answered
+        before.
 
         Raises UserError if the scorer does not answer the test.
         """
@@ -267,7 +276,8 @@ class RewardScorer:
         ]
 
     def _result(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
-        """Combine the outcomes of one response: of the parts by name, of the task's scorer under the empty name."""
+        """Combine the outcomes for one response. outcomes: name of each reward part → its outcome; the empty name is
+        the task's scorer."""
         task_scorer, score = self._scorers[call.prompt.task], outcomes.get("")
         failure = _failure(task_scorer, score)
         parts: dict[str, float] = {}
@@ -312,7 +322,7 @@ class RewardScorer:
         return _per_response(f"the scorer of task {task.name!r}", score_here)
 
     def _part(self, reward: RewardSettings) -> _Scorer | None:
-        """Return the scorer of a part; None if the task's scorer gives its value."""
+        """Return the scorer of a reward part, or None if the part takes its value from the task's scorer."""
         match reward.kind:
             case "exact":
                 return _per_response(
@@ -384,14 +394,16 @@ class RewardScorer:
 
     def _scoring_thread(self) -> ScoringThread:
         if self._thread is None:
-            from baton.rewards.scoring_thread import ScoringThread  # imports aiohttp, which most recipes do not need
+            # imported here because it imports aiohttp, which most recipes do not need
+            from baton.rewards.scoring_thread import ScoringThread
 
             setup = ScorerSetup(tuple(self._specs), tuple(sys.path), int(self._settings.memory_gib * 2**30))
             self._thread = ScoringThread(setup, self._settings)
         return self._thread
 
     def _longest_call_s(self) -> float:
-        """Return the maximum seconds between two results, independent of the queue: a call is always running."""
+        """Return the maximum number of seconds between two results. It does not depend on the length of the queue,
+        because a call is always running."""
         deadline_s = max([self._settings.deadline_s, *(r.deadline_s or 0.0 for r in self._rewards)])
         return self._settings.load_timeout_s + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
 
@@ -411,14 +423,14 @@ class RewardScorer:
 
 
 def require_judged(groups: Sequence[Group], what: str) -> None:
-    """Raise UserError with the first cause if no trajectory has a reward: then a scorer does not work."""
+    """Raise UserError with the first cause if no trajectory has a reward, which means that a scorer does not work."""
     failures = [member.judgement.failure for group in groups for member in group.members]
     if failures and all(failure is not None for failure in failures):
         raise UserError(f"none of the {len(failures)} trajectories of {what} could be scored: {failures[0]}")
 
 
 def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the number of trajectories without a reward, in total and by cause."""
+    """Return metrics: the number of trajectories without a reward, in total and by cause."""
     causes = [m.judgement.cause for g in groups for m in g.members if not m.judgement.is_judged]
     counts = Counter(cause for cause in causes if cause is not None)
     return {"judge/failed": float(len(causes)), **{f"judge/{cause}": float(n) for cause, n in sorted(counts.items())}}
@@ -430,7 +442,8 @@ def _per_response(name: str, score: Callable[[Call], Outcome]) -> _InlineScorer:
 
 
 def _is_answered(outcomes: Outcomes) -> bool:
-    """Return whether a scorer answered: with a value, an exception or an invalid value, not by a timeout or crash."""
+    """Return whether a scorer answered. A value, an invalid value and an exception are answers; a timeout and a crash
+    are not."""
     answered = (FailureCause.RAISED, FailureCause.MALFORMED)
     return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 

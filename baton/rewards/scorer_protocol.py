@@ -34,14 +34,14 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class CallValue(msgspec.Struct, frozen=True, tag="Value"):
-    """The value that a scorer returned."""
+    """Outcome of a call: the value that the scorer returned."""
 
     value: float | None
-    """Finite value; None if the scorer does not apply to the response (TRL's convention only)."""
+    """Finite value. With TRL's calling convention, None means that the scorer does not apply to the response."""
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag="Failed"):
-    """The reason why a scorer returned no value."""
+    """Outcome of a call: the reason why the scorer returned no value."""
 
     cause: FailureCause
     detail: str
@@ -90,8 +90,9 @@ Spec = FunctionSpec | ScorerSpec | MathSpec
 Score = Callable[[Call], Outcome]
 """Function that scores one response. An exception counts as a failure of the scorer."""
 Scorer = Spec | Literal["inline"] | None
-"""How the answers of a task are scored. `inline`: `score` is called in the run's process. A spec: a worker process
-scores, because the scorer may hang for some answers. None: the task has no scorer, and only reward functions score."""
+"""How the answers of a task are scored. `inline`: the run's process calls `ScoredTask.score`. A spec: a worker process
+loads and calls the scorer, because the scorer may hang for some answers. None: the task has no scorer, and only reward
+functions score."""
 
 
 class ScoredTask(Protocol):
@@ -106,7 +107,8 @@ class ScoredTask(Protocol):
         """How answers are scored: inline, in a worker process, or not at all."""
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return metadata that make `score` faster in another process; `metadata` itself is always allowed."""
+        """Return the metadata to send to a worker process, with additional values if these make `score` faster
+        there."""
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Return the score of an extracted answer in 0..1. 1 is correct; a lower score is partial credit."""
@@ -119,7 +121,7 @@ class ScorerSetup(msgspec.Struct, frozen=True, tag="Setup"):
     sys_path: tuple[str, ...]
     """The run's `sys.path`, so that the worker process imports the same modules."""
     memory_bytes: int
-    """Maximum memory that the process may allocate; 0 sets no limit."""
+    """Maximum memory that the worker process may allocate; 0 sets no limit."""
 
 
 class ScorerReady(msgspec.Struct, frozen=True, tag="Ready"):
@@ -128,11 +130,11 @@ class ScorerReady(msgspec.Struct, frozen=True, tag="Ready"):
     error: str | None = None
     """Reason why a scorer could not be loaded; None if all are loaded."""
     isolation: str = ""
-    """Isolation of the process, as a line for the user."""
+    """Line for the user that describes the isolation of the process."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, tag="Ask"):
-    """One call of a scorer: with one response, or with all responses of a group."""
+    """One call of a scorer, with one response or with all responses of a group."""
 
     call_id: int
     spec: int
@@ -154,6 +156,6 @@ HEADER_BYTES = 4
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return the encoded message after its length in bytes."""
+    """Return a frame: the length of the encoded message in bytes, then the encoded message."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(HEADER_BYTES, "big") + body

@@ -1,4 +1,4 @@
-"""The thread whose event loop waits for reward scorers while the run generates. It starts with the first call.
+"""The thread whose event loop waits for reward scorers while the run generates. The first call starts the thread.
 
 | thread  | consumes              | produces | waits for              | unblocked by                    |
 |---------|-----------------------|----------|------------------------|---------------------------------|
@@ -28,7 +28,8 @@ from baton.types import FailureCause
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
-"""The pause before a further attempt is random, at most 0.2 s, 0.4 s, …, 5 s."""
+"""Maximum pause before a repeated call. Pauses are random; their upper limit doubles from 0.2 s for the first
+repetition to this value."""
 CLOSE_TIMEOUT_S = 10.0
 
 Result = TypeVar("Result")
@@ -38,7 +39,7 @@ class ScoringThread:
     """Makes calls of reward scorers in its own thread. Its coroutines must run in its loop; see `run`."""
 
     def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
-        """Start the thread. Worker processes and connections start with the first call that needs them."""
+        """Start the thread. Worker processes and connections start when a call first needs them."""
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._pool = WorkerPool(setup, settings)
@@ -53,20 +54,20 @@ class ScoringThread:
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
-        """Make a call in a worker process, and again if the process crashes.
+        """Make a call in a worker process, and repeat the call if the process crashes.
 
-        spec: index in `ScorerSetup.specs`. concurrency: maximum calls of this scorer in the shared process; 0 runs
-        each call in a process without other calls.
+        spec: index in `ScorerSetup.specs`. concurrency: maximum number of concurrent calls of this scorer in the shared
+        process; 0: no other call runs in the process at the same time.
         """
         call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)
         return await self._retried(call, FailureCause.CRASHED, f"spec {spec}", concurrency)
 
     async def call_remote(self, url: str, call: Call, deadline_s: float, *, concurrency: int) -> Outcomes:
-        """Call a remote scorer, and again if it cannot be reached."""
+        """Call a remote scorer, and repeat the call if the scorer cannot be reached."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-            )  # `concurrency` and `deadline_s` of each [[reward]] are the limits
+            )  # aiohttp's own limits are off, because `concurrency` and `deadline_s` of each [[reward]] are the limits
         session = self._session
 
         async def post() -> Outcomes:
@@ -75,7 +76,7 @@ class ScoringThread:
         return await self._retried(post, FailureCause.UNREACHABLE, url, concurrency)
 
     async def start_worker(self) -> str:
-        """Start a worker process; return its isolation as a line for the user."""
+        """Start a worker process; return a line for the user that describes its isolation."""
         return await self._pool.start()
 
     def close(self) -> None:
@@ -111,7 +112,7 @@ class ScoringThread:
     async def _retried(
         self, call: Callable[[], Awaitable[Outcomes]], cause: FailureCause, key: str, concurrency: int
     ) -> Outcomes:
-        """Make a call, and repeat it if it fails with `cause`.
+        """Make a call, and repeat the call if it fails with `cause`.
 
         concurrency: maximum concurrent calls with the same `key`; 0 sets no limit.
         """

@@ -11,27 +11,28 @@ from baton.settings import Settings
 
 
 class RewardSettings(Settings):
-    """[[reward]] one part of the reward; the reward is the weighted sum of the parts."""
+    """[[reward]] One part of the reward. The reward is the weighted sum of the parts."""
 
     kind: Literal["correct", "score", "exact", "format", "math", "function", "http"]
-    """correct: 1 for a full score of the task's scorer, else 0. score: the scorer's value with its partial credit.
-    exact: 1 when the answer equals the reference as text. format: 1 when the answer format is met. math: 1 when the
-    answer equals the reference by math-verify. function: your own function. http: a scorer behind a URL."""
+    """Value of the part. correct: 1 if the task's scorer returns 1, else 0. score: the value of the task's scorer,
+    which may be partial credit. exact: 1 if the answer equals the reference as text. format: 1 if the response follows
+    the answer format. math: 1 if math-verify finds answer and reference equal. function: the value of your function.
+    http: the value of a scorer behind a URL."""
     name: str = ""
-    """Name in metrics; the default is the kind, or the name of the function."""
+    """Name of the part in metrics; the default is `kind`, or for kind = "function" the name of the function."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of this part in the sum."""
     function: str | None = None
     """`module:name` or `file.py:name`, for kind = "function"."""
     signature: Signature | None = None
-    """Calling convention of the function; the default is detected from its name and parameters."""
+    """Calling convention of the function. By default, it is detected from the function's name and parameters."""
     isolate: bool = True
-    """True to run the function in a worker process that can be killed. False runs it in the controller process without
-    a deadline: only for functions that always return."""
+    """True: run the function in a worker process that can be killed. False: run the function in the controller process
+    without a deadline; use this only for functions that always return."""
     url: str | None = None
-    """URL to POST to, for kind = "http"."""
+    """URL that receives a POST request for each response, for kind = "http"."""
     deadline_s: float | None = Field(default=None, gt=0)
-    """Maximum seconds of one call; the default is judge.deadline_s."""
+    """Maximum duration of one call in seconds; the default is judge.deadline_s."""
     concurrency: int = Field(default=32, ge=1)
     """Maximum concurrent calls of an async function or a remote scorer."""
 
@@ -58,19 +59,22 @@ class RewardSettings(Settings):
 
 
 class JudgeSettings(Settings):
-    """[judge] calls of reward scorers. Worker processes start when the first call needs one."""
+    """[judge] Calls of reward scorers. Worker processes start when a call first needs one."""
 
     workers: int = Field(default=2, ge=1)
-    """Worker processes for scorers that may hang or crash; each makes one call at a time."""
+    """Number of worker processes for scorers that may hang or crash. Each process executes one call at a time."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Maximum seconds of one call, unless its [[reward]] sets its own; a call that exceeds it is killed."""
+    """Maximum duration of one call in seconds; `deadline_s` of a [[reward]] overrides it. A process whose call takes
+    longer is killed."""
     retries: int = Field(default=2, ge=0)
-    """Further attempts, with growing pauses, after a crash or when a remote scorer is unreachable."""
+    """Maximum number of times that a call is repeated, with growing pauses, after a crash or if a remote scorer is
+    unreachable."""
     load_timeout_s: float = Field(default=120.0, gt=0)
-    """Maximum seconds for a worker process to start and import its scorers."""
+    """Maximum number of seconds in which a worker process must start and import its scorers."""
     network: bool = False
-    """True to allow worker processes the network, for example to call a model behind a URL."""
+    """True: worker processes may use the network, for example to call a model behind a URL."""
     env: tuple[str, ...] = ()
-    """Environment variables passed to worker processes besides PATH, HOME and similar names, such as an API key."""
+    """Names of environment variables, for example of an API key, that worker processes get in addition to PATH, HOME
+    and similar variables."""
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one worker process may allocate; 0 sets no limit."""

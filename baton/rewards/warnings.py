@@ -1,7 +1,7 @@
 """Warnings about rewards: responses without a reward, and groups in which all rewards are equal.
 
-The functions return text; the caller prints it. A kind of failure is explained the first time; later warnings only
-count it.
+The functions return the text of a warning, which the caller prints. The first warning about a kind of failure explains
+it; later warnings only give its count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from baton.types import FailureCause, FinishReason, Group, RewardResult
 MAX_EXPLAINED = 10
 """Maximum number of kinds of failure that are explained; further kinds are only counted."""
 EQUAL_STEPS = 3
-"""Number of consecutive steps with equal rewards before the first warning; doubled after each warning."""
+"""Number of consecutive steps with equal rewards that cause the first warning. The number doubles after each
+warning."""
 
 
 class RewardWarnings:
@@ -31,7 +32,7 @@ class RewardWarnings:
         self._next_warning = EQUAL_STEPS
 
     def count(self, result: RewardResult) -> None:
-        """Count a reward or failure, also of a trajectory that will be in no batch."""
+        """Count a reward or failure, even if no batch will contain the trajectory."""
         self._total += 1
         if result.failure is None:
             return
@@ -42,7 +43,8 @@ class RewardWarnings:
             self._new.append(result.failure)
 
     def take(self, when: str) -> list[str]:
-        """Return a warning about failures since the last call and reset the counts; empty if there was no failure."""
+        """Return a warning about the failures since the last call, or an empty list if nothing failed; reset the
+        counts."""
         total, failed, new = self._total, self._failed, self._new
         self._total, self._failed, self._new = 0, Counter(), []
         if not failed:
@@ -54,7 +56,7 @@ class RewardWarnings:
         ]
 
     def stepped(self, step: int, groups: Sequence[Group]) -> list[str]:
-        """Return a warning if in each of the last steps all responses of every group had the same reward."""
+        """Return a warning if, in each of the last steps, every group had equal rewards; otherwise an empty list."""
         self._equal_steps = self._equal_steps + 1 if have_equal_rewards(groups) else 0
         if not self._equal_steps:
             self._next_warning = EQUAL_STEPS
@@ -72,7 +74,7 @@ def by_cause(failed: Mapping[Any, float]) -> str:
 def have_equal_rewards(groups: Sequence[Group]) -> bool:
     """Return whether all scored members of each group have the same reward.
 
-    Groups of one member are compared with each other.
+    If groups have only one member, the rewards of different groups are compared instead.
     """
     rewards = [[m.judgement.reward for m in g.members if m.judgement.is_judged] for g in groups]
     if all(len(g.members) == 1 for g in groups):
@@ -82,7 +84,8 @@ def have_equal_rewards(groups: Sequence[Group]) -> bool:
 
 
 def nothing_to_learn(steps: int, groups: Sequence[Group]) -> str:
-    """Return a sentence about equal rewards for this number of steps, with the likely reason from the last groups."""
+    """Return a sentence that rewards have been equal for this number of steps, and the likely reason, found in the last
+    groups."""
     members = [m for g in groups for m in g.members if m.judgement.is_judged]
     rewards = {m.judgement.reward for m in members}
     value = f"{rewards.pop():g} everywhere" if len(rewards) == 1 else "it differs only between groups"

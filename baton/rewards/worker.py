@@ -1,4 +1,4 @@
-"""A worker process that executes scorer calls of a run and can be killed at any time: `python -m baton.rewards.worker`.
+"""The worker process `python -m baton.rewards.worker`: executes scorer calls of a run and can be killed at any time.
 
 The process and its children end when the run ends, even if a scorer hangs (`isolation.py`). Ctrl-C in the terminal
 reaches only the run. Calls execute in a temporary directory that is deleted with the process; modules are imported from
@@ -49,7 +49,7 @@ def main() -> None:
     os.dup2(2, 1)  # output of a reward function must not mix with the messages
     sys.stdout = os.fdopen(
         1, "w", buffering=1
-    )  # line by line, because this process may be killed before it fills a block
+    )  # line buffering, because this process may be killed before it fills a larger buffer
     setup = _receive(inbox, ScorerSetup)
     if setup is None:
         return
@@ -62,7 +62,7 @@ def main() -> None:
         except BaseException as error:  # noqa: BLE001 - reported to the run, whatever the import raises
             _send(outbox, ScorerReady(f"{spec} cannot be loaded in a worker process: {describe_error(error)}"))
             return
-    os.chdir(isolation.scratch)  # after the imports, which are relative to the run's directory
+    os.chdir(isolation.scratch)  # only after the imports, whose paths are relative to the run's directory
     os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
     _send(outbox, ScorerReady(isolation=isolation.description))
     asyncio.run(_serve(scorers, inbox, outbox))
@@ -86,7 +86,8 @@ async def _serve(scorers: list[LoadedScorer], inbox: Connection, outbox: Connect
 
 
 async def _answer(scorer: LoadedScorer, request: ScoreRequest, outbox: Connection) -> None:
-    limit = asyncio.timeout(request.deadline_s)  # asynchronous scorers only; the run kills a synchronous one
+    # applies to asynchronous scorers only; the run kills the process of a synchronous scorer
+    limit = asyncio.timeout(request.deadline_s)
     try:
         async with limit:
             outcomes = await scorer(request.calls)

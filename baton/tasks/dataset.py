@@ -1,4 +1,4 @@
-"""Problems from the rows of a user's file, and demonstrations from a file for the warm start."""
+"""Reads problems, and demonstrations for the warm start, from a user's file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 class FileTask:
-    """A task whose problems are the rows of a file. Draws visit all rows, in a new random order in each epoch."""
+    """A task whose problems are the rows of a file. Each epoch visits every row once, in a new random order."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class FileTask:
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Return 1 if the answer equals the reference, as a number or as text without outer blanks; otherwise 0."""
+        """Return 1 if answer and reference are equal as numbers, or as text without outer blanks; otherwise 0."""
         if answer is None or reference is None:
             return 0.0
         return float(answer.strip() == reference.strip() or _same_number(answer, reference))
@@ -113,7 +113,8 @@ class FileTask:
 
 
 def read_demonstrations(path: str, seed: int) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """Yield (prompt messages, response) of rows with `prompt` and `completion` without end, shuffled in each epoch.
+    """Yield (prompt messages, response) of each row with `prompt` and `completion`. The iterator never ends: it repeats
+    the rows, shuffled again in each epoch.
 
     Raises UserError that names the file and the line or row.
     """
@@ -145,7 +146,7 @@ def _shown(value: Any) -> str:
 def _same_number(answer: str, reference: str) -> bool:
     try:
         return _number(answer) == _number(reference)
-    except ArithmeticError:  # raised by Decimal for a text that is not a number
+    except ArithmeticError:  # Decimal raises this error for a text that is not a number
         return False
 
 

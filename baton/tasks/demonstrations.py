@@ -1,8 +1,8 @@
-"""Generated demonstrations for a supervised warm start: arithmetic answered step by step, or without steps.
+"""Generates demonstrations for a supervised warm start: answers to arithmetic prompts, with or without steps.
 
-A pretrained model starts RL with several styles of answering, some better than others. The demonstrations give a model
-trained from scratch the same: it reasons first, in one of two styles, or answers without reasoning, and each style is
-sometimes wrong. RL then learns which style earns more reward.
+A pretrained model starts RL with several styles of answering, some better than others. The demonstrations teach a model
+with random weights three styles: two that reason before the answer, and one that does not reason. Some demonstrations
+of each style have a wrong answer. RL then learns which style earns more reward.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult:
 
 
 class DemonstrationSettings(Settings):
-    """[demonstrations] the generated answers of a warm start."""
+    """[demonstrations] Generated answers for a warm start."""
 
     direct_share: float = Field(default=0.6, ge=0, le=1)
-    """Share of demonstrations that answer without steps (direct)."""
+    """Share of direct demonstrations, which answer without steps."""
     direct_wrong_share: float = Field(default=0.9, ge=0, le=1)
     """Share of direct demonstrations whose answer is wrong by 1 to 9."""
     slip_share: float = Field(default=0.08, ge=0, le=1)
@@ -35,7 +35,7 @@ class DemonstrationSettings(Settings):
 
 
 def demonstrations(stream: PromptStream, settings: DemonstrationSettings, seed: int) -> Iterator[tuple[Prompt, str]]:
-    """Yield training prompts, each with a response, without end. Supports only arithmetic prompts."""
+    """Yield (training prompt, response) without end. Supports only arithmetic prompts."""
     dice = random.Random(f"demonstrations:{seed}")
     while True:
         for prompt in stream.take(256):
@@ -43,7 +43,7 @@ def demonstrations(stream: PromptStream, settings: DemonstrationSettings, seed: 
 
 
 def demonstrate(expression: str, settings: DemonstrationSettings, dice: random.Random) -> str:
-    """Return one response to a compact arithmetic prompt such as `4-1+3`. Raises UserError for anything else."""
+    """Return one response to a compact arithmetic prompt such as `4-1+3`. Raises UserError for any other prompt."""
     try:
         tree = ast.parse(expression, mode="eval").body
         slip_free = _Working(None)
@@ -69,7 +69,7 @@ def demonstrate(expression: str, settings: DemonstrationSettings, dice: random.R
 
 
 class _Working:
-    """Evaluates a tree in the order a person would write the steps, one line per operation."""
+    """Evaluates a syntax tree in the order in which a person would write the steps, one line per operation."""
 
     def __init__(self, slip_at: int | None, slip: int = 0) -> None:
         self.lines: list[str] = []
@@ -163,4 +163,5 @@ def _apply(symbol: str, left: int, right: int) -> int:
         case "*":
             return left * right
         case _:
-            return left // right if right else 0  # as reasoning-gym; an injected error can make the divisor 0
+            # rounds down like reasoning-gym; an injected error can make the divisor 0
+            return left // right if right else 0

@@ -24,12 +24,13 @@ SHIPPED = {
     "calculator": "baton.environments.calculator:Calculator",
     "code": "baton.environments.code:CodeTask",
 }
-"""Short names of the environments that ship. They are reset in the run's own process."""
+"""Short name → import path of each environment that ships with Baton. These environments are reset in the run's own
+process."""
 POLL_S = 60.0
 
 
 def environment_spec(name: str, environment: str | type, args: Mapping[str, Any], **fields: Any) -> EnvironmentSpec:
-    """Return the spec of an environment that is named by a short name, an import path or its class."""
+    """Return the spec of an environment, given by a short name, an import path or a class."""
     if isinstance(environment, str):
         path = SHIPPED.get(environment, environment)
     else:
@@ -43,14 +44,16 @@ def environment_spec(name: str, environment: str | type, args: Mapping[str, Any]
 
 
 class EnvironmentTask:
-    """A source of episodes. Draw `i` of a stream resets the environment with a seed derived from both."""
+    """A source of episodes. Draw `i` of a stream resets the environment with a seed derived from `i` and the stream's
+    seed."""
 
     scorer: Scorer = None
 
     def __init__(
         self, spec: EnvironmentSpec, settings: EnvironmentSettings, rows: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """`rows`: a dataset; each draw passes one of them to `reset`, and all of them are drawn before any repeats.
+        """`rows`: rows of a dataset. Each draw passes one row to `reset`; no row repeats before every row has been
+        drawn.
 
         Raises UserError if the environment does not load.
         """
@@ -76,15 +79,15 @@ class EnvironmentTask:
         return Problem(question, first.canonical, None, metadata, (Message("user", question),))
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the metadata unchanged: no scorer reads them."""
+        """Return the metadata unchanged, because no scorer reads them."""
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Not called: the rewards come from the environment's observations."""
+        """Never called, because rewards come with the environment's observations."""
         raise AssertionError("an environment gives its own rewards")
 
     def close(self) -> None:
-        """End the process that resets environments, if there is one."""
+        """End the process that resets environments, if it was started."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -99,7 +102,8 @@ class EnvironmentTask:
                 settings = self._settings.model_copy(update={"processes": 1})
                 self._pool = EnvironmentPool({self.name: self.spec}, settings)
             self._pool.submit(request)
-            while not (found := self._pool.collect(POLL_S)):  # ends: the pool has a deadline for each call
+            # the loop ends, because the pool has a deadline for each call
+            while not (found := self._pool.collect(POLL_S)):
                 pass
             self._pool.discard(request.key)
             return found[0]

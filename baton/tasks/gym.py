@@ -1,7 +1,7 @@
-"""Procedurally generated tasks with verifiers, from reasoning-gym.
+"""Tasks from reasoning-gym, which generates problems and verifies answers.
 
-reasoning-gym derives item i of seed s from s + i, so item i of seed 3 is item i + 2 of seed 1. Streams therefore use
-48-bit hashes as seeds, and the train/held-out split does not depend on seeds (see `Problem.is_held_out`).
+reasoning-gym derives item i of seed s from s + i, so item i of seed 3 is item i + 2 of seed 1. To avoid such overlaps,
+streams use 48-bit hashes as seeds. The train/held-out split does not depend on seeds (see `Problem.is_held_out`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ BLOCK = 500
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({"chain_sum", "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
-"""Tasks whose own scorer compares numbers or sets of words, within microseconds for any answer.
+"""Tasks with a scorer of their own that takes microseconds for any answer, because it compares numbers or sets of
+words.
 
-The scorer that many tasks inherit is as fast. All other scorers run in worker processes, which can be killed.
+The default scorer, which many tasks inherit, is as fast. All other scorers run in worker processes, which can be
+killed.
 """
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
-"""The task that needs a compiled module, by module name. reasoning-gym imports these modules at start."""
+"""Compiled module → the task that needs it. reasoning-gym imports these modules when it is imported itself."""
 
 
 class GymTask:
@@ -86,15 +88,18 @@ class GymTask:
         )
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Add the entry to the metadata, because generating it again can take longer than scoring.
+        """Add the problem's reasoning-gym entry to the metadata, because generating the entry again can take longer
+        than scoring.
 
-        The entry is a Python literal, which unlike JSON keeps tuples. An entry without a literal is generated again.
+        The entry is stored as a Python literal, which keeps tuples; JSON would not. An entry that has no literal is
+        left out, and `score` generates it again.
         """
         entry = self._literal(metadata["gym_seed"], metadata["gym_index"])
         return metadata if entry is None else {**metadata, "entry": entry}
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Score with reasoning-gym's verifier. Without an entry in the metadata, generate it from its seed and index.
+        """Score an answer with reasoning-gym's verifier. If the metadata have no entry, generate the entry from seed
+        and index.
 
         An answer that must not be passed to the verifier (`gym_answer_filter.py`) scores 0.
         """
@@ -137,7 +142,7 @@ class GymTask:
 
 
 def gym_scorer(task: str, gym_name: str, params: dict[str, Any]) -> Score:
-    """Return the scorer of a task. Called in a worker process, by the import path in a `ScorerSpec`."""
+    """Return the scorer of a task. A worker process calls this function by the import path in a `ScorerSpec`."""
     gym_task = GymTask(task, gym_name, params, is_compact=False)
     return lambda call: number(gym_task.score(call.answer, call.prompt.answer, call.prompt.metadata))
 
@@ -150,7 +155,7 @@ def gym_tasks() -> list[str]:
 
 
 class ListedTask(msgspec.Struct, frozen=True):
-    """A reasoning-gym task with an example."""
+    """A reasoning-gym task with an example problem."""
 
     name: str
     question: str
@@ -162,7 +167,8 @@ class ListedTask(msgspec.Struct, frozen=True):
 
 
 def list_tasks(name: str | None = None) -> list[ListedTask]:
-    """Return one task or all tasks, with examples. If a module is missing, the error replaces the example."""
+    """Return the task `name`, or all tasks, with examples. If a task needs a module that is missing, the error replaces
+    its example."""
     return [_describe(each) for each in ([name] if name else gym_tasks())]
 
 
@@ -198,7 +204,7 @@ def _import_gym() -> Any:
     try:
         return importlib.import_module("reasoning_gym")
     finally:
-        for name in stubs:  # reasoning-gym's modules keep their reference; other code must not import the stub
+        for name in stubs:  # reasoning-gym's modules have imported the stub already; other code must not import it
             del sys.modules[name]
 
 

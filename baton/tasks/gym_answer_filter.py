@@ -1,8 +1,9 @@
 """Filters answers for the reasoning-gym scorers that evaluate an answer as Python.
 
 Some scorers pass the answer to `eval`, or to sympy's `parse_expr`, which calls `eval`. An answer such as
-`__import__('os').system(…)` would then run, and `9**9**9**9` would not return. The policy writes the answer, so the
-filter admits only the plain form that the task asks for. Every other answer scores 0.
+`__import__('os').system(…)` would then be executed, and the evaluation of `9**9**9**9` would not return. Answers are
+untrusted, because the policy writes them. The filter therefore admits only the plain form that the task asks for. Every
+other answer scores 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _NUMBER = re.compile(r"[-+]?[\d\s.,/]*([eE][-+]?\d{1,2})?\s*%?")
 _ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[\d\s+\-*/.()]*", re.DOTALL)
 _LITERAL = re.compile(r"[\w\s,'\"\[\]-]*")
 _FORMULA = re.compile(
-    r"(?!.*[\d.]\s*\*\s*\*)"  # a power of a number: 9**9**9
+    r"(?!.*[\d.]\s*\*\s*\*)"  # refuses a power of a number: 9**9**9
     r"([\d\s+\-*/.()=]|(?<![A-Za-z.\d])(sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|exp|log|sqrt|pi|[A-Za-z])(?![A-Za-z]))*",
     re.DOTALL,
 )
@@ -29,9 +30,9 @@ _PLAIN: dict[str, re.Pattern[str]] = {
     "spiral_matrix": _LITERAL,
     "string_insertion": _LITERAL,
 }
-"""Pattern of the admitted answers, by reasoning-gym task whose scorer evaluates the answer."""
+"""reasoning-gym task whose scorer evaluates the answer → pattern of the admitted answers."""
 _MAX_CHARACTERS = 2_000
-"""Maximum length of an answer that is evaluated; deep nesting takes time and stack."""
+"""Maximum length of an answer. Longer answers could be nested so deeply that the evaluation exhausts time or stack."""
 
 
 def may_be_scored(gym_name: str, answer: str) -> bool:

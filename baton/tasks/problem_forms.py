@@ -13,7 +13,8 @@ from typing import Any
 Entry = dict[str, Any]
 
 MAX_RENUMBERED = 6
-"""Maximum number of people for which all numberings are tried; among larger puzzles, equal ones are very unlikely."""
+"""Maximum number of people in a puzzle for which all numberings are tried. Two equal puzzles with more people are very
+unlikely."""
 
 
 def canonical_problem(gym_name: str, entry: Entry) -> str:
@@ -55,7 +56,7 @@ def _knights_knaves(entry: Entry) -> str:
 
 
 def _without_order(statements: Sequence[Any]) -> str:
-    """Return the statements as text, under the numbering of the people whose text sorts first.
+    """Number the people in every possible way, and return the text of the statements that sorts first.
 
     Two puzzles that differ only in the order of the people therefore have the same text.
     """
@@ -84,4 +85,4 @@ COMPACT_FORMS: dict[str, Callable[[Entry], str]] = {
     "countdown": _countdown,
     "knights_knaves": _knights_knaves,
 }
-"""Function that returns the question in as few tokens as possible, by reasoning-gym task."""
+"""reasoning-gym task → function that returns the question in as few tokens as possible."""

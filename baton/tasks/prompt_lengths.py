@@ -1,7 +1,7 @@
-"""Measures the prompts of a recipe's tasks before generation starts; prompts that are too long are skipped.
+"""Measures the prompts of a recipe's tasks before generation starts, so that the run skips prompts that are too long.
 
-Of a file, the rows that may be too long are tokenised, longest first; of a generated task, a sample. A prompt that this
-check misses is skipped when it is drawn.
+For a file, it tokenises the rows that may be too long, longest first. For a generated task, it tokenises a sample. A
+long prompt that this check misses is skipped when it is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAMPLE = 64
 MAX_MEASURED = 20_000
 """Maximum number of rows of a file that are tokenised."""
 SHORT_IN_A_ROW = 256
-"""Number of consecutive prompts below half of the limit after which the shorter rows are assumed to fit."""
+"""After this number of consecutive prompts below half of the limit, the remaining (shorter) rows are assumed to fit."""
 
 
 class PromptLengths(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class PromptLengths(msgspec.Struct, frozen=True):
     longest_tokens: int
     """Number of tokens of the longest measured prompt."""
     max_tokens: int
-    """Maximum number of prompt tokens that leaves room for a response."""
+    """Maximum number of tokens of a prompt, so that there is room for a response."""
     too_long: int
     """Number of measured prompts with more than `max_tokens`, including held-out prompts."""
 
@@ -61,7 +61,7 @@ def measure(
     seed: int,
     on_measured: Callable[[int], None] = lambda count: None,
 ) -> list[PromptLengths]:
-    """Make the mixture skip prompts that are too long; return the measured lengths of each task.
+    """Configure the mixture to skip prompts that are too long; return the measured lengths of each task.
 
     on_measured: called with the number of prompts measured since the last call. Raises UserError if a task with
     `too_long = "refuse"` has a prompt that is too long.
@@ -94,7 +94,8 @@ def _lengths(
     num_tokens: Callable[[Sequence[Message]], int],
     max_tokens: int,
 ) -> Iterator[int]:
-    """Yield the lengths in tokens of prompts, longest first by characters, until the rest is assumed to fit."""
+    """Yield the number of tokens of each prompt, sorted by characters (longest first), until the other prompts are
+    assumed to fit."""
     prompts = [mixture.prompt(name, problem).messages for problem in problems]
     prompts.sort(key=lambda messages: -sum(len(m.content) for m in messages))
     short = 0

@@ -18,8 +18,8 @@ def read_rows(what: str, path: str, split: str = "train") -> list[tuple[str, Row
     """Return (location, row) of every row. A location is `path, line 3` or `path, row 3`, counted from 1.
 
     path: a JSONL file, a parquet file, or a directory written by `save_to_disk` of Hugging Face datasets. Values are
-    plain JSON values. Raises UserError, which begins with `what`, if the path cannot be read or has no rows, if a line
-    is not a JSON object, or if the split or a package is missing.
+    plain JSON values. Raises UserError if the path cannot be read or has no rows, if a line is not a JSON object, or if
+    the split or a package is missing. The error message begins with `what`.
     """
     source = Path(path)
     if source.is_dir():
@@ -36,7 +36,7 @@ def read_rows(what: str, path: str, split: str = "train") -> list[tuple[str, Row
 
 
 def _json_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
-    # split bytes at newlines only: a JSON text may contain other line separators, at which splitlines would split
+    # str.splitlines would also split at other line separators, which a JSON text may contain
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if line.strip():
             where = f"{file}, line {number}"

@@ -19,49 +19,52 @@ from baton.tasks.task import HELD_OUT_PERCENT, Problem, Task
 from baton.types import Message, Prompt
 
 MAX_MISSES = 2_000
-"""Consecutive draws without a usable problem after which a task is exhausted."""
+"""A task counts as exhausted after this number of consecutive draws without a usable problem."""
 
 
 class TaskSettings(Settings):
-    """[[task]] one source of problems."""
+    """[[task]] One source of problems."""
 
     name: str
-    """Name in metrics and reports; also the reasoning-gym task unless `gym` or `path` says otherwise."""
+    """Name in metrics and reports. Without `gym`, `path` and `environment`, it is also the reasoning-gym task."""
     gym: str | None = None
     """reasoning-gym task; the default is `name`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the reasoning-gym task."""
     path: str | None = None
-    """Rows with a prompt and a reference answer, instead of a reasoning-gym task: a JSONL or parquet file, or a
-    directory written by save_to_disk of Hugging Face datasets."""
+    """Dataset to use instead of a reasoning-gym task: a JSONL or parquet file, or a directory written by save_to_disk
+    of Hugging Face datasets. Each row has a prompt and a reference answer."""
     split: str = "train"
-    """Split to read if the directory has several."""
+    """Split to read, if `path` is a directory with several splits."""
     prompt_column: str = "prompt"
     """Column of `path` with the prompt, as text or as messages; a dot selects a nested column."""
     answer_column: str | None = None
-    """Column of `path` with the reference answer; the default is the first usual name, such as `answer`, in a row."""
+    """Column of `path` with the reference answer. By default, the row's first column with a usual name such as
+    `answer`."""
     answer_after: str | None = None
-    """The reference answer is the text after this mark in its column, such as "####" in GSM8K."""
+    """Mark in the answer column, such as "####" in GSM8K: the reference answer is the text after the mark."""
     scorer: Literal["number", "math", "none"] = "number"
-    """Scorer of `path`. number: equal as text or as a number. math: equal by math-verify. none: rows need no reference
-    answer, and only reward functions score."""
+    """How answers are scored if the task has a `path`. number: 1 if the answer equals the reference as text or as a
+    number. math: 1 if math-verify finds them equal. none: only reward functions score, and rows need no reference
+    answer."""
     environment: str | None = None
-    """Environment of a multi-turn task: a shipped one such as "sokoban", or `module:Class` or `file.py:Class`. `params`
-    are the arguments of the class."""
+    """Environment of a multi-turn task: the name of a shipped environment such as "sokoban", or `module:Class`, or
+    `file.py:Class`. `params` are the arguments of the class."""
     max_turns: int = Field(default=10, ge=1)
-    """Maximum number of turns of an episode. For multi-turn tasks."""
+    """For multi-turn tasks: maximum number of turns of an episode."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of a turn. The default is rollout.max_new_tokens, which limits the whole episode. For
-    multi-turn tasks."""
+    """For multi-turn tasks: maximum number of tokens that the policy generates in one turn. The default is
+    rollout.max_new_tokens, which also limits the whole episode."""
     max_observation_tokens: int = Field(default=1024, ge=1)
-    """Maximum number of tokens of an observation; the rest is cut. For multi-turn tasks."""
+    """For multi-turn tasks: maximum number of tokens of an observation; longer observations are truncated."""
     discount: float = Field(default=1.0, ge=0, le=1)
-    """Factor per turn of later rewards; the episode's reward is the discounted sum. For multi-turn tasks."""
+    """For multi-turn tasks: discount factor γ per turn. The episode's reward is Σ γ^t r_t over its turns t = 0, 1, …"""
     form: Literal["original", "compact"] = "original"
-    """Wording of the problem: reasoning-gym's own, or a compact one for small models."""
+    """Wording of the problem. original: the wording of reasoning-gym. compact: few tokens, for small models."""
     too_long: Literal["filter", "refuse"] = "filter"
-    """Prompts that leave no room for a response within engine.max_context_tokens. filter: skip and count them. refuse:
-    do not start if any is found; one found only when it is drawn during the run is skipped."""
+    """Treatment of prompts that leave no room for a response within engine.max_context_tokens. filter: skip and count
+    these prompts. refuse: refuse to start the run if the check at the start finds such a prompt; prompts that the check
+    misses are skipped."""
     weight: float = Field(default=1.0, gt=0)
     """Share of this task in the training stream, relative to the others."""
 
@@ -87,7 +90,7 @@ class TaskSettings(Settings):
         return self
 
     def build(self, environments: EnvironmentSettings | None = None) -> Task:
-        """Open the source. Raises UserError if it cannot provide a problem."""
+        """Open the source of problems. Raises UserError if the source cannot provide a problem."""
         if self.environment is not None:
             return EnvironmentTask(
                 environment_spec(self.name, self.environment, self.params), environments or EnvironmentSettings()
@@ -106,12 +109,12 @@ class TaskSettings(Settings):
 
 
 class AnswerSettings(Settings):
-    """[answer] how a response states its answer."""
+    """[answer] Format in which a response states its answer."""
 
     format: AnswerFormat = "tags"
     """`tags`, `boxed` or `last_line`; see docs/tasks.md."""
     instruct: bool = True
-    """True to begin prompts with a system message that asks for the format."""
+    """True: prompts begin with a system message that asks for the format."""
 
 
 class TaskMixture:
@@ -133,14 +136,14 @@ class TaskMixture:
         self.tasks: dict[str, Task] = {s.name: s.build(environments) for s in settings}
         self.weights = [s.weight for s in settings]
         self.refuses_long = {s.name: s.too_long == "refuse" for s in settings}
-        """By task: True if the run must not start with a prompt that is too long."""
+        """Task name → True if the run must not start when the task has a prompt that is too long."""
         self.has_room: Callable[[Prompt], bool] = lambda prompt: True
-        """Returns whether a prompt leaves room for a response; set by `limit`."""
+        """Function that returns whether a prompt leaves room for a response; `limit` sets it."""
         self._system = INSTRUCTIONS[answer.format] if answer.instruct else None
 
     @property
     def scored_tasks(self) -> dict[str, Task]:
-        """The tasks whose responses a scorer rewards: all but the multi-turn ones."""
+        """The tasks whose responses a scorer rewards, which are all tasks except multi-turn tasks."""
         return {name: task for name, task in self.tasks.items() if not isinstance(task, EnvironmentTask)}
 
     def limit(self, num_tokens: Callable[[Sequence[Message]], int], max_tokens: int) -> None:
@@ -157,8 +160,8 @@ class TaskMixture:
     def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
-        Raises TaskExhausted if a task has fewer distinct held-out problems than its share; with `or_fewer` only if it
-        has none.
+        Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, raises it
+        only if a task has no held-out problem.
         """
         prompts: list[Prompt] = []
         seen: set[str] = set()
@@ -166,7 +169,7 @@ class TaskMixture:
             share = num_prompts // len(self.tasks) + (number < num_prompts % len(self.tasks))
             found, index, last_new = 0, 0, 0
             while found < share:
-                problem = task.draw(0, index)  # the same seed in every run, so that evaluations are comparable
+                problem = task.draw(0, index)  # the seed is the same in every run, so that evaluations are comparable
                 index += 1
                 is_new = problem.is_held_out and problem.problem_id not in seen
                 if is_new and self.has_room(prompt := self.prompt(name, problem)):
@@ -191,21 +194,23 @@ class PromptStream:
         self._mixture = mixture
         self._seed = seed
         self.position = {name: (start or {}).get(name, 0) for name in mixture.tasks}
-        """Number of draws by task, including held-out problems."""
+        """Task name → number of draws so far, including draws of held-out problems."""
         self._too_long = 0
 
     def take_counts(self) -> dict[str, float]:
-        """Return the number of prompts skipped since the last call because of their length, as a metric."""
+        """Return a metric: the number of prompts that were skipped since the last call because they are too long."""
         taken, self._too_long = self._too_long, 0
         return {"prompts/too_long": float(taken)} if taken else {}
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next training prompts. Raises TaskExhausted if `MAX_MISSES` draws contain no usable problem."""
+        """Return the next training prompts. Raises TaskExhausted if `MAX_MISSES` consecutive draws contain no usable
+        problem."""
         names = list(self._mixture.tasks)
         prompts: list[Prompt] = []
         misses = 0
         while len(prompts) < num_prompts:
-            # a generator per draw, so that the stream continues from its position without stored random state
+            # each draw has its own generator, so that the stream can continue from `position` without stored random
+            # state
             dice = random.Random(f"{self._seed}:{sum(self.position.values())}")
             name = dice.choices(names, self._mixture.weights)[0]
             problem = self._mixture.tasks[name].draw(self._seed, self.position[name])

@@ -11,18 +11,19 @@ from baton.rewards.scorer_protocol import ScoredTask
 from baton.types import Message
 
 HELD_OUT_PERCENT = 10
-"""Share of all distinct problems, in percent, that no recipe trains on, neither by RL nor by a warm start."""
+"""Percentage of all distinct problems that are held out: neither RL nor a warm start trains on them, in any recipe."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A problem as its source states it, before it becomes a prompt."""
+    """A problem as its source states it. `TaskMixture.prompt` makes a prompt from it."""
 
     question: str
     canonical: str
-    """Canonical form, which is equal for two wordings of the same problem; the split hashes it."""
+    """Canonical form, which is equal for two wordings of the same problem. The train/held-out split hashes the
+    canonical form."""
     answer: str | None
     metadata: dict[str, Any]
-    """Plain JSON values: the data that `score` needs, and the other columns of a file."""
+    """Data that `score` needs and, for a problem from a file, the other columns of its row. Plain JSON values."""
     messages: tuple[Message, ...] | None = None
     """Messages of a conversation, used unchanged as the prompt; None if the prompt is made from `question`."""
 
@@ -43,7 +44,8 @@ class Task(ScoredTask, Protocol):
     """A source of problems with a scorer."""
 
     def draw(self, seed: int, index: int) -> Problem:
-        """Return draw number `index` of the stream `seed`. The same arguments return the same problem.
+        """Return the problem at position `index` of the stream with this seed. The same arguments return the same
+        problem.
 
-        Different draws may return the same problem.
+        Two positions may have the same problem.
         """
