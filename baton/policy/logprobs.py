@@ -30,7 +30,7 @@ class TokenScores:
     entropy: torch.Tensor | None
     """[N] entropies in nats; None unless requested."""
     hidden: torch.Tensor | None
-    """[N, H] hidden states at the position before each token. None unless requested."""
+    """[N, H] hidden states at the position before each token. None if `find_head` does not support the model's head."""
 
 
 def padded_scores(
@@ -90,7 +90,7 @@ def packed_scores(
 
 
 def packs_as_it_pads(model: PreTrainedModel) -> bool:
-    """Test with three rows whether packed rows get the same scores as padded rows; return the result."""
+    """Return whether three rows get the same scores packed in one pass as scored one after another."""
     if (head := find_head(model)) is None:
         return False
     lengths = [5, 2, 9]

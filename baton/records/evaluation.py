@@ -13,7 +13,7 @@ Z_95 = 1.959964
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A share between 0 and 1 with its 95 % confidence interval."""
+    """A share (fraction between 0 and 1) with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -24,13 +24,13 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The result of one task at one sampling temperature."""
+    """The evaluation result of one task at one sampling temperature."""
 
     task: str
     num_prompts: int
     samples: int
     temperature: float
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 means greedy decoding."""
     accuracy: Interval | None
     """Share of correct responses (avg@k); None if no response has a reward."""
     pass_at_k: Interval | None
@@ -43,12 +43,12 @@ class Evaluation(msgspec.Struct, frozen=True):
 
     @property
     def way(self) -> str:
-        """Name of the sampling method for the user."""
+        """Name of the sampling method, shown to the user."""
         return "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
 
 
 def shown_share(share: Interval | None) -> str:
-    """Return a share and its interval as text for the user."""
+    """Return the text that shows a share and its interval to the user."""
     return "not scored" if share is None else str(share)
 
 
@@ -67,10 +67,11 @@ def evaluation_metrics(result: Evaluation) -> dict[str, float]:
 
 
 def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
-    """Return the share of true outcomes, [prompts][samples], with its 95 % interval.
+    """Return the share of true outcomes with its 95 % interval. outcomes: one sequence per prompt, with one element per
+    sample.
 
-    With one sample per prompt, the interval is Wilson's score interval. With several, the samples of a prompt are not
-    independent, so prompts are resampled: percentiles of 2000 seeded bootstrap draws.
+    With one sample per prompt, the interval is Wilson's score interval. With several samples per prompt, the samples of
+    a prompt are not independent. The interval then comes from 2000 seeded bootstrap draws that resample prompts.
     """
     shares = [sum(row) / len(row) for row in outcomes]
     count = len(shares)
@@ -81,4 +82,4 @@ def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
         return Interval(mean, max(0.0, centre - half), min(1.0, centre + half))
     dice = random.Random(0)
     draws = sorted(sum(dice.choices(shares, k=count)) / count for _ in range(2000))
-    return Interval(mean, draws[49], draws[1949])  # the 50th and the 1950th of 2000: 2.5 % and 97.5 %
+    return Interval(mean, draws[49], draws[1949])  # the 2.5 % and 97.5 % percentiles of 2000 draws

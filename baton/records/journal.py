@@ -1,12 +1,13 @@
-"""The journal of rollouts that no checkpoint contains yet: issued, reported, finished, scored and consumed groups.
+"""The journal of rollouts that no checkpoint contains yet. It records when groups are opened, grow, finish, are scored
+and are consumed.
 
 The journal is an SQLite database in WAL mode in the run's directory. `commit` writes changes to the operating system,
 so they survive a kill of any process. `settle` flushes them to disk, so they survive a power failure. The loop calls
 `settle` before it records a batch and before it renames a checkpoint. A power failure therefore loses at most the
 rollouts since the last batch, which are then generated again.
 
-Groups that a checkpoint contains are deleted. Groups of later batches stay in the journal, which needs them to find the
-open groups. Every entry has a digest, which is verified when the journal is opened.
+Groups that a checkpoint contains are deleted. Groups of later batches stay, because a group is open if the journal
+lists it in no batch. Every entry has a digest, which is verified when the journal is opened.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from baton.files import flush_to_disk
 from baton.types import Episode, Prompt, ScoredTrajectory, Segment, Trajectory
 
 FORMAT = 2
-"""Stored as SQLite's `user_version`."""
+"""Version of the journal's format, stored as SQLite's `user_version`."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS entries (
   kind TEXT NOT NULL, number INTEGER NOT NULL, sample INTEGER NOT NULL, token_offset INTEGER NOT NULL,
@@ -35,26 +36,27 @@ CREATE TABLE IF NOT EXISTS entries (
 """
 _GROUP_KINDS = (
     "group",  # key: group id; content: IssuedGroup
-    "segments",  # key: group id, sample, token offset; content: reported segments of an unfinished trajectory
+    "segments",  # key: group id, sample index, token offset; content: reported segments of an unfinished trajectory
     "finished",  # key: group id, sample; content: Trajectory
-    "judged",  # key: group id, sample; content: ScoredTrajectory
-    "episode",  # key: group id, sample; content: Episode, the exchanges of an open multi-turn episode
-    "path",  # key: group id, sample; content: Trajectory with the prompt of a later path
-    "turn",  # key: group id, sample; content: number of tokens when its last turn ended
+    "judged",  # key: group id, sample index; content: ScoredTrajectory
+    "episode",  # key: group id, sample index; content: Episode with the exchanges of an open multi-turn episode
+    # key: group id, sample index; content: Trajectory that starts a later path of an episode with its new prompt
+    "path",
+    "turn",  # key: group id, sample index; content: number of tokens of the trajectory when its last turn ended
     "consumed",  # key: group id; content: step whose batch contains the group
-    "discarded",  # key: group id; content: cause
+    "discarded",  # key: group id; content: cause why the group was discarded
 )
-"""Kinds of entries of a group.
+"""Kinds of journal entries that belong to a group.
 
 Further kinds are `batch` (key: step; content: metrics of the batch from the scheduler), `place` (StreamCursor) and
 `last_step` (last step whose batch was recorded).
 """
 _OF_AN_EPISODE = ("episode", "path", "turn")
-"""Kinds of entries of an open multi-turn episode."""
+"""Kinds of journal entries that belong to an open multi-turn episode."""
 
 
 class IssuedGroup(msgspec.Struct, frozen=True):
-    """A group as it was opened."""
+    """A group at the time it was opened, without its trajectories."""
 
     group_id: int
     prompt: Prompt
@@ -63,7 +65,7 @@ class IssuedGroup(msgspec.Struct, frozen=True):
     opened_at: int
     """Policy version of the trainer when the group was opened."""
     attempts: int = 0
-    """Number of earlier attempts at the same prompt."""
+    """Number of earlier groups with the same prompt."""
 
 
 class OpenGroup(msgspec.Struct, frozen=True):
@@ -71,13 +73,13 @@ class OpenGroup(msgspec.Struct, frozen=True):
 
     issued: IssuedGroup
     members: tuple[Trajectory, ...]
-    """Trajectories with the tokens of the last report, shape [G]."""
+    """Trajectories of the group, with the tokens reported so far; shape [group_size]."""
     judged: dict[int, ScoredTrajectory]
     """Rewards by sample index."""
     episodes: dict[int, Episode] = msgspec.field(default_factory=dict)
     """Exchanges of open multi-turn episodes by sample index."""
     ended_turns: tuple[int, ...] = ()
-    """Sample indices whose environment has not answered the last turn."""
+    """Sample indices of the episodes whose environment has not answered the last turn."""
 
 
 class StreamCursor(msgspec.Struct, frozen=True):
@@ -88,24 +90,25 @@ class StreamCursor(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The journal of one run. Only one thread writes to it."""
+    """The journal of one run. Only one thread may write to it."""
 
     def __init__(self, path: Path, *, keeps_partials: bool, before_commit: Callable[[], None] = lambda: None) -> None:
         """Open or create the journal. Raises StorageFault if it is damaged.
 
-        keeps_partials: whether segments of unfinished trajectories are recorded. In `sync` mode they are not, and a
-        resume generates them again. before_commit: called before each commit; raises if another process has taken over
-        the directory.
+        keeps_partials: whether segments of unfinished trajectories are recorded. In `sync` mode they are not recorded,
+        and a resumed run generates these trajectories again. before_commit: called before each commit; raises if
+        another process has taken over the directory.
         """
         self._path, self._keeps_partials, self._before_commit = path, keeps_partials, before_commit
         self._is_open = False
         with self._faults():
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # without shared memory, for network file systems
+            # SQLite then needs no shared memory, which network file systems lack
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._check_format()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            # before the table, so that a kill in between leaves no table without a format
+            # written before the table is created, so that a kill never leaves a table without a format version
             self._db.execute(f"PRAGMA user_version={FORMAT}")
             self._db.execute(_TABLE)
             self._check_entries()
@@ -134,7 +137,7 @@ class Journal:
                 raise sqlite3.DatabaseError(f"the digest of the entry {key} is wrong")
 
     def issued(self, group: IssuedGroup, place: StreamCursor) -> None:
-        """Record an opened group and the position of the prompt stream after it."""
+        """Record an opened group, and the position of the prompt stream after its prompt."""
         self._put("group", group.group_id, content=group)
         self._put("place", content=place)
 
@@ -151,13 +154,13 @@ class Journal:
         self._put("finished", *key, content=trajectory)
 
     def turn_ended(self, trajectory: Trajectory) -> None:
-        """Record that a turn of a multi-turn episode has ended and its action is sent to the environment."""
+        """Record that a turn of a multi-turn episode has ended and that its action is sent to the environment."""
         if self._keeps_partials:
             self._put("turn", trajectory.group_id, trajectory.sample_index, content=trajectory.num_tokens)
 
     def observed(self, trajectory: Trajectory, episode: Episode) -> None:
-        """Record the exchanges of an open episode. The observation's tokens are recorded by `grew`, unless the
-        trajectory is a new path."""
+        """Record the exchanges of an open episode after an observation. If the observation started a new path, record
+        the path's trajectory. Otherwise `grew` records the observation's tokens."""
         if not self._keeps_partials:
             return
         key = (trajectory.group_id, trajectory.sample_index)
@@ -167,7 +170,7 @@ class Journal:
             self._put("path", *key, content=trajectory)
 
     def judged(self, judged: ScoredTrajectory) -> None:
-        """Record a complete trajectory with its reward, or with the cause if scoring failed."""
+        """Record a complete trajectory with its reward or, if scoring failed, with the cause of the failure."""
         self._put("judged", judged.trajectory.group_id, judged.trajectory.sample_index, content=judged)
 
     def delete_rewards(self) -> None:
@@ -176,7 +179,8 @@ class Journal:
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:
-        """Delete the tokens and the reward of an untrusted trajectory, which starts again from its prompt."""
+        """Delete the tokens and the reward of a trajectory that is no longer trusted. The trajectory starts again from
+        its prompt."""
         for kind in ("segments", "finished", "judged", *_OF_AN_EPISODE):
             self._remove(kind, group_id, sample_index)
 
@@ -185,12 +189,13 @@ class Journal:
         self._put("discarded", group_id, content=cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a batch and settle. Called before the batch itself is recorded."""
+        """Record the metrics of a step's batch, then call `settle`. Call this before the batch is written to the run's
+        directory."""
         self._put("batch", step, content=metrics)
         self.settle()
 
     def consumed(self, step: int, group_ids: Sequence[int]) -> None:
-        """Record that the groups of a step's batch are written in the run's directory."""
+        """Record that a step's batch, with these groups, has been written to the run's directory."""
         for group_id in group_ids:
             self._put("consumed", group_id, content=step)
         self._put("last_step", content=step)
@@ -199,7 +204,8 @@ class Journal:
     def checkpointed(self, step: int, oldest_step: int) -> None:
         """Delete the groups of all batches up to `step`, because a checkpoint now contains them.
 
-        oldest_step: step of the oldest checkpoint from which the run may resume; the metrics of later batches stay.
+        oldest_step: step of the oldest checkpoint from which the run may resume. The metrics of batches after this step
+        are kept.
         """
         gone = [*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))]
         for group_id in gone:
@@ -224,7 +230,7 @@ class Journal:
         assert not is_busy, f"another connection reads {self._path}"
 
     def close(self) -> None:
-        """Commit and close, also if the commit fails. May be called twice."""
+        """Commit, then close the journal even if the commit fails. May be called twice."""
         try:
             self.commit()
         finally:
@@ -233,12 +239,12 @@ class Journal:
                 self._db.close()
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the recorded metrics of a step's batch; empty if none are recorded."""
+        """Return the recorded metrics of a step's batch, or an empty dict if no metrics are recorded."""
         found = self._get("batch", dict[str, float], step)
         return {} if found is None else found
 
     def place(self) -> StreamCursor | None:
-        """Return the cursor of the prompt stream; None if no group was opened yet."""
+        """Return the cursor of the prompt stream, or None if no group has been opened yet."""
         found: StreamCursor | None = self._get("place", StreamCursor)
         return found
 
@@ -253,7 +259,7 @@ class Journal:
         return [self._open_group(issued) for issued in groups]
 
     def groups_of(self, step: int) -> list[int]:
-        """Return the ids of the groups in a step's batch; empty if a checkpoint contains the batch."""
+        """Return the ids of the groups in a step's batch, or an empty list if a checkpoint contains the batch."""
         return [group_id for group_id, at in self._steps_by_group().items() if at == step]
 
     def _steps_by_group(self, up_to: float = math.inf) -> dict[int, int]:

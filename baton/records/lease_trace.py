@@ -1,8 +1,8 @@
-"""Converts leases and reports to spans in slots.
+"""Converts leases and their reports to spans of the trace, each in a slot of an engine.
 
 The sender of leases calls `on_lease` for each lease and `on_report` for each report. An engine with more leases than
-slots runs the leases in order, so a span begins when a slot becomes free. A lease that never gets a slot has no span.
-The span of a lease counts all reported tokens of the lease.
+slots runs the leases in the order in which they were sent, so the span of a waiting lease begins when a slot becomes
+free. A lease that never gets a slot has no span. A span's token counts include all reported tokens of the lease.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class _Held:
     lease: Lease
     actor: str
     lane: int | None = None
-    """None while the lease waits for a slot."""
+    """Slot of the lease; None while the lease waits for a slot."""
     begin_s: float = 0.0
     tokens: dict[int, int] = field(default_factory=dict)
-    """Number of tokens by version."""
+    """Policy version → number of reported tokens."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Slots:
     count: int
     num_used: int = 0
     freed: list[int] = field(default_factory=list)
-    """Heap of lanes that are free again."""
+    """Heap of lanes that were used before and are free now."""
     waiting: dict[int, _Held] = field(default_factory=dict)
     """Leases that wait for a slot, by lease id, oldest first."""
 
@@ -51,7 +51,7 @@ class _Slots:
 
 
 class LeaseTrace:
-    """Records a span for every lease that gets a slot. Used only by the thread that sends the leases."""
+    """Records a span for every lease that gets a slot. Only the thread that sends the leases may call it."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
         self.tracer, self.clock = tracer, clock
@@ -59,7 +59,8 @@ class LeaseTrace:
         self._slots: dict[str, _Slots] = {}
 
     def on_lease(self, lease: Lease, actor: str, slots: int) -> None:
-        """Start to follow a lease that was sent to an engine with this number of slots."""
+        """Start the span of a lease that was sent to the engine of `actor`, or queue the lease if all slots are
+        busy."""
         held = self._held[lease.lease_id] = _Held(lease, actor)
         of_engine = self._slots.setdefault(actor, _Slots(slots))
         of_engine.waiting[lease.lease_id] = held
@@ -74,7 +75,9 @@ class LeaseTrace:
         if isinstance(message, Retry):
             self.ended(message.lease_id, "refused")
             return
-        if message.segments and held.lane is None:  # its slot was freed before this process received that report
+        # the lease got a slot that this process does not know to be free, because the report that ends the slot's last
+        # lease has not arrived
+        if message.segments and held.lane is None:
             self._open_span(held, self.clock())
         for segment in message.segments:
             if segment.author is Author.POLICY:
@@ -86,7 +89,7 @@ class LeaseTrace:
             self.ended(message.lease_id, "abort")
 
     def ended(self, lease_id: int, how: str) -> None:
-        """End a lease, even if its worker continues it. An unknown lease is ignored."""
+        """End the span of a lease, even if its worker continues the lease. An unknown lease is ignored."""
         held = self._held.pop(lease_id, None)
         if held is None:
             return

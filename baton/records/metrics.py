@@ -1,6 +1,6 @@
 """Writes the metrics of each step to `metrics.jsonl`, to TensorBoard and, if configured, to Weights & Biases.
 
-docs/metrics.md lists the names, which follow those of other RL trainers.
+docs/metrics.md lists the names of the metrics. They follow the names that other RL trainers use.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ ROWS = "metrics.jsonl"
 
 
 class LogSettings(Settings):
-    """[log] metrics at Weights & Biases, and the trace."""
+    """[log] Where metrics are sent, and whether a trace is written."""
 
     wandb: str | None = None
-    """Project of Weights & Biases that receives the metrics; WANDB_MODE=offline keeps them on disk."""
+    """Weights & Biases project that receives the metrics. With the environment variable WANDB_MODE=offline, the metrics
+    stay on disk."""
 
     trace: bool = True
-    """True to write every lease, train step and publication to trace.jsonl, which `baton trace` and the report page
+    """True: every lease, train step and publication is written to trace.jsonl, which `baton trace` and the report page
     read."""
 
     @field_validator("wandb")
@@ -51,14 +52,15 @@ class Sink(Protocol):
     """A destination of metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values of one step. A step may be written in several parts, and again after a resume."""
+        """Write metrics of one step. A step's metrics may be written in several calls. A resumed run may write a step
+        again."""
 
     def close(self) -> None:
         """Flush and close."""
 
 
 class MetricsWriter:
-    """Writes each row to every sink. A resumed run first removes the rows after its checkpoint."""
+    """Writes the metrics of each step to every sink. A resumed run first removes the rows after its checkpoint."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class MetricsWriter:
         """Open the sinks of the run in `directory` and remove rows later than `resume_step`.
 
         before_write: called before each write; raises if another process has taken over the directory. Raises UserError
-        if Weights & Biases is configured and does not start.
+        if Weights & Biases is configured but cannot start.
         """
         self._directory, self._before_write = directory, before_write
         self._sinks: list[Sink] = [JsonLines(directory, resume_step), TensorBoard(directory, resume_step)]
@@ -79,7 +81,7 @@ class MetricsWriter:
             self._sinks.append(WeightsAndBiases(directory, log.wandb))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of one step; a step may be written in several rows."""
+        """Append metrics of one step as a row. A step may have several rows."""
         self._before_write()
         for sink in self._sinks:
             sink.write(step, values)
@@ -89,14 +91,14 @@ class MetricsWriter:
         flush_to_disk(self._directory / ROWS)
 
     def close(self) -> None:
-        """Close all sinks, also if one of them raises."""
+        """Close all sinks, even if one of them raises an error."""
         with ExitStack() as sinks:
             for sink in self._sinks:
                 sinks.callback(sink.close)
 
 
 class JsonLines:
-    """The file `metrics.jsonl` with one JSON object per row."""
+    """Sink that writes the file `metrics.jsonl`, with one JSON object per line."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         self._file = directory / ROWS
@@ -111,7 +113,8 @@ class JsonLines:
 
 
 class TensorBoard:
-    """The event files in `tensorboard/`, written synchronously because a background thread would hide write errors."""
+    """Sink that writes event files in `tensorboard/`. It writes synchronously, because a background thread would hide
+    write errors."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -140,14 +143,14 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run with the same name at Weights & Biases, which a resumed run continues.
+    """Sink that writes to a run at Weights & Biases with the same name. A resumed run continues that run.
 
-    A failure at the start raises. Later failures are logged once and do not stop the run, because `metrics.jsonl` has
-    all metrics.
+    A failure when the run starts raises an error. Only the first later failure is logged, and none stops the run,
+    because `metrics.jsonl` has all metrics.
     """
 
     def __init__(self, directory: Path, project: str) -> None:
-        """Start the run with the recipe in `directory`. Raises UserError if it does not start."""
+        """Start a run at Weights & Biases with the recipe in `directory`. Raises UserError if this fails."""
         wandb = importlib.import_module("wandb")
         recipe = directory / "recipe.toml"
         try:
@@ -165,7 +168,7 @@ class WeightsAndBiases:
                 f"Weights & Biases did not start: {str(error).strip()} "
                 "Or set WANDB_MODE=offline to keep its files on disk, or remove log.wandb"
             ) from error
-        # W&B's own step must not decrease, but a resumed run writes steps again
+        # the x-axis is a metric of its own, because W&B's step must not decrease, but a resumed run writes steps again
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._is_broken = False
@@ -197,7 +200,7 @@ class WeightsAndBiases:
 
 
 def _wandb_id(directory: Path) -> str:
-    """Return the run's id at Weights & Biases, which the first start generates and stores in the directory."""
+    """Return the run's id at Weights & Biases. The first start generates the id and stores it in the directory."""
     file = directory / "wandb_id"
     if not file.exists():
         write_whole(file, uuid.uuid4().hex[:12].encode())
@@ -205,5 +208,6 @@ def _wandb_id(directory: Path) -> str:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl in order, without an incomplete last row; empty without a file."""
+    """Return the rows of a run's metrics.jsonl in order, or an empty list if there is no file. An incomplete last row
+    is left out."""
     return read_rows(directory / ROWS, dict[str, Any])

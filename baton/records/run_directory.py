@@ -1,4 +1,4 @@
-"""A run's directory with its recipe, environment, results and the state for a resume.
+"""The directory of a run, with its recipe, environment, results and the state from which it resumes.
 
 runs/<name>/
   recipe.toml         the resolved recipe with every key, defaults included
@@ -53,11 +53,12 @@ _TRAINING_KEYS = (
     "rollout.max_new_tokens",
     "algorithm.name",
 )
-"""Keys that summaries and reports read. A recipe.toml that was truncated after a line parses, but lacks keys."""
+"""Recipe keys that summaries and reports read. They are checked because a recipe.toml that was truncated at the end of
+a line is valid TOML, but lacks keys."""
 
 
 class RecordedEvaluation(msgspec.Struct, frozen=True):
-    """An evaluation and the step after which it ran."""
+    """An evaluation result, and the step after which the evaluation ran."""
 
     step: int
     result: Evaluation
@@ -67,7 +68,7 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """lock: the lock of a command that writes; without a lock, `check_held` does nothing."""
+        """lock: the directory's lock, if the caller writes. Without a lock, `check_held` does nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -78,7 +79,8 @@ class RunDirectory:
 
     @classmethod
     def check_free(cls, path: Path, *, overwrite: bool) -> None:
-        """Raise UserError if the path is a run and `overwrite` is False, or if it has content that is not a run."""
+        """Raise UserError if the path has a run and `overwrite` is False, or if it has files that are not part of a
+        run."""
         if not path.exists():
             return
         if not path.is_dir():
@@ -100,9 +102,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, lock: RunLock) -> RunDirectory:
-        """Start a new run in a directory that has passed `check_free`; delete an existing run."""
+        """Delete an existing run, and start a new run in the directory. The directory must have passed `check_free`."""
         lock.check()
-        last = path / "run.json"  # deleted last: until then the directory counts as a run
+        last = path / "run.json"  # deleted last, because a directory with this file counts as a run
         for entry in sorted(path.iterdir(), key=lambda entry: entry == last):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -123,13 +125,13 @@ class RunDirectory:
             self._lock.check()
 
     def write_start(self, recipe: dict[str, Any], *, seed: int, threads: int) -> None:
-        """Write the resolved recipe and the environment of the run, before the run starts."""
+        """Write the resolved recipe and the run's environment. Called before the run starts."""
         self._write_environment(recipe, {"seed": seed, **_environment(threads), "resumed": []})
 
     def write_resume(
         self, recipe: dict[str, Any], *, step: int, threads: int, changes: Mapping[str, tuple[Any, Any]]
     ) -> None:
-        """Write the recipe of a resumed run, and append its environment and the changes to run.json.
+        """Write the recipe of a resumed run; append the new environment and the changes of the recipe to run.json.
 
         changes: keys of the recipe with (old, new) values; the new values apply after `step`.
         """
@@ -146,7 +148,7 @@ class RunDirectory:
         make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
-        """Delete evaluations after a step and incomplete files; a resumed run writes them again.
+        """Delete incomplete files, and evaluations after a step. A resumed run writes these again.
 
         Recorded trajectories stay: the loop replays them, so no trajectory is generated or scored twice.
         """
@@ -203,10 +205,11 @@ class RunDirectory:
         return bool(self._skipped_files(step))
 
     def groups(self, step: int, *, skipped: bool = False) -> list[Group]:
-        """Return the groups of a step; with `skipped`, the groups of the batch that `skip_groups` removed last.
+        """Return the groups of a step. With `skipped`, return the groups of the step's batch that `skip_groups` removed
+        last.
 
-        Raises UserError, which names the recorded steps, if the step is not recorded, and Damaged if the file cannot be
-        read.
+        Raises UserError, which names the recorded steps, if the step is not recorded. Raises Damaged if the file cannot
+        be read.
         """
         file = self._groups_file(step)
         if skipped:
@@ -219,7 +222,7 @@ class RunDirectory:
             raise UserError(f"{self.path} has no trajectories of step {step}; recorded are: {recorded}")
         try:
             data = file.read_bytes()
-            if not data:  # gzip decompresses an empty file to no lines
+            if not data:  # an empty file is damaged, but gzip decompresses it without an error
                 raise EOFError("it is empty")
             return [_group(line) for line in gzip.decompress(data).splitlines()]
         except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -236,7 +239,7 @@ class RunDirectory:
         return sorted(int(f.name[5:11]) for f in self._trajectories.glob("step_*.jsonl.gz"))
 
     def write_evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
-        """Write the evaluations of a step. They replace the recorded evaluations of this step and later steps."""
+        """Write the evaluations of a step. They replace all recorded evaluations of this step and of later steps."""
         self.check_held()
         kept = [r for r in self.evaluations() if r.step < step]
         rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]
@@ -268,7 +271,7 @@ def _has_key(tree: Any, key: str) -> bool:
 
 
 def _group(line: bytes) -> Group:
-    """Return a recorded group. JSON has no NaN or infinity, so a reward of null is read as NaN."""
+    """Decode a recorded group. A reward of null is read as NaN, because JSON has no NaN."""
     try:
         return msgspec.json.decode(line, type=Group)
     except msgspec.ValidationError:
@@ -303,7 +306,8 @@ def without_none(value: Any) -> Any:
 
 
 def _commit() -> str | None:
-    """Return the commit of Baton's source tree, with `+changes` if files differ from it; None without a repository."""
+    """Return the commit of Baton's source tree, or None without a repository. `+changes` is appended if files differ
+    from the commit."""
     root = Path(baton.__file__).parents[1]
 
     def git(*arguments: str) -> str | None:

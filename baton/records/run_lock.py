@@ -3,9 +3,10 @@
     lock          locked (flock) while the process runs; the operating system releases the lock when the process ends
     holder.json   the process that holds the directory: epoch, process id, host, start time, command
 
-A second process on the same machine is refused. So is one on another machine if the network file system supports locks.
-If it does not, a process on another machine can take over the directory: it writes the next epoch to holder.json. The
-first process then stops at its next durable write, because `check` precedes each durable write.
+A second process on the same machine is refused. A process on another machine is also refused if the network file system
+supports locks. If the file system does not support locks, a process on another machine can take over the directory by
+writing the next epoch to holder.json. The first process then stops at its next durable write, because it calls `check`
+before each durable write.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ class RunLock:
     """The lock of a run's directory, held by this process."""
 
     def __init__(self, directory: Path, file: IO[bytes], holder: LockHolder, made: Sequence[Path]) -> None:
-        """made: directories that did not exist before, deepest first; `release` removes them if no run was started."""
+        """made: directories that `take` created, deepest first. `release` removes these directories if no run was
+        started."""
         self._directory, self._file, self._holder, self._made = directory, file, holder, made
 
     @classmethod
     def take(cls, directory: Path, log: Callable[[str], None] = lambda text: None) -> RunLock:
-        """Lock a directory, and create it if it does not exist.
+        """Lock a directory. A directory that does not exist is created first.
 
         Raises UserError, which names the other process, if another process holds the directory.
         """
@@ -81,7 +83,8 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Release the directory, and remove it if no run was started in it. May be called twice."""
+        """Release the lock. Remove the directory if `take` created it and no run was started in it. May be called
+        twice."""
         if self._file.closed:
             return
         with suppress(OSError), self._file:
@@ -110,7 +113,7 @@ def _lock(directory: Path) -> IO[bytes]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # the previous holder has deleted the file that we locked; lock the new file
+        file.close()  # the previous holder has deleted the locked file; open and lock the new file
 
 
 def _read(directory: Path) -> LockHolder | None:

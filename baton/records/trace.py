@@ -1,7 +1,6 @@
-"""The trace of a run: spans of work by actor, with their times and policy versions.
+"""The trace of a run lists periods of work (spans) of each actor, with times and policy versions.
 
-A span is a period of work of one actor in one of its lanes. The spans of a lane do not overlap. A live run and a
-simulation use the same names:
+An actor works in one or more lanes. The spans of a lane do not overlap. A live run and a simulation use the same names:
 
     actor                     names of spans
     trainer                   wait_for_batch, train, publish, eval, checkpoint
@@ -28,24 +27,25 @@ import msgspec
 from baton.files import append, writing
 
 ASIDE = -1
-"""Lane for work of an actor outside its slots, such as weight transfer."""
+"""Lane for the work of an actor that occupies no slot, such as weight transfer."""
 BEGIN, GAP = "begin", "gap"
-"""Names of marks, which are spans without duration. BEGIN: a process started. GAP: spans are missing at this time."""
+"""Names of marks, which are spans without duration. BEGIN: a process started at this time. GAP: spans are missing from
+the trace at this time."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A period of work; a mark if it has no duration."""
+    """A period of work. A span without duration is a mark."""
 
     name: str
     actor: str
     lane: int
     begin_s: float
-    """Start in Unix time; in a simulation, seconds since the start."""
+    """Start of the span in Unix time; in a simulation, in seconds since the simulation's start."""
     end_s: float
     facts: dict[str, Any] = {}
-    """Further values by name. `generate` has group, sample, tokens, version (of the last token), versions (number of
-    tokens by version, if there are several) and ended (finish, abort, refused, dropped or lost). Spans of the trainer
-    have step."""
+    """Further values by name. Spans `generate` have group, sample, tokens, version (policy version of the last token)
+    and ended (finish, abort, refused, dropped or lost); if the tokens have several versions, they also have versions
+    (version → number of tokens). Spans of the trainer have step."""
 
 
 class Tracer(Protocol):
@@ -67,7 +67,8 @@ def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
-    """Return (other actors, workers), each sorted by name. Digits compare as numbers, and the trainer is first."""
+    """Return the names of all actors except workers, and the names of the workers. Both lists are sorted, with numbers
+    in names compared as numbers; the trainer comes first."""
     found: dict[str, bool] = {}
     for span in spans:
         found[span.actor] = found.get(span.actor, False) or span.name == "generate"
@@ -81,20 +82,22 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 _PART = "part"
 MAX_PENDING = 200_000
-"""Maximum number of spans between two flushes; further spans are dropped, and a GAP is recorded."""
+"""Maximum number of spans that wait for the next flush. Further spans are dropped, and a GAP is recorded."""
 LIMIT_BYTES = 32_000_000
-"""Maximum size of a run's trace; of a larger trace, the beginning and the end are kept."""
+"""Maximum size of a run's trace. If a trace becomes larger, spans between its beginning and its end are deleted."""
 
 
 class TraceWriter:
-    """Writes the spans of a live run to its directory. Any thread may add spans, with times of `time.monotonic`.
+    """Writes the spans of a live run to the run's directory. Any thread may add spans. Times are given as values of
+    `time.monotonic`.
 
-    A trace that exceeds the limit keeps its beginning and its end: trace.jsonl has the first half of the limit. Then
-    trace.last.jsonl is written. Each time it reaches a quarter of the limit, it replaces trace.before.jsonl.
+    trace.jsonl receives spans until it has half of the allowed size, then trace.last.jsonl receives them. Whenever
+    trace.last.jsonl reaches a quarter of the allowed size, it is renamed to trace.before.jsonl and replaces the old
+    file of that name.
     """
 
     def __init__(self, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Without a directory, the writer records nothing. No file is opened before the first `flush`."""
+        """Without a directory, the writer drops all spans. The first `flush` opens the file."""
         self._directory, self._limit = directory, limit_bytes
         self._lock = Lock()
         self._pending: list[Span] = []
@@ -122,7 +125,8 @@ class TraceWriter:
         self.span(name, "trainer", 0, now_s, now_s, **facts)
 
     def flush(self) -> None:
-        """Write the recorded spans to the operating system. Only one thread may call it. Raises OSError if it fails."""
+        """Write the recorded spans to the file, without waiting for the disk. Only one thread may call `flush`. Raises
+        OSError if writing fails."""
         with self._lock:
             spans, self._pending, self._is_overfull = self._pending, [], False
         if self._directory is None or not spans:
@@ -144,7 +148,8 @@ class TraceWriter:
         append(self._path, bytes(lines))
 
     def _reopen(self, directory: Path) -> None:
-        """Find the file and size at which an earlier process stopped, and terminate its incomplete last line."""
+        """Find the file in which an earlier process stopped and the file's size. If the last line is incomplete,
+        terminate it."""
         first, before, last = trace_files(directory)
         self._path, self._room = (last, self._limit // 4) if last.exists() else (first, self._limit // 2)
         if last.exists():
@@ -174,7 +179,8 @@ def trace_files(directory: Path) -> tuple[Path, Path, Path]:
 
 
 def read_trace(directory: Path) -> list[Span]:
-    """Return a run's spans in the order of their ends, with a GAP for each deleted part; empty without a trace."""
+    """Return a run's spans sorted by their ends, with a GAP in place of deleted spans. Return an empty list if there is
+    no trace."""
     spans: list[Span] = []
     part = 0
     for path in trace_files(directory):
@@ -189,7 +195,7 @@ def read_trace(directory: Path) -> list[Span]:
 
 
 def _read(path: Path) -> Iterator[Span]:
-    """Yield the spans of a file; skip incomplete lines."""
+    """Yield the spans of a file. Incomplete lines are skipped."""
     decoder = msgspec.json.Decoder(Span)
     if not path.exists():
         return
@@ -203,14 +209,16 @@ def _read(path: Path) -> Iterator[Span]:
 
 @dataclass(slots=True)
 class StageTimer:
-    """Measures seconds by stage since the last `take`, and writes each stage to the trace."""
+    """Measures how many seconds each stage has taken since the last `take`, and writes each stage to the trace as a
+    span."""
 
     trace: TraceWriter = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
-        """Add the duration of the context to a stage. span: name in the trace, if it differs from the stage."""
+        """Add the duration of the context to a stage. span: name of the span in the trace, if it is not the name of the
+        stage."""
         begin_s = time.monotonic()
         try:
             yield
@@ -220,7 +228,7 @@ class StageTimer:
             self.trace.span(span or name, "trainer", 0, begin_s, end_s, step=step)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by stage and reset them."""
+        """Return stage → seconds, and reset all stages to zero."""
         taken, self.seconds = self.seconds, {}
         return taken
 
@@ -231,8 +239,8 @@ _US = 1e6
 def chrome_trace(spans: Sequence[Span]) -> bytes:
     """Return a trace as JSON in Chrome's Trace Event Format, for ui.perfetto.dev, chrome://tracing and speedscope.
 
-    Actors become processes, lanes threads, spans complete events, and marks instants. Times are whole microseconds
-    since the first span. Both ends are rounded, so adjacent spans stay adjacent.
+    Actors become processes, lanes become threads, spans become complete events, and marks become instant events. Times
+    are whole microseconds since the first span. Both ends are rounded, so adjacent spans stay adjacent.
 
     Source: Chromium, "Trace Event Format".
     """

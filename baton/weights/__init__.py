@@ -1,1 +1,2 @@
-"""Policy versions that other machines can verify: published as chunks and a manifest, fetched, checked, then used."""
+"""Weight transfer: a policy version is published as chunks and a manifest, which other machines fetch and verify before
+use."""

@@ -1,10 +1,11 @@
-"""A bitstream: numbers and byte streams in one block, each stream compressed with zstd if that makes it smaller.
+"""Writes and reads numbers and byte streams in one block. A stream is compressed with zstd if this makes it smaller.
 
     number   7 bits per byte, the lowest bits first; the eighth bit is set if another byte follows (LEB128)
     stream   shorter than 16 bytes: the raw bytes
              otherwise: the number of compressed bytes and these bytes, or the number 0 and the raw bytes
 
-The reader knows the length of each stream in advance and never allocates more, whatever the block claims.
+The reader knows the length of each stream in advance. A block that claims a longer stream cannot make the reader
+allocate more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Bytes = NDArray[np.uint8]
 _LEVEL: Final = 1
 """zstd level. Higher levels search for repeated sequences, which these streams do not contain."""
 _SMALLEST: Final = 16
-"""Minimum length of a compressed stream in bytes: the zstd header outweighs the gain on a shorter stream."""
+"""Minimum length in bytes of a stream that is compressed. For a shorter stream, the zstd header takes more bytes than
+the compression saves."""
 _WINDOW: Final = 2**23
 """Maximum zstd window in bytes, which bounds the reader's memory. `BitWriter` uses smaller windows."""
 
@@ -45,7 +47,7 @@ class BitWriter:
         self._block.append(value)
 
     def stream(self, data: Bytes) -> None:
-        """Append bytes. Their number is not written: the reader must know it."""
+        """Append bytes. The number of bytes is not written, so the reader must know it."""
         raw = np.ascontiguousarray(data)
         if data.size < _SMALLEST:
             self._block += raw.data
@@ -56,7 +58,7 @@ class BitWriter:
         self._block += squeezed if is_smaller else raw.data
 
     def bits(self, bits: Bytes) -> None:
-        """Append [n] zeros and ones, packed eight to a byte."""
+        """Append an array [n] of zeros and ones, packed eight to a byte."""
         self.stream(np.packbits(bits))
 
     def block(self) -> bytes:
@@ -65,14 +67,14 @@ class BitWriter:
 
 
 class BitReader:
-    """Reads a block. Every method raises WeightsFault if no `BitWriter` can have written the block."""
+    """Reads a block. Every method raises WeightsFault for a block that `BitWriter` cannot have written."""
 
     def __init__(self, block: bytes) -> None:
         self._block, self._at = memoryview(block), 0
         self._zstd = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=_WINDOW)
 
     def number(self, limit: int) -> int:
-        """Read a number of at most `limit`."""
+        """Read a number. Raises WeightsFault if the number exceeds `limit`."""
         value = 0
         for shift in range(0, 63, 7):
             byte = self._take_bytes(1)[0]
@@ -94,7 +96,7 @@ class BitReader:
         except zstandard.ZstdError as error:
             raise WeightsFault(f"an encoded part is damaged: {error}") from error
         if len(data) != size:
-            # `read` stops at size + 1 bytes, so the actual length of a longer stream is unknown.
+            # `read` stops after size + 1 bytes, so the error message cannot give the length of a longer stream.
             raise WeightsFault(f"an encoded part is damaged: a stream does not have the expected {size} bytes")
         return np.frombuffer(data, np.uint8)
 

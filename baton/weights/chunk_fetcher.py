@@ -1,4 +1,5 @@
-"""Fetches manifests and chunks from untrusted sources, verifies them, and records which source sent what."""
+"""Fetches manifests and chunks from untrusted sources, verifies them, and records the bytes and faults of each
+source."""
 
 from __future__ import annotations
 
@@ -24,35 +25,37 @@ class FetchStats:
 
     want: PolicyVersion
     bytes_by_source: dict[str, int] = field(default_factory=dict)
-    """Bytes of chunks and manifests that each source sent, including refused data."""
+    """Name of a source → number of bytes of chunks and manifests that it sent, including refused data."""
     faults: list[str] = field(default_factory=list)
     """Description of each fault, beginning with its source."""
     bad_sources: set[str] = field(default_factory=set)
-    """Sources that sent wrong data. A source that sent nothing is not among them."""
+    """Names of the sources that sent wrong data. A source that sent no data is not included."""
     num_steps: int = 0
-    """Number of versions applied, including the requested one; 0 if no chunk was needed."""
+    """Number of versions that the fetch applied, including the requested version; 0 if no chunk was needed."""
     seconds: float = 0.0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all sources sent."""
+        """Total number of bytes that the sources sent."""
         return sum(self.bytes_by_source.values())
 
 
 class ChunkFetcher:
-    """Requests data from one source after another until an answer passes verification. Serves one fetch."""
+    """Requests data from one source after another until a source's answer passes verification. Each fetch has its own
+    ChunkFetcher."""
 
     def __init__(
         self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
     ) -> None:
-        """Start the deadline. Sources named in `avoided` are asked last; `blame` adds names to it."""
+        """Start the time limit of `deadline_s`. Sources named in `avoided` are asked last; `blame` adds names to
+        `avoided`."""
         self._sources, self.record, self._avoided = sources, record, avoided
         self._order = random.Random()
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
 
     def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, WeightsSource]:
-        """Return a version's manifest and the source that sent it, without asking the sources named in `without`.
+        """Return a version's manifest and the source that sent it. Sources named in `without` are not asked.
 
         Raises WeightsFault when no source sends a valid manifest.
         """
@@ -68,7 +71,7 @@ class ChunkFetcher:
         return self._first(asked, lambda source: source.manifest(version), check, what)
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """Return a chunk's bytes. Raises WeightsFault when no source sends them."""
+        """Return a chunk's verified bytes. Raises WeightsFault when no source sends the chunk."""
 
         def check(data: bytes) -> bytes:
             if len(data) != chunk.size:
@@ -81,7 +84,7 @@ class ChunkFetcher:
         return self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)[0]
 
     def blame(self, source: WeightsSource, what: str) -> None:
-        """Record that a source sent wrong data; from now on it is asked last."""
+        """Record that a source sent wrong data. From now on, the source is asked last."""
         self.record.faults.append(f"{source.name}: {what}")
         self.record.bad_sources.add(source.name)
         self._avoided.add(source.name)
@@ -103,7 +106,7 @@ class ChunkFetcher:
         what: str,
     ) -> tuple[Got, WeightsSource]:
         """Return the first answer that passes `check`, and its source."""
-        # Random among equally distant sources, so that many workers spread their load over them.
+        # The order of equally distant sources is random, so that the load of many workers is spread over the sources.
         shuffled = self._order.sample(list(sources), len(sources))
         for source in sorted(shuffled, key=lambda source: (source.name in self._avoided, source.distance)):
             self.check_deadline(f"{what} from {source.name}")

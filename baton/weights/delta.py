@@ -1,4 +1,5 @@
-"""Encodes a part of a version's bytes against the same part of its base version, bit-exact for every dtype.
+"""Encodes a part of a version's bytes as the difference to the same part of the base version. Decoding is bit-exact for
+every dtype.
 
     coding  content
     same    nothing: all elements equal those of the base
@@ -6,9 +7,10 @@
     dense   the differences of all elements
     full    the elements
 
-A difference is taken between two bit patterns as integers, modulo 2^bits. A weight that moved to the next number of its
-dtype has the difference ±1. NaN, infinities and -0.0 need no special case. The result of decoding depends only on the
-base and the encoded bytes. The caller verifies the base before and the result afterwards, each by its digest.
+The difference of two elements is the difference of their bit patterns as integers, modulo 2^bits. A weight that changed
+to the next representable number of its dtype has the difference ±1. NaN, infinities and -0.0 need no special case. The
+result of decoding depends only on the base and the encoded bytes. The caller verifies the digest of the base before
+decoding, and the digest of the result after decoding.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ Words = NDArray[Any]
 """[n] unsigned integers of 1, 2, 4 or 8 bytes."""
 
 _SPARSE_BELOW: Final = {1: 2.0, 2: 2.0, 4: 0.6, 8: 0.6}
-"""Bytes of a word → density (fraction of changed elements) from which `encode` does not try "sparse".
+"""Bytes of a word → fraction of changed elements above which `encode` does not try "sparse".
 
-At high density, the differences of wide words are large: "dense" is then as short and faster. 2.0: always try it."""
+If many elements of wide words changed, their differences are large, and "dense" is as short as "sparse" and faster. 2.0
+means that "sparse" is always tried."""
 _DENSE_ABOVE: Final = 0.25
-"""Density up to which `encode` does not try "dense" and "full", because "sparse" is shorter."""
+"""Up to this fraction of changed elements, `encode` does not try "dense" and "full", because "sparse" is shorter."""
 
 
 class Coded(NamedTuple):
@@ -41,11 +44,12 @@ class Coded(NamedTuple):
     coding: Coding
     data: bytes
     num_changed: int
-    """Number of elements that differ from the base; the number of all elements without a base."""
+    """Number of elements that differ from the base. Without a base, all elements count."""
 
 
 def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
-    """Return the shortest coding of a part with words of `word` bytes. Without a base the coding is "full"."""
+    """Encode a part with words of `word` bytes in the coding that takes the fewest bytes. Without a base the coding is
+    "full"."""
     now = new.view(f"u{word}")
     if base is None:
         return Coded("full", _full(now), now.size)
@@ -64,7 +68,7 @@ def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
 
 
 def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
-    """Replace the base in `piece` with the decoded part, in place.
+    """Decode a part in place: `piece` contains the base's bytes before the call and the decoded bytes after it.
 
     Raises WeightsFault for bytes that `encode` cannot have made; the content of `piece` is then undefined.
     """
@@ -91,7 +95,7 @@ def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> bytes:
 
 
 def _write_changed(writer: BitWriter, before: Words, changed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Append which elements changed, bucket by bucket; return their positions in that order."""
+    """Append the positions of the changed elements, bucket by bucket; return the positions in the same order."""
     limits = bucket_limits(before, np.flatnonzero(changed))
     writer.number(len(limits))
     for limit in limits:
@@ -121,7 +125,8 @@ def _dense(now: Words, before: Words) -> bytes:
 
 def _full(now: Words) -> bytes:
     writer = BitWriter()
-    # Rotating the sign to the lowest bit makes the exponent a byte of its own, which compresses well.
+    # The rotation moves the sign to the lowest bit. The exponent is then a whole byte, and exponent bytes compress
+    # well.
     _write_planes(writer, _rotated(now, now.itemsize * 8 - 1))
     return writer.block()
 
@@ -163,8 +168,9 @@ def _read_planes(reader: BitReader, count: int, word: int) -> Words:
 def _write_steps(writer: BitWriter, steps: Words) -> None:
     """Append nonzero differences: their signs, then their magnitudes in Elias gamma code (1975).
 
-    The gamma code of an n-bit magnitude has n - 1 flags "one more bit", and then the bits below the highest. The flags
-    of all magnitudes at one bit form a mask. `write_mask` writes a rare or very frequent flag in less than one bit.
+    The gamma code of an n-bit magnitude has n - 1 flags that mean "one more bit", and then the bits below the highest.
+    All magnitudes' flags for the same bit form a mask. If nearly all or nearly no flags of a mask are set, `write_mask`
+    takes less than one bit per flag.
     """
     one = steps.dtype.type(1)
     is_negative = (steps >> steps.dtype.type(steps.itemsize * 8 - 1)) == one
@@ -194,7 +200,7 @@ def _read_steps(reader: BitReader, count: int, word: int) -> Words:
     steps: Words = np.ones(count, f"u{word}")
     kind = steps.dtype.type
     for bit, level in enumerate(levels):
-        steps[level] += kind(1 << bit)  # the highest bit of these magnitudes moves up by one
+        steps[level] += kind(1 << bit)  # these magnitudes have one more bit
         steps[level] |= bits[at : at + level.size].astype(steps.dtype) << kind(bit)
         at += level.size
     return np.where(is_negative, ~steps + kind(1), steps)

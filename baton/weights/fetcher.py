@@ -1,4 +1,5 @@
-"""A worker's side of weight transfer: replaces the held version with the requested one, or changes nothing.
+"""The worker's side of weight transfer: a fetch either replaces the held version with the requested version, or changes
+nothing.
 
     plan      follow manifests from the requested version back to the held version or to a keyframe; fewest bytes win
     fetch     get chunks from the sources and verify each before use (`chunk_fetcher.py`)
@@ -6,8 +7,8 @@
     verify    compare every tensor of the copy with its digest
     switch    hold the copy
 
-A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning.
-Memory: the held version, the copy, one chunk and one part.
+A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. A
+fetch needs memory for the held version, the copy, one chunk and one part.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from baton.weights.shared import SharedMemory
 from baton.weights.sources import WeightsSource
 
 MAX_STEPS = 4096
-"""Maximum number of versions in a plan."""
+"""Maximum number of steps in a plan. Each step leads to the next version."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """A version as one flat buffer."""
+    """A version in the form of one flat buffer."""
 
     version: PolicyVersion
     entries: tuple[TensorEntry, ...]
@@ -46,7 +47,7 @@ class _Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One version of a plan, the encoding to apply, and the source of its manifest."""
+    """One step of a plan: a version, the encoding to apply, and the source of the version's manifest."""
 
     manifest: Manifest
     way: Encoding
@@ -54,7 +55,8 @@ class _Step:
 
 
 class _BadPlan(Exception):
-    """The chunks match their manifests but do not result in the version, so a manifest is wrong."""
+    """The chunks match their manifests, but the decoded tensors do not match the version's digest. One of the manifests
+    is therefore wrong."""
 
     def __init__(self, text: str, sources: list[WeightsSource]) -> None:
         super().__init__(text)
@@ -62,23 +64,25 @@ class _BadPlan(Exception):
 
 
 class Fetcher:
-    """Holds one version and fetches the next. Its methods block, so call them in a thread."""
+    """Holds one version and fetches further versions. The methods block, so call them in a thread."""
 
     def __init__(self, sources: Sequence[WeightsSource], *, shared: SharedMemory | None = None) -> None:
-        """Fetch from `shared` memory of this machine's trainer if possible, else from `sources`."""
+        """shared: memory in which a trainer on this machine publishes versions; `fetch` looks there first and then asks
+        `sources`."""
         self.sources, self.shared = list(sources), shared
         self._avoided: set[str] = set()
-        """Names of sources that once sent wrong data: they are asked last."""
+        """Names of the sources that sent wrong data in any fetch. These sources are asked last."""
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
         self._staged: _Staged | None = None
-        """The held version as a flat buffer; None for a version that is mapped or was passed to `hold`."""
+        """The held version as a flat buffer. None if the held version is mapped from shared memory or was passed to
+        `hold`."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
         """Statistics of the last fetch."""
 
     @property
     def held(self) -> PolicyVersion | None:
-        """The held version, or None before the first."""
+        """The held version; None before the first `fetch` or `hold`."""
         return None if self._held is None else self._held[0]
 
     @property
@@ -95,8 +99,8 @@ class Fetcher:
     def fetch(self, want: PolicyVersion, *, deadline_s: float) -> Mapping[str, torch.Tensor]:
         """Fetch and verify a version, hold it, and return its tensors. The caller must not change them.
 
-        Raises WeightsFault when no source has the version complete and correct, or DeadlineExceeded. After an error the
-        held version is the same as before.
+        Raises WeightsFault when no source sends a complete and correct version, and DeadlineExceeded after
+        `deadline_s`. After an error the held version is the same as before.
         """
         begin = time.monotonic()
         with self._lock:
@@ -110,7 +114,8 @@ class Fetcher:
             return self.tensors
 
     def _mapped(self, want: PolicyVersion, record: FetchStats) -> bool:
-        """Hold a version from this machine's shared memory; return False if it is absent or damaged."""
+        """Hold the version from this machine's shared memory and return True. Return False if the version is absent
+        there or damaged."""
         if self.shared is None:
             return False
         try:
@@ -125,7 +130,8 @@ class Fetcher:
         return True
 
     def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
-        """Construct a version from chunks and hold it. If a manifest is wrong, try the manifests of other sources."""
+        """Construct a version from chunks and hold the version. If a manifest is wrong, try the manifests of other
+        sources."""
         gather = ChunkFetcher(self.sources, record, avoided=self._avoided, deadline_s=deadline_s)
         misleading: set[str] = set()
         while True:
@@ -137,12 +143,14 @@ class Fetcher:
                 for source in error.sources:
                     gather.blame(source, f"its manifests do not lead to {name_of(want)}: {error}")
                     misleading.add(source.name)
-                continue  # ends: each round excludes a source, and `_plan` raises WeightsFault without any
+                # the loop ends: each round excludes a source, and `_plan` raises WeightsFault when no source is left
+                continue
             self._held, self._staged = (want, tensors_of(staged.entries, staged.flat_buffer)), staged
             return
 
     def _plan(self, want: PolicyVersion, gather: ChunkFetcher, misleading: set[str]) -> list[_Step]:
-        """Return the steps, in order, that fetch the fewest bytes, from the held version or from a keyframe."""
+        """Return the steps that lead from the held version, or from a keyframe, to the requested version with the
+        fewest bytes to fetch."""
         held, at = self.held, want
         walked: list[_Step] = []
         best: list[_Step] | None = None
@@ -153,7 +161,7 @@ class Fetcher:
             except WeightsFault:
                 if best is None:
                     raise
-                break  # a keyframe was found, so a plan exists without this manifest
+                break  # a keyframe was found before, so a plan exists without this manifest
             whole, delta = manifest.whole, manifest.delta
             if whole is not None and (best is None or cost + whole.size < best_cost):
                 best, best_cost = [*walked, _Step(manifest, whole, source)], cost + whole.size
@@ -172,7 +180,8 @@ class Fetcher:
         return best[::-1]
 
     def _followed(self, plan: list[_Step], gather: ChunkFetcher) -> _Staged:
-        """Apply a plan's steps in a copy. Raises _BadPlan if the result is not the requested version."""
+        """Apply the steps of a plan to a copy; return the copy. Raises _BadPlan if the result is not the requested
+        version."""
         last = plan[-1].manifest
         sources = [step.source for step in plan]
         if any(layout_of(step.manifest.tensors) != layout_of(last.tensors) for step in plan):
@@ -218,7 +227,7 @@ class _CodedBytes:
         self._waiting = bytearray()
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes. `check_manifest` ensures that the chunks hold all bytes of the parts."""
+        """Return the next `size` bytes. The chunks contain enough bytes, which `check_manifest` has checked."""
         while len(self._waiting) < size:
             self._waiting += self._gather.chunk(next(self._chunks))
         found = bytes(self._waiting[:size])

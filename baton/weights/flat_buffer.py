@@ -1,4 +1,4 @@
-"""The flat buffer: all tensors of a version in one array of bytes. Publisher and fetcher process it in pieces."""
+"""The flat buffer: all tensors of a version in one array of bytes, which publisher and fetcher process in pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
-    """Return the layout, which determines each tensor's position in the buffer."""
+    """Return the layout of a version with these entries. A layout determines each tensor's position in the flat
+    buffer."""
     return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
 
 
@@ -65,7 +66,7 @@ def piece_digests(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[
 
 
 def pieces(entries: tuple[TensorEntry, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, bytes of a word) of each piece of a flat buffer. A piece has words of one size."""
+    """Yield (begin, end, bytes of a word) of each piece of a flat buffer. All words of a piece have the same size."""
     begin = 0
     for word, same in groupby(entries, lambda entry: WORD_BYTES[entry.dtype]):
         end = begin + sum(entry.num_bytes for entry in same)

@@ -1,12 +1,14 @@
-"""Groups elements into buckets by the magnitude of their base, because small weights change more often than large ones.
+"""Groups elements into buckets by the magnitude of the base's element, because small weights change more often than
+large weights.
 
 An optimiser moves every weight by about the learning rate, and representable numbers are closer together near zero. In
-bfloat16 at small learning rates, 1 % of the weights have a third of all changes. The positions in each bucket are
-therefore encoded separately.
+bfloat16 at small learning rates, 1 % of the weights account for a third of all changes. The positions of changed
+elements are therefore encoded separately for each bucket.
 
-Both sides hold the base, so only the limits of the buckets are sent. A limit is the highest byte of an element without
-its sign; for bfloat16 and float32 this byte is the exponent. The first bucket is below the first limit, the second
-between the two limits. Changes outside the buckets are encoded by their positions among all elements.
+Both sides hold the base, so only the limits of the buckets are sent. Limits are compared with the highest byte of an
+element without its sign; for bfloat16 and float32 this byte is the exponent. The first bucket contains the elements
+below the first limit, the second bucket those between the two limits. Changed elements in no bucket are encoded by
+their positions among all elements.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ Words = NDArray[Any]
 MAX_BANDS: Final = 2
 """Maximum number of buckets."""
 _SAMPLED: Final = 2**15
-"""Number of elements from which the sizes of the buckets are estimated."""
+"""Number of sampled elements that give an estimate of the buckets' sizes."""
 _BAND_BITS: Final = 160.0
-"""Approximate fixed cost of a bucket, in bits."""
+"""Approximate number of bits that each bucket costs in addition to its positions."""
 
 
 def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """Yield the positions of each bucket's elements, whose magnitudes lie between the previous limit and its own."""
+    """Yield the positions of the elements of each bucket. A bucket contains the magnitudes from the previous limit to
+    its own limit."""
     if not limits:
         return
     bits = base.itemsize * 8
@@ -43,9 +46,10 @@ def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np
 
 
 def bucket_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
-    """Return the limits, at most two, that encode the positions in `changed` in the fewest bits.
+    """Return the limits of at most two buckets with which the positions in `changed` are encoded in the fewest bits.
 
-    The k changed of n elements cost n·H2(k / n) bits, with the binary entropy H2; n is estimated from a sample.
+    If k of n elements changed, their positions cost n·H2(k / n) bits, where H2 is the binary entropy. For each bucket,
+    n is estimated from a sample.
     """
     step = max(1, base.size // _SAMPLED)
     sampled = np.bincount(_highest_byte(base[::step]), minlength=256) * step
@@ -57,7 +61,7 @@ def bucket_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
         return []
     edges = np.arange(used[0], min(255, used[-1]) + 1)
     first = _bits(n[edges], k[edges])
-    last = _bits(np.full(edges.size, n[-1]), k[-1] - k[edges])  # changes outside the buckets, among all elements
+    last = _bits(np.full(edges.size, n[-1]), k[-1] - k[edges])  # cost of the changed elements in no bucket
     between = _bits(n[None, edges] - n[edges, None], k[None, edges] - k[edges, None])
     between[np.tril_indices(edges.size)] = np.inf
     none = float(_bits(n[-1:], k[-1:])[0])
@@ -77,7 +81,7 @@ def _bits(n: NDArray[np.float64], k: NDArray[np.float64]) -> NDArray[np.float64]
     """Return n·H2(k / n), and 0 for empty ranges."""
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = n * np.log2(n) - k * np.log2(k) - (n - k) * np.log2(n - k)
-    # x·log2(x) has the limit 0 at x = 0, but numpy returns NaN.
+    # x·log2(x) converges to 0 for x → 0, but numpy returns NaN at 0.
     full = (k <= 0) | (k >= n)
     result: NDArray[np.float64] = np.where(full, 0.0, np.nan_to_num(bits))
     return result

@@ -1,4 +1,5 @@
-"""The manifest of a policy version: its tensors with their digests, and one or two encodings of their bytes.
+"""The manifest of a policy version lists its tensors with their digests, and one or two encodings of the tensors'
+bytes.
 
     version ──▶ tensors: name, dtype, shape, digest of the bytes              hashed into the version's digest
             └─▶ ways:    whole            parts ──▶ chunks                    each chunk with its own digest
@@ -6,10 +7,11 @@
 
 All tensors of a version form one flat buffer, sorted by word size (widest first), then by name (`payload_order`). A
 part is a piece of this buffer and its coding (`delta.py`). The encoded parts are concatenated and cut into chunks. The
-version's digest covers the tensors only. An encoding is untrusted: after decoding, the fetcher compares the digest of
-every tensor.
+version's digest covers only the tensors, so an encoding is untrusted: after decoding, the fetcher compares the digest
+of every tensor.
 
-A manifest comes from another machine, so `decode_manifest` refuses an inconsistent one. Needs no torch.
+A manifest comes from another machine, so `decode_manifest` refuses an inconsistent manifest. This file does not import
+torch.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ WORD_BYTES: Final = {
 MAX_MANIFEST_BYTES: Final = 64 * 2**20
 MAX_CHUNK_BYTES: Final = 64 * 2**20
 MAX_PART_BYTES: Final = 8 * 2**20
-"""Maximum decoded bytes of a part. It bounds the memory that a fetch needs in addition to the weights."""
+"""Maximum size of a decoded part in bytes. This limit bounds the memory that a fetch needs in addition to the
+weights."""
 MAX_TENSORS: Final = 200_000
 MAX_CHUNKS: Final = 2_000_000
 MAX_TOTAL_BYTES: Final = 8 * 2**40
@@ -88,7 +91,7 @@ class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One way to construct the flat buffer: whole, or as a delta to the flat buffer of `base`."""
+    """One way to construct the flat buffer: from the encoding alone, or from a delta and the flat buffer of `base`."""
 
     base: PolicyVersion | None
     """The version that the delta requires; None for a whole encoding."""
@@ -106,11 +109,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: PolicyVersion
     tensors: tuple[TensorEntry, ...]
-    """In `payload_order`."""
+    """Sorted by `payload_order`."""
     ways: tuple[Encoding, ...]
     """One or two encodings: at most one without a base and at most one with a base."""
     is_adapter: bool = False
-    """Whether the tensors are an adapter's, which engines merge into the model that the run started from."""
+    """Whether the tensors are an adapter, which engines merge into the model from which the run started."""
     format: int = FORMAT
 
     @property
@@ -125,7 +128,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kind(self) -> Kind:
-        """Return "adapter", "anchor" for a keyframe (a version with a whole encoding), or "delta"."""
+        """Return "adapter", "anchor" or "delta". "anchor" is a keyframe, which is a version with a whole encoding."""
         if self.is_adapter:
             return "adapter"
         return "delta" if self.whole is None else "anchor"
@@ -152,7 +155,7 @@ def payload_order(entry: TensorEntry) -> tuple[int, str]:
 
 
 def tensors_digest(tensors: tuple[TensorEntry, ...]) -> str:
-    """Return the digest of a version from its entries; equals `weights_digest` of the tensors themselves."""
+    """Return the digest of a version, computed from its entries. It equals `weights_digest` of the tensors."""
     return identity_digest((entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors)
 
 
@@ -184,7 +187,8 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def check_version(version: PolicyVersion) -> None:
-    """Raise WeightsFault unless a version has a digest, and its lineage and number can be parts of a file name."""
+    """Raise WeightsFault unless the version has a digest, and has a lineage and a number that file names can
+    contain."""
     _require(_LINEAGE.fullmatch(version.lineage), f"lineage {version.lineage[:80]!r}")
     _require(0 <= version.number < 2**53, f"number {version.number}")
     _require(_DIGEST.fullmatch(version.digest), f"version digest {version.digest[:80]!r}")
@@ -223,7 +227,8 @@ def _check_tensors(tensors: tuple[TensorEntry, ...]) -> None:
 
 
 def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
-    """Raise WeightsFault unless the parts cover all elements, widest first, and the chunks hold exactly the parts."""
+    """Raise WeightsFault unless the parts cover all elements in the order of the flat buffer, and the chunks contain
+    exactly the parts."""
     _require(len(way.chunks) <= MAX_CHUNKS, f"{len(way.chunks)} chunks")
     for chunk in way.chunks:
         _require(_DIGEST.fullmatch(chunk.digest), f"chunk digest {chunk.digest[:80]!r}")
@@ -239,7 +244,8 @@ def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
         _require(part.word in (1, 2, 4, 8) and part.word <= last_word, f"a part of words of {part.word} bytes")
         is_size = 0 < part.num_bytes <= MAX_PART_BYTES and part.num_bytes % part.word == 0
         _require(is_size, f"a part of {part.num_bytes} bytes")
-        # Data that zstd cannot compress grow by the lengths of the streams, far less than 2^16 bytes.
+        # Incompressible data become longer than the part, because the lengths of the streams are added: far less than
+        # 2^16 bytes.
         _require(0 <= part.size <= MAX_PART_BYTES + 2**16, f"an encoded part of {part.size} bytes")
         _require(way.base is not None or part.coding == "full", f"a part of coding {part.coding!r} without a base")
         last_word = part.word

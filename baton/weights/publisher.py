@@ -1,11 +1,11 @@
-"""The trainer's side of weight transfer: encodes a version as chunks and a manifest, and stores them.
+"""The trainer's side of weight transfer: encodes each version as chunks and a manifest, and stores these.
 
     tensors ─▶ flat buffer ─▶ parts, encoded against the base ─▶ chunks ─▶ store ─▶ manifest ─▶ store
                                         ▲                                                        │
                                         └───────── the version becomes the next base ◀───────────┘
 
-Each version has a delta to the version published before. One version in `keyframe_every` also has a whole encoding, for
-workers that join. An adapter is small and is always published whole.
+Each version has a delta to the version that was published before it. Every `keyframe_every`-th version also has a whole
+encoding, for workers that join. An adapter is small and is always published whole.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class PublishedVersion:
 
     manifest: Manifest
     bytes: int
-    """Bytes of the delta, or of the whole encoding without a delta; the manifest is not included."""
+    """Size of the delta in bytes; if there is no delta, size of the whole encoding. The manifest is not included."""
     density: float | None
-    """Fraction of the elements that changed since the base, if there is one."""
+    """Fraction of the elements that differ from the base; None without a base."""
     seconds: float
     is_new: bool = True
-    """False if the version had been published before."""
+    """False if the same version had been published before this call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class Publisher:
     def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> PublishedVersion:
         """Store a version and make it visible to readers. Publishing the same version again changes nothing.
 
-        Raises WeightsFault if the digest of `tensors` is not the version's, or if its number is published with other
-        content. Raises StorageFault when a file cannot be written; the version is then not visible and can be published
-        again.
+        Raises WeightsFault if `tensors` do not have the version's digest, or if another version with the same number is
+        published. Raises StorageFault when a file cannot be written; the version is then not visible and can be
+        published again.
         """
         begin = time.perf_counter()
         entries, flat_buffer = flattened(tensors)
@@ -107,7 +107,7 @@ class Publisher:
     def _written(
         self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool
     ) -> tuple[Manifest, float | None]:
-        """Write the chunks of a version; return its manifest, which is not yet stored, and the density."""
+        """Write the chunks of a version; return its manifest and the density. The manifest is not stored yet."""
         base, ways, density = self._base, [], None
         if (
             base is not None
@@ -125,7 +125,8 @@ class Publisher:
         return Manifest(version, entries, tuple(ways), is_adapter=adapter), density
 
     def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[Encoding, float]:
-        """Encode a flat buffer, whole or against a base, and write its chunks; return the encoding and the density."""
+        """Encode a flat buffer, as a delta if `base` is given, and write the chunks; return the encoding and the
+        density."""
         parts, chunks = [], _Chunks(self._store, self._settings.chunk_bytes)
         changed = elements = 0
         for begin, end, word in pieces(entries):
@@ -140,7 +141,7 @@ class Publisher:
 
 
 class _Chunks:
-    """Cuts encoded bytes into chunks of `size` bytes and stores each chunk as soon as it is full."""
+    """Cuts encoded bytes into chunks of `size` bytes, and stores each chunk as soon as it has this size."""
 
     def __init__(self, store: Store, size: int) -> None:
         self._store, self._size = store, size
@@ -153,7 +154,7 @@ class _Chunks:
             self._put(self._size)
 
     def finish(self) -> tuple[Chunk, ...]:
-        """Store the last, shorter chunk; return all chunks."""
+        """Store the remaining bytes as the last chunk; return all chunks."""
         if self._waiting:
             self._put(len(self._waiting))
         return tuple(self._written)

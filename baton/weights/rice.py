@@ -1,10 +1,10 @@
-"""Rice code (Rice 1979) for boolean masks: encodes which of n elements are selected, close to the entropy.
+"""Rice code (Rice 1979) for boolean masks. The code of a mask is nearly as short as the mask's entropy.
 
-If a fraction d of the elements is selected at random, the gaps between them are geometrically distributed, which a Rice
-code fits. It stores the low k bits of a gap as they are and the rest in unary, with 2^k ≈ 0.69 / d. It needs no table,
-so few positions take few bytes. Each block of gaps has its own k, because tensors and rows change at different rates. A
-gap costs at most 0.13 bits more than its entropy. `BitWriter` also applies zstd, which helps only if the positions are
-not random.
+If a fraction d of the elements is true at random, the gaps between them are geometrically distributed, and a Rice code
+suits this distribution. The code stores the low k bits of a gap unchanged and the higher bits in unary, with 2^k ≈ 0.69
+/ d. The code needs no table, so a mask with few true elements takes few bytes. Each block of gaps has its own k,
+because tensors and rows change at different rates. A gap costs at most 0.13 bits more than its entropy. `BitWriter`
+also applies zstd, which helps only if the positions are not random.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BLOCK: Final = 128
 """Number of gaps that share one k."""
 _MAX_K: Final = 31
 _FEW: Final = 64
-"""A mask of at most this length is stored as one bit per element."""
+"""A mask with at most this number of elements is stored as one bit per element."""
 
 
 def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
-    """Append the positions of the true elements, or of the false ones if these are fewer."""
+    """Append the positions of the true elements, or those of the false elements if fewer are false."""
     if mask.size <= _FEW:
         writer.bits(mask.view(np.uint8))
         return
@@ -41,7 +41,7 @@ def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
 
 
 def read_mask(reader: BitReader, n: int) -> Ints:
-    """Read a mask of n elements; return the positions of the true ones.
+    """Read a mask of n elements; return the positions of the true elements.
 
     Raises WeightsFault for data that `write_mask` cannot have written.
     """
@@ -74,7 +74,8 @@ def _write_gaps(writer: BitWriter, gaps: Ints) -> None:
 
 
 def _best_ks(gaps: Ints, starts: Ints) -> Ints:
-    """Return the k with the fewest bits for each block: the estimate from the mean gap, or a neighbour of it."""
+    """Return for each block the k that takes the fewest bits, among the estimate from the mean gap and its two
+    neighbours."""
     sizes = np.diff(starts, append=gaps.size)
     mean = np.add.reduceat(gaps, starts) / sizes
     guess = np.clip(np.floor(np.log2(np.maximum(mean * 0.69, 1.0))).astype(np.int64), 0, _MAX_K - 1)
@@ -85,10 +86,10 @@ def _best_ks(gaps: Ints, starts: Ints) -> Ints:
 
 
 def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
-    """Read `count` gaps and return the positions, all below n, that the gaps separate."""
+    """Read `count` gaps; return the positions that follow from the gaps. All positions must be below n."""
     ks = reader.stream(-(-count // _BLOCK)).astype(np.int64)
     _require(ks.max() <= _MAX_K)
-    # A gap has (gap >> k) + 1 ≤ gap + 1 unary bits, and the gap + 1 of all gaps sum to at most n.
+    # A gap has (gap >> k) + 1 ≤ gap + 1 unary bits, and the sum of gap + 1 over all gaps is at most n.
     ones = np.flatnonzero(reader.bits(reader.number(n)))
     _require(ones.size == count)
     k = np.repeat(ks, _BLOCK)[:count]
@@ -100,7 +101,7 @@ def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
         having = gaps[chosen]
         gaps[chosen] = having | (bits[at : at + having.size].astype(np.int64) << bit)
         at += having.size
-    _require(gaps.max() < n)  # checked before the sum, which therefore cannot overflow
+    _require(gaps.max() < n)  # checked before the gaps are summed, so that the sum cannot overflow
     positions: Ints = np.cumsum(gaps + 1) - 1
     _require(positions[-1] < n)
     return positions

@@ -16,21 +16,23 @@ class WeightsSettings(Settings):
     """[weights] Publication of policy versions."""
 
     dtype: PublishDtype = "auto"
-    """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Every engine loads them,
-    including an engine in the trainer's process. Weights are rounded once, before the digest is computed."""
+    """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
+    dtype once, before their digest is computed. Every engine loads the rounded weights, even an engine in the trainer's
+    process."""
     keyframe_every: int = Field(default=10, ge=1)
-    """Number of versions from one keyframe to the next. A keyframe is published whole and as a delta, every other
-    version only as a delta to the version before."""
+    """Number of versions from one keyframe to the next. A keyframe is published both as a whole and as a delta. Every
+    other version is published only as a delta to the previous version."""
     chunk_mb: float = Field(default=16.0, ge=2**-10, le=64.0)
     """Maximum size of a chunk in MiB. A chunk is fetched and verified as one unit."""
     store: str | None = None
-    """Storage of chunks and manifests: a directory, or the URL of a bucket (fsspec: "s3://…"). Each run needs its own;
-    the default is the run's directory."""
+    """Storage of chunks and manifests: a directory, or the URL of a bucket in fsspec's form ("s3://…"). Two runs must
+    not use the same storage. The default is the run's directory."""
     keep: int = Field(default=20, ge=1)
-    """Recent versions always retained; an older one is deleted once no worker has it or needs it."""
+    """Number of recent versions that are always retained. An older version is deleted as soon as no worker has or needs
+    it."""
 
     def published_in(self, engine_dtype: DTypeName) -> DTypeName:
-        """Return the dtype of published versions for engines of this dtype."""
+        """Return the dtype of published versions if engines compute in `engine_dtype`."""
         return engine_dtype if self.dtype == "auto" else self.dtype
 
     @property

@@ -1,4 +1,5 @@
-"""Weight transfer on one machine: each version is a safetensors file in shared memory, which workers map."""
+"""Weight transfer on one machine: the trainer writes each version as a safetensors file in shared memory, and workers
+map the file."""
 
 from __future__ import annotations
 
@@ -37,24 +38,26 @@ _NAMES: Final = {
 
 
 class SharedMemory:
-    """Versions in a directory in memory, such as /dev/shm/…
+    """Stores versions in a directory in memory, such as /dev/shm/…
 
     Only one publisher may use the directory: it deletes old `*.safetensors` files and unfinished ones.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
-        """Keep the latest `keep` versions. A mapping stays valid after its file is deleted."""
+        """keep: number of latest versions whose files are kept. A mapping stays valid after its file is deleted."""
         self.directory, self._keep = directory, keep
 
     def write(self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> None:
-        """Write a version's file atomically, and remove the files of old versions. Raises StorageFault."""
+        """Write a version's file atomically, and remove the files of old versions. Raises StorageFault if writing
+        fails."""
         path = self._path(version)
         unfinished = path.with_name(f"{path.name}.unfinished")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob("*.safetensors.unfinished"):
                 leftover.unlink()
-            # `write` reports full memory as an OSError; writing to a mapping would end the process with SIGBUS.
+            # The file is written with `write`, which reports full memory as an OSError. Writing to a mapping would end
+            # the process with SIGBUS.
             with unfinished.open("wb") as file:
                 file.write(_header(entries))
                 file.write(flat_buffer.data)
@@ -68,7 +71,7 @@ class SharedMemory:
                 old.unlink()
 
     def read(self, version: PolicyVersion) -> dict[str, torch.Tensor] | None:
-        """Map a version's tensors without verifying them; return None if there is no file.
+        """Map a version's tensors without verifying them; return None if the version has no file.
 
         Raises WeightsFault for a damaged file.
         """
@@ -86,7 +89,8 @@ class SharedMemory:
 
 
 def _header(entries: tuple[TensorEntry, ...]) -> bytes:
-    """Return the header of a safetensors file: its length, then JSON, padded to a multiple of eight bytes."""
+    """Return the header of a safetensors file: the length of the JSON, then the JSON, padded to a multiple of eight
+    bytes."""
     described, at = {}, 0
     for entry in entries:
         described[entry.name] = {

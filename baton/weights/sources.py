@@ -1,4 +1,4 @@
-"""Sources of manifests and chunks for a fetcher. Their data are untrusted: the fetcher verifies everything."""
+"""Sources of manifests and chunks for a fetcher. Sources are untrusted, so the fetcher verifies all data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from baton.weights.store import Store
 class WeightsSource(Protocol):
     """A shared directory, a bucket, the hub or a relay.
 
-    Methods raise OSError or a BatonError on failure. Each call has its own deadline, and bounds the bytes it accepts.
+    Methods raise OSError or a BatonError on failure. Every call has a deadline and limits the number of bytes that it
+    accepts.
     """
 
     name: str
-    """Name in messages about faults."""
+    """Name of the source in error messages."""
     distance: int
-    """Sources with a smaller distance are asked first, sources of equal distance in random order."""
+    """Rank in which sources are asked: the smallest distance first, equal distances in random order."""
 
     def manifest(self, version: PolicyVersion) -> bytes:
         """Return the bytes of a version's manifest."""
@@ -44,7 +45,8 @@ class StoreSource:
 
 
 class ChunkCache:
-    """Chunks on this machine's disk, at most `max_bytes` in all; the oldest are removed first."""
+    """A cache of chunks on this machine's disk. If a new chunk would exceed `max_bytes` in total, the oldest chunks are
+    removed."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._place, self._max_bytes = LocalStorage(directory), max_bytes
@@ -65,11 +67,11 @@ class ChunkCache:
             return None
 
     def body(self, digest: str) -> ByteReader:
-        """Return a reader of a chunk, which is not verified. Raises OSError if it is not cached."""
+        """Return a reader of a chunk, whose bytes are not verified. Raises OSError if the chunk is not cached."""
         return ByteReader.kept(self._place, f"chunks/{digest}")
 
     def put(self, digest: str, data: bytes) -> None:
-        """Store a chunk, removing the oldest if necessary. Raises StorageFault when the disk is full."""
+        """Store a chunk, after removing the oldest chunks if necessary. Raises StorageFault when the disk is full."""
         if len(data) > self._max_bytes:
             return
         self._shrink(len(data))

@@ -1,4 +1,5 @@
-"""Storage of files: a local directory, or any file system that fsspec supports. A file is complete or absent.
+"""Storage of files: a local directory, or any file system that fsspec supports. Readers see a file completely or not at
+all.
 
 A remote file system may hang, and fsspec has no timeout, so `RemoteStorage` gives each call a deadline.
 """
@@ -21,21 +22,22 @@ from baton.files import flush_to_disk
 T = TypeVar("T")
 
 CALL_S: Final = 60.0
-"""Timeout of a call to a remote file system in seconds, in addition to the time for its bytes."""
+"""Timeout of a call to a remote file system in seconds. The time to transfer the call's bytes at `SLOWEST_BYTES_PER_S`
+is added."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
 """Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32
-"""Maximum number of concurrent calls, including calls that timed out and have not returned."""
+"""Maximum number of concurrent calls. Calls that timed out count until they return."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteReader:
-    """Reads bytes at an offset, so that a large body is not in memory as a whole."""
+    """Reads bytes at an offset, so that a large HTTP body is never completely in memory."""
 
     size: int
     """Number of bytes."""
     read: Callable[[int, int], bytes]
-    """Return the bytes at an offset, at most a number of them. May block, and raises OSError."""
+    """Function (offset, limit) → at most `limit` bytes from the offset on. It may block, and raises OSError."""
 
     @classmethod
     def of(cls, data: bytes) -> ByteReader:
@@ -52,13 +54,14 @@ class ByteReader:
 
 
 class Storage(Protocol):
-    """Files by name, with "/" between folders. Methods raise OSError when a file cannot be read."""
+    """Stores files by name. Names contain "/" between folders. Methods raise OSError when a file cannot be read."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically, also if the process dies. Raises StorageFault on failure."""
+        """Write a file atomically: if the process dies, readers see the old file or the new file. Raises StorageFault
+        if writing fails."""
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
-        """Return a file's bytes from `offset` on, at most `limit` + 1. Raises OSError if there is no such file."""
+        """Return at most `limit` + 1 bytes of a file from `offset` on. Raises OSError if there is no such file."""
 
     def size(self, name: str) -> int | None:
         """Return a file's size in bytes, or None if there is no such file."""
@@ -70,7 +73,7 @@ class Storage(Protocol):
         """Remove a file if it exists."""
 
     def settle(self) -> None:
-        """Return once everything written so far would survive a power failure."""
+        """Block until all files written so far would survive a power failure."""
 
 
 class LocalStorage:
@@ -79,7 +82,7 @@ class LocalStorage:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._unsettled: set[Path] = set()
-        """Folders whose new entries are not flushed yet."""
+        """Folders with new entries that have not been flushed to disk."""
 
     def write(self, name: str, data: bytes) -> None:
         path = self._root / name
@@ -125,10 +128,10 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """A bucket or another machine's disk.
+    """Stores files in a bucket or on another machine's disk.
 
-    An object store shows only complete files. On other file systems a reader may see part of a file, which its digest
-    reveals. Every method raises WeightsFault naming the URL when a call times out (`call_s`).
+    An object store shows only complete files. On other file systems a reader may see part of a file; the reader detects
+    this by the file's digest. Every method raises WeightsFault, which names the URL, when a call times out (`call_s`).
     """
 
     def __init__(self, url: str, call_s: float = CALL_S) -> None:
@@ -180,7 +183,8 @@ class RemoteStorage:
         """Do nothing: each write returned only after the remote side had stored the file."""
 
     def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in a thread, which is abandoned on a timeout. At most MAX_CALLS threads exist."""
+        """Make a call in a thread. After a timeout, the thread is left running. At most MAX_CALLS such threads
+        exist."""
         timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
         if not self._free.acquire(timeout=timeout_s):
             raise WeightsFault(f"{self._url}: {what} was not tried: {MAX_CALLS} earlier calls have not returned")

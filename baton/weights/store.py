@@ -42,15 +42,15 @@ class Store:
         self._place: Storage = open_storage(where)
         self._lock = threading.RLock()
         self._unmarked: set[str] = set()
-        """Digests of chunks stored since the last manifest, which `collect` must keep although no manifest lists
-        them."""
+        """Digests of the chunks that were stored after the last manifest. No manifest lists these chunks yet, but
+        `collect` must keep them."""
         self._lineage: str | None = None
-        """Lineage of the last publication."""
+        """Lineage of the version that was published last."""
         self._manifests: dict[tuple[str, int], Manifest] = {}
         """Manifests that `collect` has read, cached because manifests never change."""
 
     def put_chunk(self, data: bytes) -> Chunk:
-        """Write a chunk unless the store has it. Raises StorageFault."""
+        """Write a chunk unless the store has it already. Raises StorageFault if writing fails."""
         chunk = Chunk(blake3(data).hexdigest(), len(data))
         with self._lock:
             self._unmarked.add(chunk.digest)
@@ -63,17 +63,19 @@ class Store:
         return self._place.size(_chunk_name(digest)) is not None
 
     def get_chunk(self, digest: str, size: int = MAX_CHUNK_BYTES) -> bytes:
-        """Return a chunk without verifying it, at most `size` + 1 bytes. Raises OSError if there is none."""
+        """Return at most `size` + 1 bytes of a chunk, without verifying them. Raises OSError if there is no such
+        chunk."""
         return self._place.read(_chunk_name(digest), min(size, MAX_CHUNK_BYTES))
 
     def chunk_body(self, digest: str) -> ByteReader:
-        """Return a reader of a chunk, which is not verified. Raises OSError if there is none."""
+        """Return a reader of a chunk, whose bytes are not verified. Raises OSError if there is no such chunk."""
         return ByteReader.kept(self._place, _chunk_name(digest))
 
     def put_manifest(self, manifest: Manifest) -> None:
-        """Make a version visible, after all its chunks were stored. Storing the same manifest again changes nothing.
+        """Store a version's manifest, which makes the version visible. All its chunks must have been stored before.
+        Storing the same manifest again changes nothing.
 
-        Raises WeightsFault when its number is published with other content, and StorageFault.
+        Raises WeightsFault when another version with the same number is published, and StorageFault when writing fails.
         """
         version = manifest.version
         data = encode_manifest(manifest)
@@ -91,7 +93,7 @@ class Store:
     def find(self, lineage: str, number: int) -> Manifest | None:
         """Return the manifest of a version, or None if it is not published. A damaged manifest counts as absent.
 
-        Raises WeightsFault when the store does not answer, because the version may exist.
+        Raises WeightsFault when the store does not answer, because then it is unknown whether the version exists.
         """
         try:
             data = self.read_manifest(PolicyVersion(lineage, number))
@@ -104,11 +106,13 @@ class Store:
         return manifest if (manifest.version.lineage, manifest.version.number) == (lineage, number) else None
 
     def read_manifest(self, version: PolicyVersion) -> bytes:
-        """Return the bytes of a version's manifest without verifying them. Raises OSError if it is not published."""
+        """Return the bytes of a version's manifest without verifying them. Raises OSError if the version is not
+        published."""
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
-        """Return a reader of a version's manifest, which is not verified. Raises OSError if it is not published."""
+        """Return a reader of a version's manifest, whose bytes are not verified. Raises OSError if the version is not
+        published."""
         return ByteReader.kept(self._place, _version_name(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:
@@ -119,16 +123,18 @@ class Store:
         )
 
     def latest(self, lineage: str) -> PolicyVersion | None:
-        """Return a lineage's version with the highest number, with its digest, or None."""
+        """Return the version of a lineage with the highest number, including its digest, or None if none is
+        published."""
         numbers = (version.number for version in reversed(self.versions()) if version.lineage == lineage)
         return next((found.version for number in numbers if (found := self.find(lineage, number)) is not None), None)
 
     def collect(self, live: Iterable[PolicyVersion], *, keep: int = 1) -> int:
-        """Remove the files that no machine needs any more; return their number.
+        """Remove the files that no machine needs any more; return the number of removed files.
 
-        Keeps the versions in `live`, which a worker has or requests, and the latest `keep` versions of the lineage
-        published last (of every lineage before the first publication). For each of these, keeps the versions back to a
-        keyframe. Removes manifests before their chunks, so that a version is never visible without its data.
+        live: versions that a worker has or requests. `collect` keeps these, and the latest `keep` versions of the
+        lineage that was published last; before this process has published any version, it keeps the latest `keep`
+        versions of every lineage. For each kept version, it also keeps all versions back to a keyframe. It removes
+        manifests before their chunks, so that a version is never visible without its data.
         """
         with self._lock:
             kept = self._needed(list(live), keep)
