@@ -1,1 +1,1 @@
-"""Execute a plan on a Ray cluster: placement of processes, their supervision, replanning."""
+"""Executes a plan on a Ray cluster: places processes on machines, supervises the processes, and makes new plans."""

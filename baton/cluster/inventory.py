@@ -1,6 +1,6 @@
-"""The machines of a Ray cluster: GPU type and count, and the Ray resources of each GPU.
+"""Lists the machines of a Ray cluster, with the type and number of their GPUs and the Ray resources that a GPU needs.
 
-The GPU type of a machine comes from the first source in this table that the machine has:
+The first row of this table that applies to a machine determines its GPU type:
 
     source                                                       set by
     resource gpu_type_NAME: n                                    the operator, also for devices that Ray does not detect
@@ -33,7 +33,7 @@ _SAME: Final = {
     "AMD-INSTINCT-MI300X-OAM": "MI300X",
     "AMD-INSTINCT-MI300X": "MI300X",
 }
-"""Name in the catalogue by Ray's name. Ray's A100 may have 40 or 80 GB; 40 GB is the safe assumption."""
+"""Ray's name of a GPU type → name in the catalogue. Ray's A100 may have 40 or 80 GB, so the smaller size is assumed."""
 ASSUMED_GB_PER_S: Final = 1.25
 """Assumed bandwidth between machines (10 Gbit/s), because Ray does not report it."""
 
@@ -47,13 +47,13 @@ class Machine(msgspec.Struct, frozen=True):
     """Name in cluster files and plans."""
     address: str
     gpu: str | None
-    """GPU type by its name in the catalogue or a cluster file; None if the type is not known."""
+    """Name of the GPU type in the catalogue or in a cluster file; None if the type is not known."""
     num_gpus: int
-    """Number of GPUs; of cores on a machine of type CPU."""
+    """Number of GPUs; on a machine of type CPU, number of cores."""
     units: tuple[str, ...]
     """Names of Ray resources; a process requests one unit of each of these resources per GPU."""
     cpus: float
-    """Number of cores that Ray may assign."""
+    """Number of CPU cores that Ray may assign."""
     problem: str = ""
     """Reason why the GPU type is not known; empty if it is known."""
 
@@ -63,8 +63,9 @@ def machines(
 ) -> tuple[Machine, ...]:
     """Return the live machines from the rows of `ray.nodes()`, sorted by name.
 
-    types: GPU types in addition to the catalogue's. known: assigned names by node id. Other machines are named by their
-    host name; if several machines have the same host name, the start of the node id is appended.
+    types: names of GPU types that are known in addition to the catalogue. known: node id → name that was assigned to
+    the machine before. A machine without an assigned name gets its host name; if several machines have this host name,
+    the start of the node id is appended.
     """
     alive = [row for row in rows if row["Alive"]]
     given = known or {}
@@ -111,7 +112,7 @@ def _machine(row: Mapping[str, Any], name: str, types: Collection[str]) -> Machi
 
 
 class DescribedCluster(msgspec.Struct, frozen=True):
-    """A cluster for the planner, and notes for the user."""
+    """A description of the cluster for the planner, and notes for the user."""
 
     settings: ClusterSettings
     notes: tuple[str, ...]
@@ -120,10 +121,10 @@ class DescribedCluster(msgspec.Struct, frozen=True):
 def describe(
     found: Sequence[Machine], *, name: str, base: ClusterSettings | None = None, with_cpus: bool = False
 ) -> DescribedCluster:
-    """Return the cluster that the planner may use. Raises UserError if no machine is usable.
+    """Describe the machines that the planner may use. Raises UserError if no machine is usable.
 
-    base: a cluster file with the links, prices and GPU types to apply. with_cpus: also use machines without a GPU; they
-    are always used if no machine has a GPU.
+    base: a cluster file with the links, prices and GPU types to apply. with_cpus: whether machines without a GPU are
+    included. If no machine has a GPU, they are always included.
     """
     notes = [f"{m.name} is not used: {m.problem}; {_advice(m)}" for m in found if m.gpu is None]
     usable = [machine for machine in found if machine.gpu is not None]

@@ -1,8 +1,8 @@
 """Assigns the trainer ranks and workers of a plan to the machines of a cluster. Does no I/O.
 
-A machine of the plan is matched by name if the cluster has a machine with this name, the same GPU type and enough GPUs.
-Otherwise it is matched with any free machine of the GPU type with enough GPUs. Each process gets one bundle of
-resources:
+A machine of the plan is matched with the machine of the same name in the cluster if that machine has the same GPU type
+and enough GPUs. Otherwise it is matched with any free machine that has the GPU type and enough GPUs. Each process gets
+one bundle of resources:
 
     trainer    one rank per GPU; on machines of type CPU, one rank per machine with one thread per core
     workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
@@ -25,7 +25,7 @@ MIN_SLOTS = 8
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """The specification of a process: its role, machine and resources."""
+    """The specification of a process, with its role, machine and resources."""
 
     name: str
     role: Literal["rank", "worker"]
@@ -33,17 +33,17 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """Name of the machine in the plan."""
     gpu: str
     gpu_ids: tuple[str, ...]
-    """Ids of the GPUs in the plan."""
+    """Ids of the process's GPUs in the plan."""
     resources: dict[str, float]
-    """Amounts of Ray resources to request, by resource."""
+    """Ray resource → amount to request."""
     threads: int
     """Number of torch threads."""
     slots: int = 0
     """Number of trajectories that a worker generates concurrently."""
     share: float = 0.0
-    """Share of a batch's trajectories that the plan assigns to the worker."""
+    """Share of each batch's trajectories that the plan assigns to the worker."""
     weight: float = 1.0
-    """Expected throughput of one slot, relative to the mean of all workers."""
+    """Expected throughput of one slot of the worker, divided by the mean over all workers."""
     tp: int = 1
     pp: int = 1
 
@@ -56,12 +56,12 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """All processes of a plan and their machines."""
+    """All processes of a plan, with the machines on which they run."""
 
     ranks: tuple[ProcessSpec, ...]
     workers: tuple[ProcessSpec, ...]
     names: dict[str, str]
-    """Name in the plan by machine id, for all machines of the cluster."""
+    """Machine id → name in the plan, for all machines of the cluster."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -71,10 +71,10 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
-    """Return the processes of a plan. Raises UserError if the machines do not have the resources.
+    """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    here: id of the controller's machine; if the trainer uses this machine, rank 0 runs on it. first_worker: number of
-    the first worker; larger than all earlier numbers, because worker names are not reused.
+    here: id of the controller's machine; if the trainer uses this machine, rank 0 runs on it. first_worker: number in
+    the name of the first worker. It must be larger than all numbers used before, because worker names are not reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
@@ -85,7 +85,7 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
 
 
 def _plan_shape(plan: Plan) -> tuple[str, ...]:
-    """Return the plan's values on the axis `plan` of `support.toml`."""
+    """Return the values of the axis `plan` of `support.toml` that describe this plan."""
     stages = plan.training.stages
     is_split = len(stages) > 1 or any(stage.tp > 1 for stage in stages)
     shapes = {"colocated": plan.is_colocated, "mixed_gpus": len({stage.gpu for stage in stages}) > 1}
@@ -94,7 +94,7 @@ def _plan_shape(plan: Plan) -> tuple[str, ...]:
 
 
 def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
-    """Return the name in the plan of each machine, by id. Raises UserError if a machine of the plan has no match."""
+    """Return machine id → name in the plan. Raises UserError if a machine of the plan has no match in the cluster."""
     wanted = _wanted(plan)
     free = {machine.name: machine for machine in machines}
     found: dict[str, str] = {}
@@ -116,7 +116,8 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
         chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
         found[free.pop(chosen.name).id] = name
     taken = set(found.values())
-    for machine in free.values():  # the plan may have given its name to another machine
+    # this machine's name may now belong to another machine, which was matched with the plan's machine of this name
+    for machine in free.values():
         found[machine.id] = machine.name if machine.name not in taken else f"{machine.name}-{machine.id[:8]}"
     return found
 
@@ -127,7 +128,7 @@ def machines_of(plan: Plan) -> frozenset[str]:
 
 
 def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
-    """Return the GPU type and the minimum number of GPUs of each machine of a plan."""
+    """Return, for each machine of a plan, its GPU type and the minimum number of GPUs that it must have."""
     wanted: dict[str, tuple[str, int]] = {}
     seen: set[str] = set()
     parts = [(stage.gpu, stage.gpu_ids) for stage in plan.training.stages]
@@ -196,7 +197,8 @@ def _process_spec(
     machine, num = machines[where], len(gpu_ids)
     resources = {unit: float(num) for unit in machine.units}
     cores = machine.cpus * num / machine.num_gpus
-    if CPU not in resources and cores > 0:  # at most one core, so that the other cores of a GPU machine stay free
+    # requests at most one core, so that the other cores of a GPU machine stay free
+    if CPU not in resources and cores > 0:
         resources[CPU] = int(min(1.0, cores) * 1000) / 1000
     threads = 1 if "GPU" in resources else max(1, int(cores))
     return ProcessSpec(name, role, where, gpu, tuple(gpu_ids), resources, threads)
@@ -206,13 +208,14 @@ class PlacementChange(msgspec.Struct, frozen=True):
     """The difference between the running workers and the workers of a new plan."""
 
     kept: tuple[ProcessSpec, ...]
-    """Workers that continue under their old names with their new shares."""
+    """Workers that continue. They keep their names and get the shares of the new plan."""
     ended: tuple[ProcessSpec, ...]
     begun: tuple[ProcessSpec, ...]
 
 
 def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
-    """Compare two sets of workers. A worker is kept if both sets have one with the same GPUs, shape and slots."""
+    """Compare the running workers with the wanted workers. A running worker is kept if a wanted worker has the same
+    GPUs, parallel shape and slots."""
     left = {_shape(spec): spec for spec in now}
     kept, begun = [], []
     for spec in wanted:
@@ -229,7 +232,8 @@ def _shape(spec: ProcessSpec) -> tuple[object, ...]:
 
 
 def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
-    """Return the plan without the replicas on these machines; the other shares are scaled to a sum of 1.
+    """Return the plan without the replicas on these machines. The shares of the other replicas are scaled so that their
+    sum is 1.
 
     Returns None if the trainer uses one of these machines, or if no replica is left.
     """

@@ -1,4 +1,5 @@
-"""Makes a new plan after machines joined or left: for a running trainer, or for a trainer that restarts."""
+"""Makes a new plan after machines joined or left the cluster, for a trainer that runs or for a trainer that
+restarts."""
 
 from __future__ import annotations
 
@@ -23,37 +24,37 @@ from baton.specs.workload import LengthSettings, Workload
 
 TIME_LIMIT_S = 30.0
 SLACK = 0.02
-"""Accepted increase of the step time, as a fraction, of a plan that moves fewer GPUs than the fastest plan."""
+"""A plan may be slower than the fastest plan by this fraction of the step time if it moves fewer GPUs."""
 
 
 class ReplanResult(msgspec.Struct, frozen=True):
     """The result of a replan while the trainer runs."""
 
     workers: tuple[ProcessSpec, ...] | None
-    """The workers of the new plan; None keeps the current workers."""
+    """The workers of the new plan; None if the current workers continue."""
     words: str
 
 
 class Replanner:
-    """Holds the current plan and computes the next one."""
+    """Holds the current plan and computes the next plan."""
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self.recipe, self.plan = recipe, plan
         path = recipe.fleet.cluster
         self._base = None if path is None else load_recipe(ClusterSettings, Path(path))
-        """Cluster file with the links, prices and GPU types to apply; None without one."""
+        """Cluster file with the links, prices and GPU types to apply; None if the recipe names no cluster file."""
         self._next_worker = len(plan.replicas)
-        """Number of the next worker; worker names are not reused while a hub runs."""
+        """Number in the next worker's name. Worker names are not reused while a hub runs."""
 
     @property
     def base_types(self) -> tuple[str, ...]:
-        """GPU types of the cluster file, in addition to the catalogue's."""
+        """Names of the GPU types that the cluster file defines in addition to the catalogue."""
         return () if self._base is None else tuple(self._base.gpu)
 
     def replan_workers(self, machines: Sequence[Machine], names: Mapping[str, str]) -> ReplanResult:
-        """Make a plan that keeps the trainer on its GPUs. names: names in the plan by machine id.
+        """Make a plan that keeps the trainer on its GPUs. names: machine id → name in the plan.
 
-        Does not raise if there is no such plan: the current workers continue.
+        If there is no such plan, the result says that the current workers continue; no error is raised.
         """
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the current workers continue")
@@ -77,7 +78,7 @@ class Replanner:
         return ReplanResult(workers, words)
 
     def replan_all(self, machines: Sequence[Machine]) -> str:
-        """Make a plan for a trainer that restarts; return a line for the user. Raises UserError if there is none."""
+        """Make a plan for a trainer that restarts; return a line for the user. Raises UserError if there is no plan."""
         chosen = self._least_moves(self._options(machines))
         self.plan, self._next_worker = chosen.plan, max(self._next_worker, len(chosen.plan.replicas))
         return f"new plan ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} per step expected"
@@ -97,15 +98,16 @@ class Replanner:
         return replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
 
     def _least_moves(self, options: Sequence[ReplanOption]) -> ReplanOption:
-        """Return the option that moves the fewest GPUs, among the options within `SLACK` of the fastest."""
+        """Among the options that are slower than the fastest by at most `SLACK`, return the option that moves the
+        fewest GPUs."""
         fastest = min(option.plan.breakdown.step_s for option in options)
         near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + SLACK)]
         return min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
 
 
 def workload_of(recipe: Recipe) -> Workload:
-    """Return the workload of a run: from `fleet.workload`, else from its records, else with responses of maximum
-    length."""
+    """Return the workload of a run. It comes from `fleet.workload` if this is set, else from the run's records. Without
+    records, all responses are assumed to have the maximum length."""
     if recipe.fleet.workload is not None:
         return read_workload(Path(recipe.fleet.workload))
     try:

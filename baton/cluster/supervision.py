@@ -1,6 +1,7 @@
-"""Decides which worker process is restarted or given up and when to replan, from events of processes and machines.
+"""Decides, from events of processes and machines, when to restart a worker process, when to stop restarting it, and
+when to make a new plan.
 
-The functions receive events and return commands; they use no clock and do no I/O. The field `at_s` of an event is its
+The functions receive events and return commands. They use no clock and do no I/O. The field `at_s` of an event is its
 time on the caller's clock.
 
     ProcessStarted ─▶ up ──ProcessEnded──▶ wait, doubled each time ──SupervisionTick──▶ StartProcess ─▶ …
@@ -33,7 +34,7 @@ class ProcessStarted(msgspec.Struct, frozen=True, tag="Began"):
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag="Ended"):
-    """A process or its actor has ended or could not be started."""
+    """A process or its Ray actor has ended, or could not be started."""
 
     at_s: float
     name: str
@@ -63,7 +64,7 @@ class Planned(msgspec.Struct, frozen=True, tag="Planned"):
 
 
 class SupervisionTick(msgspec.Struct, frozen=True, tag="Tick"):
-    """Time has passed."""
+    """Periodic event that gives the current time."""
 
     at_s: float
 
@@ -80,7 +81,7 @@ class StartProcess(msgspec.Struct, frozen=True, tag="Begin"):
 
 
 class StopProcess(msgspec.Struct, frozen=True, tag="End"):
-    """Stop a process after it has reported its tokens. If its machine is lost, only remove the process."""
+    """Stop a process after it has reported its tokens. If the process's machine is lost, only remove the process."""
 
     name: str
     cause: str
@@ -89,20 +90,20 @@ class StopProcess(msgspec.Struct, frozen=True, tag="End"):
 
 
 class SetWorkerWeight(msgspec.Struct, frozen=True, tag="Weigh"):
-    """Apply the new weight of a running worker."""
+    """Apply the weight that a new plan gives to a running worker."""
 
     spec: ProcessSpec = msgspec.field(name="post")
 
 
 class Replan(msgspec.Struct, frozen=True, tag="Replan"):
-    """Compute a plan for the current machines."""
+    """Compute a new plan for the current machines."""
 
     lost: tuple[str, ...]
     joined: tuple[str, ...]
 
 
 class TrainerLost(msgspec.Struct, frozen=True, tag="TrainerLost"):
-    """Restart the trainer from its last checkpoint: a machine that ran a trainer rank has left the cluster."""
+    """Restart the trainer from its last checkpoint, because a machine that ran a trainer rank has left the cluster."""
 
     machine: str
 
@@ -124,10 +125,11 @@ Command = StartProcess | StopProcess | SetWorkerWeight | Replan | TrainerLost | 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionRules(RestartRule):
-    """Limits and delays of the supervision."""
+    """Limits and delays that the supervision applies."""
 
     settle_s: float = 2.0
-    """Seconds without a change of machines before a replan, because several machines often change together."""
+    """A new plan is made when the machines have not changed for this number of seconds, because several machines often
+    join or leave together."""
 
 
 @dataclass(slots=True)
@@ -135,19 +137,19 @@ class _Watched:
     spec: ProcessSpec
     failures: int = 0
     since_s: float | None = None
-    """Start time of the running process; None while it does not run."""
+    """Time when the process started; None while it does not run."""
     begin_s: float | None = None
-    """Time of the next restart; None if no restart is scheduled."""
+    """Time when the process is restarted; None if no restart is scheduled."""
 
 
 @dataclass(slots=True)
 class _MachineChanges:
-    """Machines that joined or left since the last replan."""
+    """Machines that joined or left after the last replan began."""
 
     lost: set[str] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
     last_s: float | None = None
-    """Time of the last change; None if no machine has changed."""
+    """Time when a machine last joined or left; None if no machine has."""
 
 
 class Supervision:
@@ -165,7 +167,8 @@ class Supervision:
         return [StartProcess(watched.spec) for watched in self._specs.values()]
 
     def handle(self, event: Event) -> list[Command]:
-        """Return the commands that an event causes, in order. Events of removed processes are ignored."""
+        """Return the commands that follow from an event, in the order of execution. Events of removed processes are
+        ignored."""
         return list(self._apply_event(event))
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
@@ -236,7 +239,7 @@ class Supervision:
     def _planned(self, event: Planned) -> Iterator[Command]:
         self._is_planning = False
         yield LogMessage(event.words)
-        lost = self._changes.lost  # machines lost while the planner ran
+        lost = self._changes.lost  # machines that left the cluster while the planner ran
         if event.workers is not None:
             yield from self._apply([spec for spec in event.workers if spec.machine not in lost])
         if not self._specs and self._changes.last_s is None:

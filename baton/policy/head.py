@@ -48,11 +48,11 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
-        """V"""
+        """Vocabulary size V."""
         return self.linear.weight.shape[0]
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """[N, V] float32."""
+        """Return the logits [N, V], float32."""
         return self.shaped(self.linear(hidden_NH))
 
     def shaped(self, products_NV: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""`baton bench rollout`: runs the modes of [rollout] alternately on one engine, with scripted long-tailed lengths.
+"""`baton bench rollout`: runs the modes of [rollout] alternately on one engine. Response lengths are scripted and have
+a long tail.
 
 Only the rollout side is measured: the trainer takes no time, and each version loads the same weights again. The control
-`sync_2x` is sync with as many groups per batch as `partial` has open, so that it has the same concurrency without
-over-provision.
+`sync_2x` is mode sync with as many groups per batch as `partial` has open groups. It therefore has the same concurrency
+as `partial`, but no over-provision.
 
-The bound is the time of an engine whose slots are always full: (tokens / slots) × the mean measured time of a step with
-all slots in use, plus one prefill per prompt.
+The bound is the time that an engine with always full slots would need: (tokens / slots) × the mean measured time of a
+decode step with all slots in use, plus the time of one prefill per prompt.
 """
 
 from __future__ import annotations
@@ -44,27 +45,31 @@ from baton.types import (
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Number of first steps of each mode that are not measured. Then the number of carried groups is steady."""
+"""Number of steps of each mode before the measurement starts. After these steps, the number of groups carried from one
+batch to the next is steady."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
-"""Steps of low-discrepancy sequences, with which even a few groups have nearly the requested spread."""
+"""Step sizes of two low-discrepancy sequences. With such sequences instead of random numbers, even a few groups have
+nearly the requested spread of lengths."""
 
 
 @dataclass(frozen=True)
 class ScriptedLengths:
-    """Scripted response lengths, the same for every mode: lognormal, correlated within groups, with a maximum.
+    """Scripted response lengths, which are the same for every mode. They are lognormal with a maximum, and correlated
+    within groups.
 
-    Lengths are median · exp(between · z_group + within · z_trajectory), from 1 to `longest`, with mean `mean`.
+    A length is median · exp(between · z_group + within · z_trajectory), limited to 1 … `longest`. The median is chosen
+    so that the mean is `mean`.
     """
 
     mean: float
     """Mean length in tokens."""
     longest: int
     between: float
-    """Standard deviation of the log length between groups."""
+    """Standard deviation, between groups, of the logarithm of the length."""
     within: float
-    """Standard deviation of the log length between members of one group."""
+    """Standard deviation, between members of one group, of the logarithm of the length."""
     seed: int = 0
 
     def length(self, group_id: int, sample_index: int) -> int:
@@ -89,29 +94,29 @@ class ScriptedLengths:
 
 
 class ModeResult(msgspec.Struct, frozen=True):
-    """Results of one mode, over all rounds."""
+    """Results of one mode, totalled over all rounds."""
 
     mode: str
     steps: int
     tokens: int
-    """Response tokens of the delivered batches."""
+    """Number of response tokens in the delivered batches."""
     seconds: float
-    """Processor time if the engine runs on a CPU, otherwise wall time."""
+    """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
     tokens_per_s: float
     over_sync: float | None
     over_control: float | None
-    """Tokens per second divided by those of `sync_2x`; None if `sync_2x` was not measured."""
+    """Tokens per second divided by the tokens per second of `sync_2x`; None if `sync_2x` was not measured."""
     occupancy: float
-    """Share of the computed decode rows that had a trajectory."""
+    """Share of the computed decode rows that belonged to a trajectory."""
     of_bound: float
-    """Bound divided by the measured time."""
+    """Time of the bound divided by the measured time."""
     full_step_ms: float | None
-    """Time of a decode step with all slots in use; None if this mode had no such step. All rows attend over the
-    longest context."""
+    """Time of a decode step with all slots in use; None if this mode had no such step. In a step, all rows attend over
+    the longest row's context length."""
     reprefilled_frac: float
-    """Number of tokens prefilled again after an abort, per generated token."""
+    """Number of tokens prefilled again after an abort, divided by the number of generated tokens."""
     mean_staleness: float
-    """Mean staleness of the oldest token of each trajectory."""
+    """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
     """Tokens per second of each round."""
 
@@ -120,7 +125,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     """Results of `baton bench rollout`."""
 
     clock: str
-    """`processor`, `wall`, or `steps` if every decode step counts as one second."""
+    """Clock of the measurement: `processor`, `wall`, or `steps`, for which every decode step counts as one second."""
     slots: int
     mean_tokens: float
     longest_tokens: int
@@ -129,22 +134,24 @@ class BenchResult(msgspec.Struct, frozen=True):
     full_step_ms: float
     """Time of a decode step with all slots in use."""
     step_ms_by_width: dict[int, float]
-    """Mean time of a decode step without prefill, by width. The bound uses the time at full width."""
+    """Number of rows in a decode step → mean time in ms of such steps without prefill. The bound uses the time for all
+    slots."""
     prefill_ms_per_token: float
     bound_over_sync: float | None
-    """Upper bound on the speed-up of any mode over sync."""
+    """Upper bound on the factor by which any mode can be faster than sync."""
     modes: tuple[ModeResult, ...]
 
 
 class TimedTransport(LocalTransport):
-    """A transport that sets the length of each lease, and records width, prefilled tokens and time of each step."""
+    """A transport that sets the response length of each lease, and records number of rows, prefilled tokens and time of
+    each step."""
 
     def __init__(self, engine: Engine, lengths: ScriptedLengths, clock: Callable[[], float]) -> None:
         super().__init__(engine)
         self.clock = clock
         self._lengths = lengths
         self.steps: list[tuple[int, int, float]] = []
-        """(decode width, prefilled tokens, seconds) of each step."""
+        """(number of decoded rows, prefilled tokens, seconds) of each step."""
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, Lease):
@@ -168,12 +175,12 @@ class FlatTransport(TimedTransport):
         super().__init__(engine, lengths, lambda: float(engine.stats.decode_steps))
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Load weights in no time."""
+        """Load weights without advancing the clock."""
         self.engine.load_weights(tensors, version)
 
 
 class NoJudges:
-    """A reward scorer that takes no time. Rewards are alternately 0 and 1 within a group."""
+    """A reward scorer that takes no time. The members of a group get the rewards 0 and 1 alternately."""
 
     sees_groups = False
 
@@ -189,7 +196,7 @@ class NoJudges:
 
 
 class ModeBench:
-    """Controller and measurements of one mode."""
+    """The controller and the measurements of one mode."""
 
     def __init__(
         self,
@@ -202,7 +209,8 @@ class ModeBench:
     ) -> None:
         """worker: the client of `port`, shared by all modes."""
         self.name, self._port, self._tensors = name, port, tensors
-        sampling = SeededSampling(SamplingParams(1), noise_seed=1)  # the port sets the length of each trajectory
+        # the maximum length here is unused: the port sets the length of each trajectory
+        sampling = SeededSampling(SamplingParams(1), noise_seed=1)
         self._controller = RolloutController(worker, settings.rules(), prompts, NoJudges(), sampling)
         self._version = -1
         self._held = ExitStack()
@@ -214,7 +222,7 @@ class ModeBench:
         self.full_steps_s: list[float] = []
 
     def turn(self, steps: int, *, is_counted: bool = True) -> None:
-        """Run `steps` steps on the engine that all modes share, then pause this mode."""
+        """Run this mode for `steps` steps on the engine that all modes share, then pause it."""
         self._take_engine()
         before, first_step = self._port.stats(), len(self._port.steps)
         begin_s, tokens = self._port.clock(), 0
@@ -279,8 +287,8 @@ class ModeBench:
 
 
 def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, RolloutSettings]:
-    """Return the settings of each mode and of the control. The recipe's mode has the recipe's settings, other modes
-    have the defaults."""
+    """Return name → settings of each mode and of the control. The recipe's own mode has the recipe's settings; other
+    modes have default settings."""
     known: tuple[Mode, ...] = ("sync", "partial", "async")
     unknown = [mode for mode in modes if mode not in known]
     if unknown or not modes:
@@ -309,7 +317,7 @@ def measure(
     steps: int,
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
-    """Run the modes alternately until each has at least `steps` batches, and return the results."""
+    """Run the modes alternately until each mode has delivered at least `steps` batches; return the results."""
     for side in sides:
         side.turn(warm_up, is_counted=False)
     port.steps.clear()
@@ -366,8 +374,8 @@ def bench_engine(
 
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
-    """Measure the modes with a fake engine whose step time does not depend on the width, and with a slot for every
-    trajectory.
+    """Measure the modes with a fake engine that has a slot for every trajectory. Its step time does not depend on the
+    number of rows.
 
     The clock counts decode steps. This models a GPU with small batches of a large model.
     """
@@ -381,7 +389,7 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
 
 
 def _most_in_flight(rules: Rules) -> int:
-    """Return the maximum number of trajectories that a mode runs at once."""
+    """Return the maximum number of trajectories that a mode runs at the same time."""
     if rules.max_concurrency is not None:
         return rules.max_concurrency
     groups = rules.max_outstanding(rules.overprovision) if rules.mode == "partial" else rules.batch_groups

@@ -18,8 +18,8 @@ from baton.types import PolicyVersion
 def bench_rollout(
     recipe: Recipe, modes: Sequence[str], *, tail: float, between: float, within: float, steps: int, flat: bool
 ) -> BenchResult:
-    """Measure rollout modes on the recipe's model and engine, or, if `flat`, with a step time that does not depend
-    on the width."""
+    """Measure rollout modes on the recipe's model and engine. With `flat`, use a fake engine whose step time does not
+    depend on the number of rows."""
     sides = sides_of(recipe.rollout, modes)
     longest = recipe.rollout.max_new_tokens
     lengths = ScriptedLengths(longest / tail, longest, between, within)

@@ -1,4 +1,5 @@
-"""Measures decode and prefill of the recipe's engine for several batch sizes and contexts."""
+"""Measures how long decode steps and prefills of the recipe's engine take, for several batch sizes and context
+lengths."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
 DECODE_STEPS = 24
 REPEATS = 5
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
-"""Contexts at which decode and prefill are measured, as shares of the engine's maximum context."""
+"""Context lengths at which decode and prefill are measured, as shares of the engine's maximum context length."""
 START_S = 600.0
-"""Time limit for the start of a busy engine. Several start at the same time."""
+"""Maximum number of seconds until a busy engine has started. It is long because several engines start at the same
+time."""
 Say = Callable[[str], None]
 
 
 @contextmanager
 def companions(command: Sequence[str], count: int) -> Iterator[None]:
-    """Run `count` processes with a busy engine each while the context is open."""
+    """Run `count` processes while the context is open. Each process has an engine that generates all the time."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
@@ -52,7 +54,7 @@ def companions(command: Sequence[str], count: int) -> Iterator[None]:
 
 
 def keep_busy(recipe: Recipe) -> None:
-    """Generate like an engine process until killed. Writes `busy` to stdout after the first batch."""
+    """Generate like an engine process until this process is killed. Writes `busy` to stdout after the first batch."""
     set_up_torch(1)
     engine = _engine(recipe)
     context, first = int(recipe.engine.max_context_tokens * CONTEXT_SHARES[0]), 0
@@ -65,7 +67,7 @@ def keep_busy(recipe: Recipe) -> None:
 
 
 def _engine(recipe: Recipe) -> EmbeddedEngine:
-    """Build the recipe's engine without end tokens, so that trajectories end only by their length."""
+    """Build the recipe's engine without end tokens, so that a trajectory ends only at its maximum length."""
     model = load_model(
         recipe.model.path,
         dtype=torch_dtype(recipe.engine.dtype),
@@ -77,7 +79,8 @@ def _engine(recipe: Recipe) -> EmbeddedEngine:
 
 
 def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
-    """Measure decode steps and prefills for several batch sizes and contexts, and the prefill of a single sequence."""
+    """Measure decode steps and prefills for several batch sizes and context lengths, and the prefill of a single
+    sequence."""
     engine = _engine(recipe)
     slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
     batches = sorted({max(1, slots // 4), max(1, slots // 2), slots})
@@ -103,7 +106,7 @@ def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
 
 
 def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: int) -> tuple[float, float]:
-    """Return the seconds of a prefill and of a decode step of a batch of distinct prompts."""
+    """Return (seconds of the prefill, seconds of a decode step) for a batch of distinct prompts."""
     generator = torch.Generator().manual_seed(first)
     sampling = SamplingParams(steps + 2)
     for index in range(batch):
@@ -118,5 +121,5 @@ def _timed(engine: EmbeddedEngine, batch: int, context: int, first: int, steps: 
     for index in range(batch):
         engine.abort(first + index)
     engine.step()
-    decode = statistics.median(times[len(times) // 4 :])  # without the first steps, which warm up
+    decode = statistics.median(times[len(times) // 4 :])  # the first quarter of the steps warms up and is not counted
     return times[0] - decode, decode  # the first step includes the prefill

@@ -1,9 +1,10 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
-`engine.py` measures decode and prefill for several batch sizes and contexts. `train_steps.py` measures batches of the
-recipe's prompts and train steps alternately, on a CPU also at the same time (they share the cores), and weight
-publication. Every figure is a median over repeats. The cost model's parameters are then fitted to these measurements.
-On a CPU, an engine process has one thread, the trainer has all threads, and a core counts as a GPU.
+`engine.py` measures decode and prefill for several batch sizes and context lengths. `train_steps.py` measures batches
+of the recipe's prompts, train steps and weight publication. Batches and train steps run alternately. On a CPU they are
+also measured at the same time, because they share the cores. Every figure is a median over repeats. The cost model's
+parameters are then fitted to these measurements. On a CPU, an engine process has one thread, the trainer has all
+threads, and a core counts as a GPU.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from baton.trainer import alarms
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """The measurements of a device, and the efficiencies fitted to them."""
+    """The measurements of a device, and the efficiencies that were fitted to these measurements."""
 
     gpu: str
     devices: int
-    """Number of cores or GPUs of the trainer."""
+    """Number of cores or GPUs that the trainer uses."""
     efficiency: Efficiency
     points: list[Measurement]
     publish_s: float
@@ -47,8 +48,8 @@ class Profile(msgspec.Struct, frozen=True):
 def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = ()) -> Profile:
     """Measure the recipe's model, engine and trainer on its device. Raises UserError if the GPU's name is unknown.
 
-    `companion` is a command that runs a busy engine. If the recipe has several engine processes on a CPU, one is
-    measured while the others are busy, because they share memory and cores.
+    `companion` is a command that runs a busy engine. If the recipe has several engine processes on a CPU, one process
+    is measured while the others are busy, because all processes share memory and cores.
     """
     device = torch_device(recipe.model.device)
     on_cpu = device.type == "cpu"
@@ -60,7 +61,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     with companions(companion, recipe.engine.processes - 1 if on_cpu else 0):
         points = list(engine_points(recipe, say))
     torch.set_num_threads(threads)
-    alarms.logger.disabled = True  # the invented rewards and behavior logprobs of these batches would raise alarms
+    alarms.logger.disabled = True  # these batches have invented rewards and behavior logprobs, which would raise alarms
     try:
         timings = measure_train_steps(recipe, threads, say)
     finally:

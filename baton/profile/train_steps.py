@@ -1,8 +1,9 @@
-"""Measures batches and train steps, first alternately as in `sync`, then at the same time as in `async`.
+"""Measures the times of batches and train steps: first alternately as in mode `sync`, then at the same time as in mode
+`async`.
 
-Train steps have the lengths of the generated batches, or multiples of these lengths. All groups or half of the groups
-have an advantage. Groups without an advantage need no backward pass, so the fit can separate the times of backward and
-forward passes.
+The trajectories of a train step have the lengths of generated trajectories, or multiples of these lengths. Either all
+groups or half of the groups have advantages that are not zero. The other groups need no backward pass, so the fit can
+separate the times of backward and forward passes.
 """
 
 from __future__ import annotations
@@ -52,28 +53,29 @@ from baton.types import (
 )
 
 NEVER_STALE = 1_000
-"""A staleness bound that these batches never reach."""
+"""Staleness bound of the measured runs. It is so large that no batch reaches it."""
 LONGEST_ROLLOUT = 256
-"""Maximum response length, to limit the time of the measurement."""
+"""Maximum response length in tokens, which limits the duration of the measurement."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
-"""(factor on the generated lengths, share of groups with an advantage) of each kind of train step."""
+"""Kinds of train steps to measure: (factor by which generated lengths are multiplied, share of groups with nonzero
+advantages)."""
 
 
 class StepTimings(msgspec.Struct):
-    """Measured times of batches and train steps."""
+    """Measured times of batches, train steps and publications."""
 
     rollout: Measurement
     train: list[Measurement]
     beside: OverlapMeasurement | None
-    """Batches and train steps at the same time; None if they share no cores."""
+    """Batches and train steps measured at the same time; None if they do not share cores."""
     lengths: Workload
     handover_s: float
     publish_s: float
 
 
 class _Rollouts:
-    """A generator of batches from the recipe's prompts. As in a run, it uses a controller and a journal, and
-    publishes before each batch."""
+    """Generates batches from the recipe's prompts. As in a run, it uses a controller and a journal, and publishes a
+    version before each batch."""
 
     def __init__(self, recipe: Recipe, weights: PublishedWeights, directory: Path) -> None:
         rollout, seed = recipe.rollout, recipe.run.seed
@@ -82,7 +84,7 @@ class _Rollouts:
         longest = min(sampling.max_new_tokens, LONGEST_ROLLOUT)
         sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
         self.spans: list[Span] = []
-        """Spans of the leases of the last batch."""
+        """Spans of the last batch's leases."""
         self._weights, self._version = weights, 0
         version = PolicyVersion("profile", 0)
         self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self))
@@ -104,7 +106,7 @@ class _Rollouts:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
     def batch(self) -> tuple[float, list[Trajectory]]:
-        """Generate a batch. Return the seconds and the trajectories."""
+        """Generate a batch. Return the duration in seconds and the trajectories."""
         self._controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
         self.spans = []
         started = time.perf_counter()
@@ -115,14 +117,14 @@ class _Rollouts:
         return seconds, [member.trajectory for group in groups for member in group.members]
 
     def beside(self, trainer: Trainer, trajectories: Sequence[Trajectory], longest: int) -> tuple[float, float]:
-        """Train in a thread while full engines generate, as in `async`. Return the seconds of a train step and the
-        generated tokens per second."""
+        """Train in a thread while engines with full slots generate, as in mode `async`. Return (seconds of a train
+        step, generated tokens per second)."""
         keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE}
         controller = self._new_controller(keys)
         controller.begin(self._version, self._controller.cursor)
         seconds: list[float] = []
         rates: list[float] = []
-        for _ in range(REPEATS + 1):  # the first round warms up
+        for _ in range(REPEATS + 1):  # the first round warms up and is not counted
             controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
             self._version += 1
             controller.next_batch()
@@ -135,8 +137,8 @@ class _Rollouts:
         return statistics.median(seconds[1:]), statistics.median(rates[1:])
 
     def handover_s(self) -> float:
-        """Return the median time from the end of a lease to the next lease in its slot, in the last batch; 0 if no
-        slot had two leases."""
+        """Return the median number of seconds that a slot is empty between two leases of the last batch; 0 if no slot
+        had two leases."""
         gaps: list[float] = []
         ends: dict[tuple[str, int], float] = {}
         for span in sorted(self.spans, key=lambda span: span.begin_s):
@@ -152,7 +154,8 @@ class _Rollouts:
 
 
 def measure_train_steps(recipe: Recipe, threads: int, say: Say) -> StepTimings:
-    """Measure batches and train steps alternately, with repeats of each kind of train step, then at the same time."""
+    """Measure batches and train steps alternately, several times for each kind of train step; then measure both at the
+    same time."""
     trainer = _trainer(recipe)
     with tempfile.TemporaryDirectory() as directory:
         rollouts = _Rollouts(recipe, trainer.publish(), Path(directory))
@@ -179,7 +182,7 @@ def _measure_train_steps(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, 
     rollout = Measurement("rollout", count, mean, statistics.median(times[len(TRAIN_KINDS) :]))
     say(f"a batch of {count} responses, {mean} tokens on average: {rollout.seconds:.3f} s")
     points = []
-    for (_, share), found in zip(TRAIN_KINDS, train, strict=True):  # the first round warms up
+    for (_, share), found in zip(TRAIN_KINDS, train, strict=True):  # the first round warms up and is not counted
         tokens = round(statistics.fmean(each for _, each in found[1:]))
         seconds = statistics.median(each for each, _ in found[1:])
         points.append(Measurement("train", count, tokens, seconds, trained_share=share))
@@ -220,8 +223,8 @@ def _step_s(trainer: Trainer, batch: Batch) -> float:
 
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
-    """Return a batch with the lengths of `trajectories` times `factor`. Rewards differ in the given share of the
-    groups."""
+    """Return a batch whose trajectories have the lengths of `trajectories` multiplied by `factor`. Rewards differ in a
+    fraction `share` of the groups."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
     groups: dict[int, list[ScoredTrajectory]] = {}
@@ -246,7 +249,8 @@ def _num_tokens(batch: Batch) -> int:
 
 
 def _publish_s(recipe: Recipe, trainer: Trainer) -> float:
-    """Return the median time of a publication: write the weights to a file, read it, and load it into an engine."""
+    """Return the median number of seconds that a publication takes: write the weights to a file, read the file, and
+    load the weights into an engine."""
     engine = build_engine(recipe, recipe.model.path, PolicyVersion("profile", 0))
     times = []
     with tempfile.TemporaryDirectory() as directory:

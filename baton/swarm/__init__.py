@@ -1,1 +1,1 @@
-"""Inference workers that run apart from the trainer and connect over a network."""
+"""Workers that generate in separate processes, on any machine, and connect to the trainer over a network."""

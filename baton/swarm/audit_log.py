@@ -1,4 +1,4 @@
-"""The audit log: requests to the hub and their senders, in a JSON lines file of bounded size."""
+"""The audit log records requests to the hub and their senders in a JSON lines file of bounded size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from baton.swarm.auth import Clock, Denied
 logger = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"[A-Za-z0-9_-]{40,}")
-"""Pattern that matches any text with the random part of a token, which has at least 40 characters."""
+"""Pattern that matches the random part of a token, which has at least 40 characters. Other texts of this form match
+too."""
 _MAX_FIELD_CHARACTERS = 160
 _WINDOW_S = 60.0
 
@@ -24,27 +25,29 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event in the audit log."""
 
     at: float
-    """Time in Unix seconds, UTC."""
+    """Time of the event in Unix seconds, UTC."""
     event: str
-    """Name of the event, for example `denied`, `joined` or `quarantined`; `suppressed` for a count of omitted lines."""
+    """Name of the event, for example `denied`, `joined` or `quarantined`. `suppressed` is a line that counts omitted
+    lines."""
     status: int
-    """HTTP status of the response; 0 if there was none."""
+    """HTTP status of the response; 0 if no response was sent."""
     reason: str = ""
     peer: str = ""
     """Network address of the sender."""
     route: str = ""
     """Path of the request, without the query."""
     token: str = ""
-    """Name of the token, if known."""
+    """Name of the token; empty if the token is not known."""
     count: int = 0
-    """Number of omitted lines, in a `suppressed` line."""
+    """In a `suppressed` line, the number of omitted lines."""
 
 
 class AuditLog:
-    """Writes an audit file and one older file, each of bounded size. Used by one thread.
+    """Writes an audit file and keeps the file before it; the size of each file is bounded. Only one thread may use it.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
-    displace other events. Lines beyond a budget, and lines that cannot be written, are counted. No error is raised.
+    displace other events. Lines beyond a budget and lines that cannot be written are omitted and counted. No error is
+    raised.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class AuditLog:
         self.path, self._max_bytes, self._max_lines, self._clock = path, max_bytes, max_lines_per_minute, clock
         self._window = clock()
         self._written = {True: 0, False: 0}
-        """Number of lines written in this minute; the key is True for refusals."""
+        """True (refusals) or False (other events) → number of lines written in this minute."""
         self.num_suppressed = 0
         """Number of lines omitted since the last `suppressed` line."""
 
@@ -78,7 +81,7 @@ class AuditLog:
             self.num_suppressed += 1
 
     def close(self) -> None:
-        """Record the number of omitted lines."""
+        """Write the number of omitted lines to the log."""
         self._write_num_suppressed(self._clock())
 
     def _write_num_suppressed(self, now: float) -> None:

@@ -3,8 +3,9 @@
     baton token create ──▶ token file (hashes) ──read again when it changes──▶ Authenticator.check ──▶ AccessGrant
             └─ the token itself, shown once ──▶ worker ──"Authorization: Bearer …"──┘    └─▶ Denied ──▶ Audit
 
-A token has 32 random bytes and cannot be guessed, so a fast hash is enough. A reader of the file gains no access; a
-process that can write the file can grant access. While the file cannot be read, all requests are refused.
+A token has 32 random bytes and cannot be guessed, so a fast hash is sufficient. A process that can read the token file
+gains no access, because the file contains only hashes. A process that can write the file can grant access. While the
+hub cannot read the file, it refuses all requests.
 """
 
 from __future__ import annotations
@@ -45,19 +46,20 @@ _MAX_HEADER_CHARACTERS = 256
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
-"""Seconds after which an expired token is removed from the file; it is then refused as unknown."""
+"""Number of seconds after its expiry when a token is removed from the file. From then on, the token is refused as
+unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE | re.ASCII)
 _UnixTime = Annotated[int, msgspec.Meta(ge=0, lt=253_402_300_800)]
-"""Unix seconds up to the year 9999, the maximum of datetime."""
+"""Unix seconds up to the year 9999, which is the last year that datetime supports."""
 _DURATION = re.compile(r"([0-9]{1,9})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _MAX_DURATION_S = 3_650 * 86_400
 
 
 class Role(StrEnum):
-    """The permissions of a token."""
+    """The role of a token, which determines its permissions."""
 
     WORKER = "worker"
     """May receive leases, fetch weights and report segments."""
@@ -68,7 +70,7 @@ class Role(StrEnum):
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A token's entry in the file."""
+    """A token's entry in the token file."""
 
     name: Annotated[str, msgspec.Meta(pattern=rf"\A{_NAME.pattern}\Z")]
     role: Role
@@ -77,11 +79,11 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: _UnixTime
     """Time of creation in Unix seconds, UTC."""
     expires: _UnixTime
-    """Unix seconds, UTC. From this time on, the token is refused."""
+    """Expiry time in Unix seconds, UTC. From this time on, the token is refused."""
     is_revoked: bool = False
     is_trusted: bool = False
-    """True for workers of the run's owner: they may keep KV caches across versions, and their reports calibrate
-    tolerances."""
+    """True for tokens of workers that the run's owner controls. Such workers may keep KV caches across versions, and
+    their reports calibrate tolerances."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
         """Return the token's state at a time in Unix seconds."""
@@ -102,12 +104,13 @@ class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     """valid, expired or revoked."""
     token: str | None = None
-    """Text of the token. Present only when the token has just been created and was not written to a file."""
+    """Text of the token. It is present only in the output of the command that creates the token, and only if this
+    command does not write the token to a file."""
     written_to: str | None = None
 
     @classmethod
     def of(cls, token: Token) -> ShownToken:
-        """Return the output form of a token."""
+        """Convert a token to the form that `baton token` prints."""
         created, expires = (datetime.fromtimestamp(at, UTC).isoformat() for at in (token.created, token.expires))
         return cls(token.name, token.role, token.is_trusted, created, expires, token.state(time.time()))
 
@@ -125,19 +128,20 @@ class AccessGrant:
     role: Role
     is_trusted: bool
     digest: str = field(default="", repr=False)
-    """Digest of the token, which identifies the sender. The name is only shown to users, because another token file may
-    contain the same name."""
+    """Digest of the token, which identifies the sender. The token's name does not identify the sender, because another
+    token file may contain the same name."""
     is_own: bool = False
     """True if the run has started the worker itself."""
 
     @property
     def label(self) -> str:
-        """Name shown to users."""
+        """Name of the sender that is shown to users."""
         return f"{self.name} (own)" if self.is_own else self.name
 
 
 class Denied(BatonError):
-    """Raised for a refused request. The reason may be sent back: it reveals the state of a token only to its holder."""
+    """Raised for a refused request. The reason may be sent to the sender, because it reveals the state of a token only
+    to a holder of this token."""
 
     def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -145,7 +149,7 @@ class Denied(BatonError):
 
 
 def parse_duration(text: str) -> int:
-    """Convert "7d", "12h", "30m" or "90s" to seconds. Raises UserError for anything else."""
+    """Convert a text such as "7d", "12h", "30m" or "90s" to seconds. Raises UserError for a text of another form."""
     match = _DURATION.fullmatch(text)
     seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
     if not 0 < seconds <= _MAX_DURATION_S:
@@ -154,13 +158,13 @@ def parse_duration(text: str) -> int:
 
 
 def digest_of(token: str) -> str:
-    """Return the hash of a token's text, as stored in the file."""
+    """Return the hash of a token's text. The token file contains this hash."""
     return blake3(token.encode()).hexdigest()
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file's content atomically, like `files.write_whole`, with a file that was never readable by other
-    users.
+    """Replace a file's content atomically, like `files.write_whole`. Other users can never read the new file, not even
+    while it is written.
 
     Raises UserError if the file cannot be written.
     """
@@ -181,9 +185,9 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def read_token_file(path: Path) -> str:
-    """Read a worker's token from a file, and warn if other users may read the file.
+    """Read a worker's token from a file. Log a warning if other users may read the file.
 
-    Raises UserError if the file is missing, too long, or contains anything except one token.
+    Raises UserError if the file is missing or too long, or does not contain exactly one token.
     """
     data, mode = _read_bounded(path, 1_024)
     text = data.decode(errors="replace").strip()
@@ -196,13 +200,14 @@ def read_token_file(path: Path) -> str:
 
 
 class TokenFile:
-    """The tokens of a hub, in a JSON file that is written atomically."""
+    """The file with the tokens of a hub. It is a JSON file and is written atomically."""
 
     def __init__(self, path: Path, clock: Clock = time.time) -> None:
         self.path, self._clock = path, clock
 
     def create(self, role: Role, expires_s: int, name: str | None = None, trusted: bool = False) -> str:
-        """Create a token and return its text, which is not stored. Raises UserError for a name that exists."""
+        """Create a token and return its text, which is not stored. Raises UserError if a token with this name
+        exists."""
         if trusted and role is not Role.WORKER:
             raise UserError(f"a token of role {role} cannot be --trusted: only tokens of role worker can")
         if name is not None and not _NAME.fullmatch(name):
@@ -234,8 +239,8 @@ class TokenFile:
             self._write(tuple(msgspec.structs.replace(t, is_revoked=True) if t.name == name else t for t in known))
 
     def tokens(self) -> tuple[Token, ...]:
-        """Return the tokens, the oldest first. Raises UserError if the file is invalid or if other users may write
-        it."""
+        """Return the tokens, the oldest first. Raises UserError if the file is invalid or if other users may write to
+        the file."""
         data, mode = _read_bounded(self.path, MAX_FILE_BYTES)
         if mode & 0o022:
             raise UserError(
@@ -256,8 +261,8 @@ class TokenFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold a lock during a change of the file. Of two concurrent changes without a lock, one could undo the other's
-        revocation."""
+        """Hold a lock within the context, in which the file is changed. Without a lock, one of two concurrent changes
+        could undo a revocation by the other."""
         path = self.path.resolve()
         lock = path.with_name(f".{path.name}.lock")
         try:
@@ -275,19 +280,21 @@ class Authenticator:
     """Identifies the sender of a request. Reads the token file again when the file changes."""
 
     def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
-        """Read the file. Raises UserError if the file is missing or invalid. is_own: as in `AccessGrant`."""
+        """Read the token file. Raises UserError if the file is missing or invalid. is_own: whether the tokens are for
+        workers that the run starts itself."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
-        """Error of the file; until the file is valid again, every request is refused."""
+        """Reason why the token file cannot be used; None if the file is valid. While there is a reason, every request
+        is refused."""
         self._tokens: tuple[Token, ...] = ()
         self._stamp = _stamp(path)
         self._tokens = self._file.tokens()
 
     def check(self, header: str | None, wanted: Collection[Role]) -> AccessGrant:
-        """Return the grant of an `Authorization` header whose token has one of the wanted roles.
+        """Check an `Authorization` header, whose token must have one of the wanted roles; return what the token grants.
 
-        Raises Denied with 401 if the header is missing or malformed, or if its token is unknown, expired or revoked;
-        with 403 for another role. Raises no other exception, whatever the header contains.
+        Raises Denied with status 401 if the header is missing or malformed, or if its token is unknown, expired or
+        revoked. Raises Denied with status 403 if the token has another role. Raises no other exception for any header.
         """
         if header is None:
             raise Denied(401, "no token")
@@ -299,7 +306,8 @@ class Authenticator:
         return self._admit(digest_of(bearer[1]), wanted)
 
     def recheck(self, grant: AccessGrant) -> None:
-        """Check the token of a long connection again. Raises Denied if it is expired, revoked or removed."""
+        """Check the token of an open connection again. Raises Denied if the token is expired, revoked or removed from
+        the file."""
         self._admit(grant.digest, {grant.role})
 
     def _admit(self, digest: str, wanted: Collection[Role]) -> AccessGrant:
@@ -346,7 +354,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Return values that differ between contents of a file: a replaced file has another inode."""
+    """Return values of a file's metadata that differ if the file has been changed or replaced."""
     try:
         found = path.stat()
     except OSError:
@@ -355,10 +363,11 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def _read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Return the content and the mode of a small file. Raises UserError if it is unreadable, too long or not a regular
-    file."""
+    """Return the content and the mode of a small file. Raises UserError if the file is unreadable, too long or not a
+    regular file."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO would block
+        # O_NONBLOCK, because opening a FIFO would block
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             mode = os.fstat(handle).st_mode
             if not stat.S_ISREG(mode):

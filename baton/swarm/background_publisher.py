@@ -1,4 +1,5 @@
-"""Publishes versions in the background, announces them to the workers, and removes versions that are not needed.
+"""Publishes versions in the background, announces each version to the workers, and removes versions that no worker
+needs.
 
 controller's thread           publisher's thread                 hub's thread
   publish ───────────────────▶ chunks, manifest ──── call ──────▶ announce
@@ -24,12 +25,12 @@ from baton.weights.store import Store
 
 @dataclass(frozen=True, slots=True)
 class VersionRetention:
-    """Numbers of versions that are retained."""
+    """Rules that say which versions are retained."""
 
     fetchable: int
-    """Number of latest versions that can be fetched."""
+    """Number of the latest versions that workers may fetch."""
     stored: int
-    """Minimum number of latest versions that stay in the store."""
+    """Minimum number of the latest versions that stay in the store."""
     pinned: tuple[PolicyVersion, ...] = ()
     """Versions that are never removed, such as the base model of adapters."""
 
@@ -40,25 +41,27 @@ class BackgroundPublisher:
     def __init__(
         self, hub: Hub, publisher: Publisher, store: Store, retention: VersionRetention, shared: str = ""
     ) -> None:
-        """shared: directory in shared memory for this machine's workers; empty for none."""
+        """shared: directory in shared memory in which workers on this machine find versions; empty if there is no such
+        directory."""
         self._hub, self._publisher, self._store = hub, publisher, store
         self._retention, self._shared = retention, shared
         self._executor = SerialExecutor("publisher")
         self._futures: deque[Future[None]] = deque()
         self.last: PublishedVersion | None = None
-        """The last published version; None before the first."""
+        """The version that was published last; None before the first publication."""
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Publish a version in the background, and announce it to the workers when it is complete."""
+        """Publish a version in the background, and announce the version to the workers when the publication is
+        complete."""
         self._futures.append(self._executor.submit(self._publish, tensors, version, time.monotonic()))
 
     def check(self) -> None:
-        """Raise the error of a background task, if any."""
+        """Raise the error of a background task, if a task has failed."""
         while self._futures and self._futures[0].done():
             self._futures.popleft().result()
 
     def close(self) -> None:
-        """End the thread. May be called twice."""
+        """End the publisher's thread. May be called twice."""
         self._executor.close()
 
     def _publish(self, tensors: Mapping[str, Any], version: PolicyVersion, since_s: float) -> None:

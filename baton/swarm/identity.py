@@ -2,10 +2,10 @@
 
     worker ──Hello(key="")──▶ hub ──Admitted(key)──▶ worker ──Hello(key)──▶ hub     after a reconnection or hub restart
 
-Names of tokens are only shown to users, because two token files may contain the same name. A key is a nonce and its
-keyed hash. The hub therefore stores no list of keys, and a restarted hub with the same secret recognises its workers. A
-worker that discards its key counts as a new worker of the same token. The number of quarantined workers of a token is
-bounded.
+Names of tokens do not identify workers, because two token files may contain the same name. A key consists of a nonce
+and the nonce's keyed hash. The hub therefore needs no list of keys, and a restarted hub with the same secret recognises
+its workers. A worker that discards its key counts as a new worker of the same token. To limit this, a token with too
+many quarantined workers is quarantined itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class WorkerKeys:
     """Issues and recognises the keys of one run's workers."""
 
     def __init__(self, secret: bytes) -> None:
-        """secret: random bytes of the run, unknown to workers."""
+        """secret: random bytes that belong to the run and that workers do not know."""
         self._secret = blake3(secret, derive_key_context="baton 2026 keys of workers").digest()
 
     def issue(self, token: str) -> str:

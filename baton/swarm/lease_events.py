@@ -1,4 +1,5 @@
-"""Events and commands of the lease table. They contain counts and versions; the tokens stay in the lease broker.
+"""Events and commands of the lease table. They contain numbers of tokens and versions; the tokens themselves stay in
+the lease broker.
 
 `at_s` is the time of an event on the clock of the table's driver, which is the live hub or a simulator.
 """
@@ -16,15 +17,16 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag="WorkerJoined", gc=False):
     at_s: float
     worker: int
     slots: int
-    """Number of trajectories that the worker generates at once."""
+    """Number of trajectories that the worker generates concurrently."""
     weight: float = 1.0
-    """Expected speed of one slot, relative to the mean of all workers. A plan sets it, never the worker."""
+    """Expected speed of one slot of the worker, divided by the mean over all workers. It comes from a plan, never from
+    the worker."""
     kind: str | None = ""
-    """Kind of the worker: workers of one kind generate the same tokens from the same noise. None means that the engine
-    has noise of its own and generates different tokens each time."""
+    """Kind of the worker. Workers of the same kind generate the same tokens from the same noise. None means that the
+    worker's engine uses noise of its own, so that it generates different tokens each time."""
     owner: str | None = None
-    """Owner of the worker: workers of one owner share the credit that limits their leases (`LeaseCredit`). None means a
-    worker of the run itself, which may fill its slots at once."""
+    """Owner of the worker. All workers of an owner share the credit that limits their leases (`LeaseCredit`). None
+    means that the run itself started the worker, which may then fill all its slots immediately."""
 
 
 class WorkerWeightChanged(msgspec.Struct, frozen=True, tag="WorkerWeighed", gc=False):
@@ -43,12 +45,12 @@ class WorkerSeen(msgspec.Struct, frozen=True, tag="WorkerHeard", gc=False):
     version: int | None
     """Number of the version that the worker serves; None if it serves no version of this lineage."""
     decoded_tokens: int
-    """Token counter of the worker's engine. If it does not change while the worker holds leases, the worker is
-    stuck."""
+    """Token counter of the worker's engine. A worker is stuck if this counter does not change while the worker holds
+    leases."""
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, tag="WorkerLeft", gc=False):
-    """A worker has left; tokens that it has not reported are lost."""
+    """A worker has left. The tokens that it has not reported are lost."""
 
     at_s: float
     worker: int
@@ -76,7 +78,8 @@ class TaskAborted(msgspec.Struct, frozen=True, tag="TaskAborted", gc=False):
 
 
 class TaskRevoked(msgspec.Struct, frozen=True, tag="TaskRevoked", gc=False):
-    """A trajectory's tokens are not trusted. Its leases end, and the caller handles the trajectory."""
+    """The tokens of a trajectory are no longer trusted. The table ends the trajectory's leases; the caller handles the
+    trajectory itself."""
 
     at_s: float
     task: int
@@ -89,7 +92,7 @@ class LeaseProgressed(msgspec.Struct, frozen=True, tag="LeaseGrew", gc=False):
     lease: int
     num_tokens: int
     version: int = 0
-    """Version of the last new token; a later lease must serve at least this version."""
+    """Version of the last new token. The worker of a later lease must serve at least this version."""
 
 
 class LeaseFinished(msgspec.Struct, frozen=True, tag="LeaseFinished", gc=False):
@@ -102,8 +105,9 @@ class LeaseFinished(msgspec.Struct, frozen=True, tag="LeaseFinished", gc=False):
 class LeaseReturned(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
     """The worker has aborted the trajectory, or refused the lease.
 
-    A worker that refuses a lease whose version it should serve is granted no lease before its next message. Otherwise
-    the table would grant it the same task again at once, in an endless loop.
+    If a worker refuses a lease although it should serve the lease's version, the table grants the worker no lease
+    before the worker's next message. Otherwise the table would immediately grant the same task to the same worker, in
+    an endless loop.
     """
 
     at_s: float
@@ -111,11 +115,12 @@ class LeaseReturned(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
 
 
 class LeaseTick(msgspec.Struct, frozen=True, tag="Tick", gc=False):
-    """Time has passed."""
+    """Periodic event that gives the current time."""
 
     at_s: float
     delay_s: float = 0.0
-    """Delay of this tick. The delay is the hub's, so it does not count against the workers."""
+    """Delay of this tick in seconds. The hub caused the delay, so it does not count towards the workers' time
+    limits."""
 
 
 Event = (
@@ -143,7 +148,7 @@ class GrantLease(msgspec.Struct, frozen=True, tag="Grant", gc=False):
     lease: int
     task: int
     base: int
-    """Number of tokens after the prompt that the worker starts from."""
+    """Number of tokens after the prompt that the trajectory has when the worker starts."""
 
 
 class RecallLease(msgspec.Struct, frozen=True, tag="Recall", gc=False):
@@ -161,7 +166,7 @@ class DropLease(msgspec.Struct, frozen=True, tag="Drop", gc=False):
 
 
 class CommitTokens(msgspec.Struct, frozen=True, tag="Commit", gc=False):
-    """Append tokens of a lease to the trajectory, up to `length`."""
+    """Append tokens of a lease to the trajectory, which then has `length` tokens."""
 
     task: int
     lease: int
@@ -169,34 +174,34 @@ class CommitTokens(msgspec.Struct, frozen=True, tag="Commit", gc=False):
 
 
 class FinishTask(msgspec.Struct, frozen=True, tag="Finish", gc=False):
-    """Finish a task with the tokens of a lease, all of which are committed."""
+    """Finish a task. All tokens of its lease have been committed."""
 
     task: int
     lease: int
 
 
 class ReplaceTokens(msgspec.Struct, frozen=True, tag="Replace", gc=False):
-    """Finish a task with the tokens of a lease, which replace the committed tokens."""
+    """Finish a task. The tokens of a lease replace all committed tokens."""
 
     task: int
     lease: int
 
 
 class ReturnTask(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
-    """Return an aborted task that has no lease any more."""
+    """Report that an aborted task has no lease any more."""
 
     task: int
 
 
 class DiscardTokens(msgspec.Struct, frozen=True, tag="Waste", gc=False):
-    """Count tokens that were generated and are not used."""
+    """Count tokens that were generated, but are not used."""
 
     cause: str
     num_tokens: int
 
 
 class DisconnectWorker(msgspec.Struct, frozen=True, tag="Expel", gc=False):
-    """End the connection of a worker that is considered dead. The worker may join again."""
+    """Close the connection of a worker that is considered dead. The worker may join again."""
 
     worker: int
     cause: str

@@ -1,7 +1,8 @@
-"""The hub's listening address and URLs. Without `--insecure`, no secret crosses a network unencrypted.
+"""The address at which the hub listens, and its URLs. Without `--insecure`, no secret is sent over a network
+unencrypted.
 
-A token authenticates its sender, so a process that reads it can impersonate the sender. Prompts and adapters may be
-confidential. Beyond loopback, hub and worker therefore require TLS. `--insecure` disables this requirement for a
+A process that reads a token on the network can impersonate its sender, and prompts and adapters may be confidential.
+Hub and worker therefore require TLS for connections between machines. `--insecure` disables this requirement, for a
 private network or a tunnel.
 """
 
@@ -20,8 +21,8 @@ from baton.errors import UserError
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST_NAME = re.compile(rf"(?:{_LABEL}\.)*(?!(?:[0-9]+|0[xX][0-9A-Fa-f]*)\.?$){_LABEL}\.?")
-"""Pattern of a host name that cannot be parsed as an address. 127.1, 0x7f000001 and 2130706433 can be parsed as
-addresses."""
+"""Pattern of host names. It excludes texts such as 127.1, 0x7f000001 and 2130706433, which look like names but which
+the system's resolver reads as IP addresses."""
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]{1,253}):[0-9]{1,5}")
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MAX_CHARACTERS = 300
@@ -29,14 +30,15 @@ _MAX_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """The address at which the hub listens, and its certificate."""
+    """The address at which the hub listens, and the certificate for TLS."""
 
     host: str
-    """Address or host name; an IPv6 address has no brackets."""
+    """IP address or host name. An IPv6 address is written without brackets."""
     port: int
     """Port number; 0 selects a free port."""
     certificate: Path | None = None
-    """PEM file with the server's certificate and its chain, and with the key if `key` is None."""
+    """PEM file with the server's certificate and certificate chain. If `key` is None, the file also contains the
+    private key."""
     key: Path | None = None
     is_insecure: bool = False
     """True if other machines may connect without TLS."""
@@ -45,8 +47,8 @@ class ListenAddress:
     def parse(
         cls, text: str, certificate: Path | None = None, key: Path | None = None, is_insecure: bool = False
     ) -> ListenAddress:
-        """Parse HOST:PORT. Raises UserError for anything else, and for an address beyond loopback without TLS and
-        `is_insecure`."""
+        """Parse HOST:PORT. Raises UserError for a text of another form. Also raises UserError if other machines can
+        reach the address, but neither TLS nor `is_insecure` is set."""
         place = _host_and_port(text)
         if place is None:
             raise UserError(
@@ -63,7 +65,7 @@ class ListenAddress:
                 "add --insecure if the network is private"
             )
         listen = cls(host, port, certificate, key, is_insecure)
-        listen.ssl_context()  # reports an unusable certificate at once
+        listen.ssl_context()  # raises immediately if the certificate cannot be used
         return listen
 
     @property
@@ -72,18 +74,18 @@ class ListenAddress:
         return "http" if self.certificate is None else "https"
 
     def url(self, port: int | None = None) -> str:
-        """Return the URL for callers. port: the actual port if port 0 was requested."""
+        """Return the hub's URL. port: the port that was assigned, if port 0 was requested."""
         return _base(self.scheme, self.host, self.port if port is None else port)
 
     def own_url(self, port: int) -> str:
-        """Return the URL for callers on this machine. A server can listen on 0.0.0.0 or ::, but a client cannot connect
-        to them."""
+        """Return the hub's URL for clients on this machine. It differs from `url` if the hub listens on 0.0.0.0 or ::,
+        because clients cannot connect to these addresses."""
         host = self.host if not self._is_any else "::1" if ":" in self.host else "127.0.0.1"
         return _base(self.scheme, host, port)
 
     def join_command(self, port: int) -> str:
-        """Return the command with which a worker joins. It contains HOST if only the user knows this machine's name in
-        the network."""
+        """Return the command with which a worker joins. If this process does not know the machine's name in the
+        network, the command contains HOST in place of the name."""
         if self._is_any:
             return f"baton worker {self.scheme}://HOST:{port} --token-file FILE, where HOST is this machine's address"
         return f"baton worker {self.url(port)} --token-file FILE"
@@ -93,24 +95,26 @@ class ListenAddress:
         return _is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified
 
     def fingerprint(self) -> str | None:
-        """Return the SHA-256 of the server's certificate in hex, which the run's own workers verify; None without
-        TLS."""
+        """Return the SHA-256 digest of the server's certificate in hex, or None without TLS. Workers that the run
+        starts itself verify the certificate by this digest."""
         if self.certificate is None:
             return None
-        found = _CERTIFICATE.search(self.certificate.read_text())  # the first is the server's own
+        # the first certificate of the file is the server's own
+        found = _CERTIFICATE.search(self.certificate.read_text())
         assert found is not None, "a certificate that was loaded is in the file"
         return sha256(ssl.PEM_cert_to_DER_cert(found[0])).hexdigest()
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Create the server's TLS context (TLS 1.2 or later); None without a certificate. Raises UserError for invalid
-        files."""
+        """Create the server's TLS context (TLS 1.2 or later); return None without a certificate. Raises UserError for
+        invalid files."""
         if self.certificate is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         files = f"the certificate {self.certificate}" + (f" with the key {self.key}" if self.key else "")
         try:
-            context.load_cert_chain(self.certificate, self.key, password=lambda: "")  # never ask on the terminal
+            # an empty password, so that OpenSSL never asks for one on the terminal
+            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
         except ssl.SSLError as error:
             raise UserError(
                 f"{files} cannot be used ({error.reason or 'no PEM'}): both must be PEM files that belong together, "
@@ -132,8 +136,8 @@ def is_loopback(host: str) -> bool:
 def check_url(url: str, is_insecure: bool = False) -> str:
     """Return the hub's URL as http(s)://HOST:PORT without a trailing slash.
 
-    Raises UserError for anything else. Without `is_insecure`, also for http to another machine, which would send the
-    token unencrypted.
+    Raises UserError for a text of another form. Without `is_insecure`, also raises UserError for an http URL of another
+    machine, because the token would be sent unencrypted.
     """
     scheme, _, rest = url.partition("://")
     scheme, place = scheme.lower(), _host_and_port(rest.removesuffix("/"))
@@ -150,10 +154,11 @@ def check_url(url: str, is_insecure: bool = False) -> str:
 
 
 def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
-    """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; None for http.
+    """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; return None
+    for http.
 
-    ca: PEM file of certificates to trust instead of this machine's, for example for a self-signed hub. Raises UserError
-    if the file cannot be used.
+    ca: PEM file with certificates to trust instead of those that this machine trusts, for example for a hub with a
+    self-signed certificate. Raises UserError if the file cannot be used.
     """
     if URL(url).scheme != "https":
         if ca is not None:
@@ -170,8 +175,8 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
 
 
 def _host_and_port(text: str) -> tuple[str, int] | None:
-    """Parse HOST:PORT; return None for anything else. yarl alone also accepts user names, paths and short forms of
-    addresses."""
+    """Parse HOST:PORT; return None for a text of another form. The additional checks are needed because yarl accepts
+    user names, paths and short forms of addresses."""
     if not _HOST_AND_PORT.fullmatch(text):
         return None
     try:

@@ -1,7 +1,7 @@
 """Starts worker processes on this machine (`--workers N`) and restarts them when they end.
 
-The standard input of each worker is a pipe from this process. When this process is killed, the pipe closes and the
-worker ends.
+The standard input of each worker is a pipe from this process. If this process is killed, the pipe closes and the worker
+ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.swarm.listen import ListenAddress
 
 RESTARTS = RestartRule(first_wait_s=0.4, longest_wait_s=10.0)
 GRACE_S = 5.0
-"""Seconds that the workers have to end before they are killed."""
+"""Number of seconds in which the workers must end; then they are killed."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Child:
 
 
 class LocalWorkers:
-    """The worker processes of this machine, each with one torch thread and a log file."""
+    """The worker processes of this machine. Each process has one torch thread and a log file."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class LocalWorkers:
         say: Callable[[str], None],
         device: str,
     ) -> None:
-        """Start a worker for each token file, whose name is also the worker's and its log's.
+        """Start a worker for each token file. The token file's name is also the name of the worker and of its log file.
 
-        listen, port: address of the hub. directory: for the log files.
+        listen, port: address of the hub. directory: directory of the log files.
         """
         fingerprint = listen.fingerprint()
         self._command = [
@@ -73,8 +73,8 @@ class LocalWorkers:
         return [child.process.pid for child in self._children if child.process.poll() is None]
 
     def check_health(self) -> None:
-        """Restart workers that have ended. Raises EngineFault, which names the log file, for a worker that keeps
-        ending."""
+        """Restart workers that have ended. Raises EngineFault, which names the log file, if a worker ends again and
+        again."""
         now_s = time.monotonic()
         for child in self._children:
             if child.process.poll() is None:

@@ -28,9 +28,11 @@ from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
 PROTOCOL = 2
-"""Protocol version, incremented when an older worker could misunderstand a newer hub."""
+"""Protocol version. It is incremented when a change of the messages could make an older worker misunderstand a newer
+hub."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
-"""Maximum length of a frame; a longer frame ends the connection. A report of 100,000 tokens is shorter."""
+"""Maximum length of a frame in bytes; a longer frame ends the connection. A report of 100,000 tokens is shorter than
+this."""
 SILENT_HEARTBEATS = 12
 """Number of heartbeat periods without a message after which a connection is considered dead, even if it is still
 open."""
@@ -44,7 +46,7 @@ MAX_NAME = 256
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
-    """The first message of the hub, which tells the worker which engine to build."""
+    """The first message from the hub. It describes the engine that the worker must build."""
 
     protocol: int
     run: str
@@ -60,8 +62,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
     engine: dict[str, Any]
     """Fields of `EngineSettings` as plain values."""
     on_new_version: str
-    """Treatment of running trajectories at a new version: `resume` aborts and prefills them again, `keep` continues
-    them in flight, and `drain` has none at that time."""
+    """What happens to running trajectories when the worker loads a new version. `resume`: they are aborted and
+    prefilled again. `keep`: they continue without a prefill. `drain`: no trajectory runs at that time."""
     relay_secret: str
     """Secret that authenticates workers at the relays of this hub."""
     heartbeat_s: float
@@ -73,23 +75,24 @@ class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
 
 
 class Want(msgspec.Struct, frozen=True, tag="Want"):
-    """The version that workers must serve as soon as they have fetched it."""
+    """The wanted version, which workers must fetch and then serve."""
 
     version: PolicyVersion
     shared: str = ""
-    """Directory in shared memory with the version, for workers on the hub's machine."""
+    """Directory in shared memory that contains the version, for workers on the hub's machine."""
     relays: tuple[str, ...] = ()
     """URLs of relays that forward chunks."""
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
-    """A lease is no longer valid, so the worker need not report on it."""
+    """A lease is no longer valid. The worker may stop it and need not send further reports."""
 
     lease_id: int
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """The hub has received all tokens of a lease up to this length, or all tokens of an ended lease."""
+    """The hub has received all tokens of a lease up to this length. For a lease that has ended, it has received all
+    tokens."""
 
     lease_id: int
     length: int
@@ -104,7 +107,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="Admitted"):
     """The reply to the first Hello of a worker."""
 
     key: str
-    """Key that the hub issues. A worker that presents it after a reconnection keeps its identity."""
+    """Key that the hub issues. A worker that sends this key after a reconnection keeps its identity."""
 
 
 class HeartbeatAck(msgspec.Struct, frozen=True, tag="Heard"):
@@ -116,7 +119,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="Rejected"):
 
     reason: str
     is_final: bool
-    """True if another attempt cannot succeed."""
+    """True if the worker need not try again, because another attempt cannot succeed."""
 
 
 # ---- from the worker -------------------------------------------------------------------------------------------------
@@ -128,7 +131,8 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     key: str
     """Key from `Admitted`; empty in the first Hello."""
     worker_class: WorkerClass
-    """Class that determines the worker's rounding; logprobs are compared within a class."""
+    """Class of the worker, which determines its rounding errors. Tolerances are calibrated for each class
+    separately."""
     model_digest: str
     """Digest of the files from which the worker built its engine."""
     slots: int
@@ -143,15 +147,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="Heartbeat"):
     serves: PolicyVersion | None
     stats: EngineStats = EngineStats()
     fetching: int | None = None
-    """Number of the version being fetched."""
+    """Number of the version that the worker is fetching; None if it is not fetching."""
     fetched_bytes: int = 0
-    """Bytes of weights fetched since the worker started."""
+    """Number of bytes of weights that the worker has fetched since its start."""
     fault: str = ""
-    """Error of the last fetch; empty if the fetch succeeded."""
+    """Error message of the last fetch; empty if the last fetch succeeded."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="Leaving"):
-    """The worker disconnects intentionally and has reported all its tokens."""
+    """The worker is about to disconnect intentionally. It has reported all its tokens."""
 
 
 FromHub = Welcome | Admitted | Want | Lease | Abort | Dropped | Ack | HeartbeatAck | Rejected | RunOver
@@ -210,7 +214,7 @@ def _check_bounds(message: FromWorker) -> None:
                 )
             _check_version(message.serves)
         case Report() | Retry() | Leaving():
-            pass  # their types and the lease broker check them
+            pass  # the types of these messages and the lease broker check them
 
 
 def _check_version(version: PolicyVersion | None) -> None:

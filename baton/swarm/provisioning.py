@@ -1,6 +1,6 @@
 """Decides whether the workers keep the trainer busy, by the provisioning rule of Echo-2 (arXiv 2602.02192).
 
-In the time of κ train steps, κ·R trajectories must be generated and one version must reach the workers:
+While the trainer computes κ train steps, the workers must receive one new version and generate κ·R trajectories:
 
     κ·T_train ≥ T_broadcast + κ·R / Σμ        so        Σμ ≥ κ·R / (κ·T_train − T_broadcast)
 """
@@ -17,7 +17,7 @@ from baton.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Provisioning:
-    """The quantities of the provisioning rule at one time of a run."""
+    """The quantities of the provisioning rule, measured at one time of a run."""
 
     publish_every: int
     """κ: number of train steps from one published version to the next."""
@@ -26,19 +26,21 @@ class Provisioning:
     broadcast_s: float
     """T_broadcast: seconds from the end of a train step until the workers serve the new version."""
     trajectories_per_step: int
-    """R: number of trajectories that a train step consumes."""
+    """R: number of trajectories that one train step consumes."""
     trajectories_per_s: float
-    """Σμ: trajectories per second that the workers finish while they hold leases."""
+    """Σμ: number of trajectories that all workers together finish per second, while they hold leases."""
 
     @property
     def needed_per_s(self) -> float | None:
-        """Trajectories per second that keep the trainer busy; None if no number of workers keeps it busy."""
+        """Number of trajectories per second that would keep the trainer busy; None if no number of workers could keep
+        it busy."""
         window_s = self.publish_every * self.train_s - self.broadcast_s
         return self.publish_every * self.trajectories_per_step / window_s if window_s > 0 else None
 
     @property
     def slack_s(self) -> float | None:
-        """Spare seconds in each publish period; negative if the trainer waits; None without measurements."""
+        """Seconds in each publish period that the workers have to spare; negative if the trainer must wait; None
+        without measurements."""
         if not self.trajectories_per_s:
             return None
         generating_s = self.publish_every * self.trajectories_per_step / self.trajectories_per_s
@@ -46,7 +48,7 @@ class Provisioning:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of its time for which the trainer waits according to the rule; None without measurements."""
+        """Share of its time that the trainer must wait according to the rule; None without measurements."""
         slack_s = self.slack_s
         if slack_s is None:
             return None
@@ -72,15 +74,15 @@ class Provisioning:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Progress of the trainer. The controller's thread writes it, and the hub's thread reads it."""
+    """Progress of the trainer. The controller's thread writes these values, and the hub's thread reads them."""
 
     publish_every: int
     trajectories_per_step: int
     step: int = 0
     train_s: float = 0.0
-    """Seconds of the last train step."""
+    """Duration of the last train step in seconds."""
     staleness: dict[str, float] = field(default_factory=dict)
-    """Share of the last batch's tokens, by staleness in versions."""
+    """Staleness in versions → share of the last batch's tokens."""
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         """Record the batch of a train step."""

@@ -1,4 +1,4 @@
-"""Runs functions in the background, one after the other, in a thread that ends when there is nothing to do.
+"""Runs functions in the background, one after another, in a thread that ends whenever the queue is empty.
 
 The thread must end: a thread that has computed with torch keeps OpenMP's helper threads until it ends. If more such
 threads than cores exist, OpenMP lets waiting threads sleep instead of spin, and a train step of a small model takes
@@ -25,8 +25,8 @@ class SerialExecutor:
         self._is_closed = False
 
     def submit(self, action: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Run a function after all functions that were submitted earlier. After `close`, the returned future is
-        cancelled at once."""
+        """Run a function after all functions that were submitted earlier; return its future. After `close`, the
+        function is not run and the future is cancelled."""
         future: Future[None] = Future()
         with self._lock:
             if self._is_closed:
@@ -39,7 +39,8 @@ class SerialExecutor:
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancel functions that have not started, and wait for the running one. May be called twice."""
+        """Cancel all functions that have not started, and wait for the function that is running. May be called
+        twice."""
         with self._lock:
             self._is_closed = True
             for _, _, future in self._waiting:

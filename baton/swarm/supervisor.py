@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class HubAccess(Protocol):
-    """Interface of the hub for a supervisor; may be used from any thread."""
+    """The part of the hub that a supervisor uses. Its methods may be called from any thread."""
 
     @property
     def url(self) -> str:
@@ -19,15 +19,15 @@ class HubAccess(Protocol):
         ...
 
     def token(self, name: str) -> str:
-        """Create a token with this name for one of the run's own workers."""
+        """Create a token with this name for a worker that the run itself starts."""
         ...
 
     def gone(self, name: str, cause: str) -> None:
-        """End the leases of the workers of a token at once, because these workers have ended."""
+        """End immediately all leases of the workers that use the token `name`, because these workers have ended."""
         ...
 
     def weigh(self, name: str, weight: float) -> None:
-        """Change the weight of the workers of a token."""
+        """Change the weight of the workers that use the token `name`."""
         ...
 
 
@@ -35,15 +35,16 @@ class WorkerSupervisor(Protocol):
     """Starts and supervises a run's workers on the machines of a cluster."""
 
     def begin(self, hub: HubAccess) -> None:
-        """Start the workers; returns at once."""
+        """Start the workers. Returns without waiting for them."""
         ...
 
     def weight(self, name: str) -> float:
-        """Return the expected speed of one slot of the workers of a token, as in `WorkerJoined.weight`."""
+        """Return the expected speed of one slot of the workers that use the token `name`, in the unit of
+        `WorkerJoined.weight`."""
         ...
 
     def check_health(self) -> None:
-        """Raise an error that no restart can fix, if one has occurred. Called often; returns at once."""
+        """Raise an error if a worker has failed and a restart cannot help. Called often, so it must not wait."""
         ...
 
     def close(self) -> None:

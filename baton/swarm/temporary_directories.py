@@ -1,5 +1,5 @@
-"""Temporary directories of one hub process. Its end removes them; after a kill, the next process of the run removes
-them."""
+"""Temporary directories of a hub process. The process removes them when it ends. If it is killed, the next hub process
+of the run removes them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from baton.files import write_whole
 
 
 class TemporaryDirectories:
-    """Creates directories and records their paths in a file, so that weights in shared memory are removed even after a
-    kill."""
+    """Creates directories and records their paths in a file. The file makes it possible to remove weights in shared
+    memory even after a kill."""
 
     def __init__(self, notes: Path) -> None:
         """Remove the directories that an earlier process of the run has left. notes: file with one path per line."""
@@ -24,7 +24,7 @@ class TemporaryDirectories:
                     shutil.rmtree(line, ignore_errors=True)
 
     def directory(self, where: Path | None = None) -> Path:
-        """Create a directory, by default in the system's directory for temporary files."""
+        """Create a directory in `where`; by default, in the system's directory for temporary files."""
         made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
         self._directories.append(made)
         write_whole(self._notes, "".join(f"{path}\n" for path in self._directories).encode())

@@ -1,4 +1,4 @@
-"""Measures the rate of finished trajectories, and the time that a version takes to reach the workers."""
+"""Measures how many trajectories are finished per second, and how long a version takes to reach all workers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MEMORY = 2048
-"""Number of the most recent trajectories over which the rate is computed."""
+"""Number of the most recent finished trajectories from which the rate is computed."""
 
 
 @dataclass(slots=True)
 class ThroughputTracker:
-    """Rates of one hub. The hub's thread writes them, and the controller's thread reads them."""
+    """Measurements of one hub. The hub's thread writes them, and the controller's thread reads them."""
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    """Seconds between consecutive finished trajectories, without the time in which no lease was held."""
+    """Seconds between consecutive finished trajectories. Time in which no lease was held is not counted."""
     last_s: float = 0.0
     announced: dict[int, float] = field(default_factory=dict)
     """Version → time at which the trainer published it. A version stays here until all workers serve it."""
     broadcast_s: float = 0.0
-    """Seconds until all workers served a version, for the last version that reached them all."""
+    """Number of seconds from publication until all workers served the version, for the last version that all workers
+    served."""
 
     def finish(self, now_s: float, busy_since_s: float) -> None:
         """Record a finished trajectory. busy_since_s: start of the current period in which leases are held."""
@@ -33,7 +34,7 @@ class ThroughputTracker:
         return len(gaps) / max(1e-6, sum(gaps)) if len(gaps) > 1 else 0.0
 
     def serve(self, now_s: float, served: Iterable[int | None]) -> None:
-        """Update the broadcast time from the versions that the connected workers serve; None for a worker without a
+        """Update the broadcast time. served: version number of each connected worker, None for a worker that serves no
         version."""
         slowest = min((-1 if number is None else number for number in served), default=-1)
         for number in [n for n in self.announced if n <= slowest]:

@@ -1,4 +1,4 @@
-"""Transfers weights and model files over HTTP, with limits on every size and wait."""
+"""Transfers weights and model files over HTTP. The size of every body and the duration of every wait are limited."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from baton.types import PolicyVersion
 from baton.weights.manifest import MAX_MANIFEST_BYTES
 
 MAX_MODEL_BYTES = 256 * 1024 * 1024
-"""Maximum size of a model's files without weights; a tokenizer may have tens of megabytes."""
+"""Maximum total size of a model's files except weights. A tokenizer may have tens of megabytes."""
 MAX_MODEL_FILES = 64
 MANIFEST_ROUTE = "/weights/manifest/{lineage:[A-Za-z0-9_-]{1,64}}/{number:[0-9]{1,15}}"
 CHUNK_ROUTE = "/weights/chunk/{digest:[0-9a-f]{64}}"
-"""Routes of a hub and of a relay. Parameters that do not match get HTTP 404."""
+"""Routes of a hub and of a relay. A request whose parameters do not match the patterns gets HTTP 404."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SILENCE_S = 30.0
-"""Seconds without data after which a transfer fails."""
+"""A transfer fails if no data arrive for this number of seconds."""
 _SLOWEST_BYTES_PER_S = 10_000.0
-"""Average rate below which a transfer fails."""
+"""A transfer fails if its average rate is below this value."""
 
 T = TypeVar("T")
 
 
 class HttpSource:
-    """The hub or a relay as a source of weights. Its methods block a fetch thread while the requests run in the event
-    loop."""
+    """A source of weights that requests them from the hub or from a relay. Its methods block the calling thread while
+    the event loop executes the requests."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ def chunk_url(base: str, digest: str) -> URL:
 
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
-    """Return a body of at most `limit` bytes. Raises WeightsFault for a longer body and for any status except 200."""
+    """Send a GET request and return the body. Raises WeightsFault if the body is longer than `limit` bytes or the
+    status is not 200."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
         if response.status != 200:
@@ -99,7 +100,7 @@ async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[st
 
 
 async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
-    """Return a hub's packed model files. Raises WeightsFault unless they have the announced digest."""
+    """Fetch the packed model files of a hub. Raises WeightsFault unless they have the digest that the hub announced."""
     packed = await get_bounded(session, URL(url) / "model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
     if model_digest(packed) != digest:
         raise WeightsFault(f"the model's files at {url} do not have the digest that the hub announced")
@@ -107,7 +108,8 @@ async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, dige
 
 
 def pack_model(directory: Path) -> bytes:
-    """Return a directory's files (configuration, tokenizer) as one message. Raises UserError if they exceed a limit."""
+    """Pack the files of a directory (configuration, tokenizer) into one message. Raises UserError if the files exceed a
+    limit."""
     files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
     if len(files) > MAX_MODEL_FILES or sum(map(len, files.values())) > MAX_MODEL_BYTES:
         raise UserError(
@@ -117,13 +119,13 @@ def pack_model(directory: Path) -> bytes:
 
 
 def model_digest(packed: bytes) -> str:
-    """Return the blake3 digest of the message of `pack_model`."""
+    """Return the blake3 digest of a message that `pack_model` has made."""
     return blake3(packed).hexdigest()
 
 
 def unpack_model(packed: bytes, directory: Path) -> None:
-    """Write the files of a `pack_model` message. Raises WeightsFault for an invalid message or file name, and
-    OSError."""
+    """Write the files of a message that `pack_model` has made. Raises WeightsFault for an invalid message or file name,
+    and OSError if writing fails."""
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:

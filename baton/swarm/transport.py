@@ -1,11 +1,12 @@
-"""Implements `WorkerTransport` with a swarm, which is one worker with a varying number of slots to the controller.
+"""Implements `WorkerTransport` with a swarm. To the controller, the swarm looks like one worker whose number of slots
+changes.
 
     controller's thread                   hub's thread                  publisher's thread
       send ────────── call ──────────────▶ broker ─▶ workers
       receive ◀────── queue ◀───────────── broker
       load_weights ─────────────────────────────────────────────────────▶ background_publisher.py
 
-`load_weights` returns at once, and leases of a version wait until a worker serves it. The next `receive` or
+`load_weights` returns without waiting. Leases of the new version wait until a worker serves it. The next `receive` or
 `load_weights` raises the errors of other threads.
 """
 
@@ -28,13 +29,13 @@ from baton.swarm.temporary_directories import TemporaryDirectories
 from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
 _NAMED = 6
-"""Maximum number of workers that a message names."""
+"""Maximum number of workers whose names a message lists."""
 FIRST_MESSAGE_S = 30.0
-"""Seconds without a worker before the first message to the user."""
+"""Number of seconds without a worker after which the user gets the first message."""
 
 
 class SwarmTransport:
-    """A `WorkerTransport` over a hub."""
+    """A `WorkerTransport` that uses a hub and its workers."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class SwarmTransport:
         scratch: TemporaryDirectories,
         no_worker_timeout_s: float = 0.0,
     ) -> None:
-        """workers: supervisors of the workers that the run has started. scratch: directories that are removed at the
-        end. no_worker_timeout_s: seconds that a run waits without a worker."""
+        """workers: supervisors of the workers that the run has started. scratch: directories that `close` removes.
+        no_worker_timeout_s: maximum number of seconds that a run waits while no worker is connected."""
         self.hub, self._members, self.no_worker_timeout_s = hub, hub.members, no_worker_timeout_s
         self._publication, self._progress = publication, progress
         self._workers, self._scratch = workers, scratch
@@ -66,7 +67,7 @@ class SwarmTransport:
 
     @property
     def slots(self) -> int:
-        """Number of slots of the connected workers."""
+        """Total number of slots of the connected workers."""
         return self._members.slots
 
     def send(self, message: FromHub) -> None:
@@ -92,7 +93,7 @@ class SwarmTransport:
         self._publication.publish(tensors, version)
 
     def stats(self) -> EngineStats:
-        """Return the sums over all workers, from their last heartbeats."""
+        """Return the sums, over all workers, of the counters in each worker's last heartbeat."""
         total: Counter[str] = Counter()
         for peer in list(self._members.peers.values()):
             for name in EngineStats.__struct_fields__:
@@ -123,7 +124,7 @@ class SwarmTransport:
         return {name: value for name, value in found.items() if value is not None}
 
     def close(self, *, is_over: bool = False) -> None:
-        """Disconnect all workers, and end the workers that this run started."""
+        """Disconnect all workers, and end those workers that this run started."""
         self._publication.close()
         self._members.verifier.close()
         for workers in self._workers:

@@ -4,9 +4,9 @@
                 ▲            │
                 └─ Retry ◀── FetchFailed: wait, longer each time, and retry while the version is wanted
 
-The wanted version is a state, not a sequence of commands. An announcement that is repeated, late, out of order or
-received during a fetch therefore has no wrong effect, and no failure is permanent. The old version serves until the new
-version is complete and verified.
+The wanted version is a state, not a sequence of commands. A repeated, late or reordered announcement, or an
+announcement during a fetch, therefore does no harm, and no failure is permanent. The engine serves the old version
+until the new version is complete and verified.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class VersionWanted(msgspec.Struct, frozen=True, tag="Wanted", gc=False):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="Fetched", gc=False):
-    """All bytes have arrived, and every tensor matches its digest."""
+    """The fetch of a version is complete: all bytes have arrived and every tensor matches its digest."""
 
     at_s: float
     version: PolicyVersion
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag="FetchFailed", gc=False):
-    """A version was not available, or did not match its digest."""
+    """The fetch of a version has failed: the version was not available, or did not match its digest."""
 
     at_s: float
     version: PolicyVersion
@@ -52,7 +52,7 @@ class Activated(msgspec.Struct, frozen=True, tag="Activated", gc=False):
 
 
 class TimerFired(msgspec.Struct, frozen=True, tag="Woken", gc=False):
-    """A timer of `SetTimer` has expired."""
+    """A timer that `SetTimer` started has expired."""
 
     at_s: float
 
@@ -63,19 +63,19 @@ Event = VersionWanted | Fetched | FetchFailed | Activated | TimerFired
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="Fetch", gc=False):
-    """Fetch and verify a version while the old version serves."""
+    """Fetch and verify a version while the engine serves the old version."""
 
     version: PolicyVersion
 
 
 class Activate(msgspec.Struct, frozen=True, tag="Activate", gc=False):
-    """Switch the engine to the fetched version."""
+    """Switch the engine to a version that has been fetched."""
 
     version: PolicyVersion
 
 
 class SetTimer(msgspec.Struct, frozen=True, tag="WakeAt", gc=False):
-    """Send `TimerFired` at this time."""
+    """Start a timer that sends `TimerFired` at this time."""
 
     at_s: float
 
@@ -103,7 +103,7 @@ class VersionSync:
         self.fetching: PolicyVersion | None = None
         self.activating: PolicyVersion | None = None
         self.failures = 0
-        """Number of consecutive failures."""
+        """Number of consecutive failed fetches."""
         self.last_cause = ""
         self._retry_s: float | None = None
 
@@ -113,7 +113,7 @@ class VersionSync:
             case VersionWanted(version=version):
                 self._wanted(version)
             case Fetched(version=version):
-                if version == self.fetching:  # otherwise the fetch was abandoned
+                if version == self.fetching:  # otherwise this fetch has been abandoned
                     self.fetching, self.failures, self.last_cause = None, 0, ""
                     if self._is_useful(version):
                         self.activating = version
@@ -121,7 +121,7 @@ class VersionSync:
             case FetchFailed(at_s=at_s, version=version, cause=cause):
                 if version == self.fetching:
                     self.fetching, self.last_cause = None, cause
-                    if version == self.want:  # otherwise a newer version is fetched at once
+                    if version == self.want:  # otherwise another version is wanted now and is fetched immediately
                         self.failures += 1
                         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
                         wait_s = retry_wait_s(self.failures, first_s=first_s, longest_s=longest_s)
@@ -138,24 +138,24 @@ class VersionSync:
         return self._fetch_wanted()
 
     def _wanted(self, version: PolicyVersion) -> None:
-        """Set the wanted version. A later number replaces an earlier one of the same lineage; a version of another
-        lineage always replaces the wanted version."""
+        """Set the wanted version. Within a lineage, only a higher number replaces the wanted version. A version of
+        another lineage always replaces it."""
         known = self.want
         if known is not None and known.lineage == version.lineage and version.number <= known.number:
             return
         self.want, self.failures, self._retry_s = version, 0, None
 
     def _is_useful(self, version: PolicyVersion) -> bool:
-        """Return whether to activate a fetched version. It must be newer than the served version, but need not be the
-        newest."""
+        """Return whether to activate a fetched version. The version must be newer than the served version, but it need
+        not be the newest version."""
         have, want = self.have, self.want
         assert want is not None, "a version was fetched that was not wanted"
         is_newer = have is None or have.lineage != version.lineage or have.number < version.number
         return version.lineage == want.lineage and is_newer
 
     def _fetch_wanted(self) -> list[Command]:
-        """Fetch the wanted version unless a fetch or a delay is running. A running fetch is not cancelled, so frequent
-        publications cannot prevent progress."""
+        """Fetch the wanted version, unless a fetch or a delay is running. A running fetch is not cancelled, so that
+        frequent publications cannot prevent every fetch from completing."""
         idle = self.fetching is None and self.activating is None and self._retry_s is None
         if not idle or self.want is None or self.want == self.have:
             return []

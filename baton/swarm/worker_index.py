@@ -1,4 +1,5 @@
-"""An index of the workers that may be granted one more lease: by the version they serve, the least loaded first."""
+"""An index of the workers that may be granted one more lease. It finds the least loaded worker that serves a
+version."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ from dataclasses import dataclass, field
 from baton.swarm.lease_credit import LeaseCredit
 
 _SPEED_MEMORY = 0.9
-"""Factor by which earlier tokens and seconds of a worker decay at each report."""
+"""Factor by which a worker's earlier tokens and seconds are multiplied at each report."""
 
 
 @dataclass(slots=True, eq=False)
 class TokenOwner:
-    """The holder of a token, and all workers that use the token."""
+    """All workers that use one token, and the credit that they share."""
 
     credit: LeaseCredit
     workers: set[int] = field(default_factory=set)
     num_held: int = 0
-    """Number of leases that the owner's workers hold."""
+    """Total number of leases that the owner's workers hold."""
 
     @property
     def has_lease(self) -> bool:
@@ -28,29 +29,29 @@ class TokenOwner:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker in the lease table."""
+    """The lease table's record of a worker."""
 
     number: int
     slots: int
     weight: float
-    """Expected speed of one slot, relative to the mean of all workers."""
+    """Expected speed of one slot of the worker, divided by the mean over all workers."""
     last_seen_s: float
     last_progress_s: float
     kind: str | None = ""
-    """Kind of the worker, as in `WorkerJoined`."""
+    """Kind of the worker; see `WorkerJoined.kind`."""
     version: int | None = None
-    """Number of the version that the worker serves; None while it may be granted no lease."""
+    """Number of the version that the worker serves; None while the worker must not be granted leases."""
     decoded_tokens: int = -1
     grown_tokens: float = 0.0
-    """Recently generated tokens, with exponential decay."""
+    """Number of recently generated tokens, with exponential decay."""
     grown_s: float = 0.0
-    """Lease-seconds in which these tokens were generated, with the same decay."""
+    """Seconds in which these tokens were generated, summed over leases, with the same decay."""
     leases: set[int] = field(default_factory=set)
     credit: LeaseCredit | None = None
-    """Credit that limits the worker's leases; None for a worker that may fill its slots at once."""
+    """Credit that limits the worker's leases; None if the worker may fill all its slots immediately."""
     owner: TokenOwner | None = None
     stamp: int = 0
-    """Identifier of the worker's current entry in the worker index; entries with another stamp are outdated."""
+    """Identifier of the worker's current entry in the index. The worker's entries with another stamp are outdated."""
 
     @property
     def speed(self) -> float | None:
@@ -59,12 +60,12 @@ class Worker:
 
     @property
     def pace(self) -> float | None:
-        """Speed divided by weight; None before the first report."""
+        """Speed divided by the expected speed (`weight`); None before the first report."""
         return None if self.speed is None else self.speed / self.weight
 
     @property
     def room(self) -> int:
-        """Maximum number of leases that the worker may hold: its slots, limited by its credit."""
+        """Number of the worker's slots that may be used: all of its slots, or fewer if its credit is lower."""
         return self.slots if self.credit is None else min(self.slots, self.credit.num_leases)
 
     @property
@@ -78,25 +79,26 @@ class Worker:
         return self.owner is None or self.owner.has_lease
 
     def serves(self, version: int, is_exact: bool) -> bool:
-        """Return whether the worker's version satisfies a requirement."""
+        """Return whether the worker serves exactly this version or, if not `is_exact`, this or a later version."""
         return self.version is not None and (self.version == version if is_exact else self.version >= version)
 
 
 _Entry = tuple[bool, float, int, Worker]
-"""(True if no slot is free, load with one more lease, stamp, worker)"""
+"""(True if no slot is free, load that the worker would have with one more lease, stamp, worker)"""
 
 
 class WorkerIndex:
-    """Workers by free capacity. The cost of a grant does not grow linearly with the number of workers."""
+    """Index of workers by free capacity. It uses heaps, so that the cost of a grant does not grow linearly with the
+    number of workers."""
 
     def __init__(self, prefetch: float) -> None:
         self.workers: dict[int, Worker] = {}
         self._prefetch = prefetch
         self._stamp = 0
         self._num_paces, self._sum_paces = 0, 0.0
-        """Number and sum of the paces (speed / weight) of the workers whose speed is known."""
+        """Number of workers whose speed is known, and sum of their paces (speed / weight)."""
         self._entries: dict[int, list[_Entry]] = {}
-        """Version → heap of entries; outdated entries are skipped."""
+        """Version → heap of entries. Outdated entries stay in the heap and are skipped."""
 
     def add(self, worker: Worker) -> None:
         """Add a worker that serves no version yet."""
@@ -105,7 +107,7 @@ class WorkerIndex:
         self.workers[worker.number] = worker
 
     def remove(self, number: int) -> Worker | None:
-        """Remove a worker."""
+        """Remove a worker, and return it."""
         worker = self.workers.pop(number, None)
         if worker is not None:
             worker.stamp = -1
@@ -121,11 +123,11 @@ class WorkerIndex:
         self.offer(worker)
 
     def most(self, slots: int) -> int:
-        """Return the maximum number of leases of a worker with this many slots, including prefetched leases."""
+        """Return the maximum number of leases, including prefetched leases, of a worker that may use `slots` slots."""
         return slots + int(self._prefetch * slots)
 
     def offer(self, worker: Worker) -> None:
-        """Update a worker's entry after a change of its leases, version or credit."""
+        """Update a worker's entry after its leases, version or credit have changed."""
         worker.stamp = self._stamp = self._stamp + 1
         num, room = len(worker.leases), worker.room
         if worker.version is None or num >= self.most(room) or not worker.owner_allows:
@@ -137,7 +139,7 @@ class WorkerIndex:
             entries = self._entries[worker.version] = []
         load = (num + 1) / (room * worker.weight * self._relative_pace(worker))
         heapq.heappush(entries, (num >= room, load, worker.stamp, worker))
-        if len(entries) > 8 * len(self.workers) + 64:  # most entries are outdated
+        if len(entries) > 8 * len(self.workers) + 64:  # rebuild the heap, because most entries are outdated
             entries[:] = [entry for entry in entries if entry[3].stamp == entry[2]]
             heapq.heapify(entries)
 
@@ -151,19 +153,20 @@ class WorkerIndex:
         return min(tops)[3] if tops else None
 
     def free(self) -> list[Worker]:
-        """Return the workers with a free slot, the fastest last."""
+        """Return the workers with a free slot, sorted by speed, the fastest last."""
         if not any(top is not None and not top[0] for top in map(self._top, self._entries.values())):
             return []
         found = [w for w in self.workers.values() if w.version is not None and w.has_slot]
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
 
     def speed(self, worker: Worker) -> float:
-        """Return a worker's tokens per second of one lease. Before its first report, estimate them from its weight."""
+        """Return how many tokens per second a lease of this worker generates. Before the worker's first report, this is
+        estimated from its weight."""
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
-        """Update a worker's speed from a report. The index divides sums instead of averaging rates, because late
-        reports arrive in bursts with no time between them."""
+        """Update a worker's speed from a report. Speed is the sum of tokens divided by the sum of seconds, not a mean
+        of rates: late reports arrive in bursts with no time between them, which would give infinite rates."""
         known = worker.pace
         worker.grown_tokens = _SPEED_MEMORY * worker.grown_tokens + num_tokens
         worker.grown_s = _SPEED_MEMORY * worker.grown_s + seconds
@@ -173,7 +176,7 @@ class WorkerIndex:
             self._sum_paces += pace - (known or 0.0)
 
     def _relative_pace(self, worker: Worker) -> float:
-        """Return a worker's pace relative to the mean of all known paces, limited to 0.1 … 10. A pace below 1 means
+        """Return a worker's pace divided by the mean of all known paces, limited to 0.1 … 10. A value below 1 means
         that the worker is slower than expected."""
         if worker.pace is None:
             return 1.0
@@ -181,7 +184,7 @@ class WorkerIndex:
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
         while entries:
-            # a worker whose owner is at its limit gets a new entry when the owner falls below the limit
+            # a worker whose owner has reached its limit gets a new entry as soon as the owner is below the limit
             if entries[0][3].stamp == entries[0][2] and entries[0][3].owner_allows:
                 return entries[0]
             heapq.heappop(entries)

@@ -1,1 +1,2 @@
-"""Engines that implement the `Engine` protocol. Import them lazily: planner and simulator must not need torch."""
+"""Engines that implement the `Engine` protocol. Import these modules lazily, because planner and simulator must not
+import torch."""

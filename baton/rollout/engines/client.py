@@ -23,7 +23,7 @@ from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
 _HEARTBEAT_S = 0.5
-"""Seconds between two checks that the program is alive, during a call."""
+"""Seconds between two checks, during a call, that the program is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class EngineRequest:
     key: str
     """Unique id of the request."""
     token_ids: tuple[int, ...]
-    """[prompt + L] All token ids so far."""
+    """[prompt + L] Token ids of the prompt and of the L tokens after it."""
     max_tokens: int
     temperature: float
     """Sampling temperature; 0 is greedy."""
     stop_token_ids: tuple[int, ...]
     seed: int
     cache_salt: str
-    """Salt of the prefix cache. Only requests with equal salts share cached prefixes."""
+    """Salt of the prefix cache's keys. Only requests with equal salts share cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,44 +52,46 @@ class GeneratedTokens:
     logprobs: Sequence[float]
     """Behavior logprobs of these tokens, at the sampling temperature."""
     finish: str | None
-    """Finish reason of the program; None before the end of the request."""
+    """Finish reason that the program gave; None if the request has not ended."""
     prefilled: int
-    """Number of prompt tokens that the program prefilled. Only the first message of a request has a value above 0."""
+    """Number of prompt tokens that the program prefilled. It is 0 in all messages of a request except the first."""
     weights: str | None = None
     """Label of the weights that generated the tokens; None if the program does not report it."""
     by_weights: Mapping[str, int] | None = None
-    """In the last message: number of tokens by label of their weights; None if the program does not report it."""
+    """Label of weights → number of the request's tokens that these weights generated. Only in the last message; None if
+    the program does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLost:
-    """The failure of a request in the program."""
+    """Message that the program failed to process a request."""
 
     key: str
     error: str
 
 
 class EngineClient(ABC):
-    """Base class of clients: an event loop in a thread, and its requests. One thread calls all public methods."""
+    """Base class of clients: runs an event loop in a thread, and sends requests from that loop. All public methods must
+    be called from one thread."""
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop.
 
-        name: name of the program in messages. answer_timeout_s: timeout of calls. close_s: maximum wait for `_stop`,
-        and again for the thread.
+        name: name of the program in messages. answer_timeout_s: timeout of each call. close_s: maximum number of
+        seconds that `close` waits for `_stop`, and again for the thread.
         """
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Tasks by request key. Only the loop's thread accesses this dict."""
+        """Request key → task that reads the request's stream. Only the loop's thread accesses this dict."""
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="engine client", daemon=True)
         self._thread.start()
 
     def begin(self, requests: Sequence[EngineRequest]) -> None:
-        """Start requests, whose tokens `take` returns."""
+        """Start requests. `take` returns their tokens."""
         self._loop.call_soon_threadsafe(self._submit_requests, list(requests))
 
     @abstractmethod
@@ -97,7 +99,8 @@ class EngineClient(ABC):
         """Abort requests. `take` may still return some of their tokens."""
 
     def take(self, timeout_s: float) -> list[GeneratedTokens | RequestLost]:
-        """Return the received messages; wait at most `timeout_s` for the first one. If there is none, call `check`."""
+        """Return the received messages. Wait at most `timeout_s` for the first message; if none arrives, call
+        `check`."""
         found: list[GeneratedTokens | RequestLost] = []
         with contextlib.suppress(Empty):
             found.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())
@@ -135,7 +138,7 @@ class EngineClient(ABC):
     # ---- in the caller's thread --------------------------------------------------------------------------------------
 
     def _start_with(self, work: Coroutine[Any, Any, None], timeout_s: float, what: str) -> None:
-        """Run the first call, and close the client if the call fails."""
+        """Run the client's first call; close the client if the call fails."""
         try:
             self._call(work, timeout_s, what)
         except BaseException:
@@ -143,9 +146,9 @@ class EngineClient(ABC):
             raise
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine in the event loop and return its result. what: the request, for error messages.
+        """Run a coroutine in the event loop and return its result. what: name of the call in error messages.
 
-        Raises DeadlineExceeded, and EngineFault if the coroutine fails or the program exits.
+        Raises DeadlineExceeded after `timeout_s`, and EngineFault if the coroutine fails or the program exits.
         """
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline_s = time.monotonic() + timeout_s

@@ -1,10 +1,10 @@
-"""`ExternalEngine`: the base of engines whose tokens another program generates (vLLM, an SGLang server).
+"""`ExternalEngine`: the base class of engines in which another program (vLLM, an SGLang server) generates the tokens.
 
     submit ─▶ SlotTable ─▶ slot ═ EngineRequest ═▶ program ═ GeneratedTokens ═▶ SlotTable ─▶ Report
 
 As in every engine, `SlotTable` decides which leases run, when they end, and what is reported. The program returns only
-token ids and logprobs. It runs as many requests as there are slots, so requests wait only in the queue of `SlotTable`.
-Tokens are streamed, and tokens after a stop string are discarded.
+token ids and logprobs. It can run as many requests as there are slots, so leases wait only in the queue of `SlotTable`.
+The program streams tokens, and `ExternalEngine` discards tokens after a stop string.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from baton.rollout.engines.whole_weights import WholeWeights
 from baton.types import FromWorker, Lease, PolicyVersion
 
 _WAIT_S = 0.05
-"""Maximum wait of `step` for the first token, in seconds. It is short because the caller has other work."""
+"""Maximum number of seconds that `step` waits for the first token. The wait is short because the caller has other
+work."""
 Client = TypeVar("Client", bound=EngineClient)
 
 
@@ -37,18 +38,18 @@ class RunningRequest:
     slot: int
     row: RunningLease
     ids: list[int]
-    """All token ids so far, including the prompt."""
+    """Token ids of the prompt and of all tokens after it."""
     by_weights: Counter[str] = field(default_factory=Counter)
-    """Number of received tokens by label of the weights at the time of receipt."""
+    """Label of weights → number of tokens that were received while the program had these weights."""
     is_ending: bool = False
-    """Whether the request was aborted and the program has not confirmed the abort."""
+    """Whether the request was aborted, but the program has not confirmed the abort."""
 
 
 class ExternalEngine(SlotEngine, Generic[Client]):
-    """Base class of engines whose tokens another program generates."""
+    """Base class of engines in which another program generates the tokens."""
 
     _only_temperature: str
-    """Reason why top-p and top-k are refused, for the error sentence."""
+    """Part of the error message that says why top-p and top-k are refused."""
 
     def __init__(
         self,
@@ -59,18 +60,19 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         end_ids: tuple[int, ...],
         text: Text,
     ) -> None:
-        """client: client of a program that serves `version` and can run as many requests as there are slots."""
+        """client: client of a program that serves `version`. The program can run as many requests as the settings have
+        slots."""
         super().__init__(settings, version, end_ids, text)
         self._client, self._weights, self._settings = client, weights, settings
         self.running: dict[str, RunningRequest] = {}
-        """Running requests by key."""
+        """Request key → running request."""
         self._name = secrets.token_hex(4)
         self._keys = (f"{self._name}-{number:012x}" for number in count())
         self._num_loads = 0
         self._label = ""
-        """Label of the program's weights; empty before the first load."""
+        """Label of the weights that the program has now; empty before the first load."""
         self._outbox: list[FromWorker] = []
-        """Messages that other methods have produced; the next `step` returns them."""
+        """Messages that methods other than `step` have produced. The next `step` returns them."""
         self._heard_s = time.monotonic()
 
     def submit(self, lease: Lease) -> None:
@@ -83,7 +85,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         super().submit(lease)
 
     def step(self) -> list[FromWorker]:
-        """Record received tokens, fill free slots, and return reports; wait briefly if no report is due.
+        """Record received tokens, start leases in free slots, and return reports. If no report is due, wait briefly for
+        tokens.
 
         Raises EngineFault if a request fails in the program.
         """
@@ -109,7 +112,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._heard_s = time.monotonic()
             running = self.running.get(said.key)
             if running is None:
-                continue  # the lease has ended in the table: by a stop string, the token budget or an abort
+                # the lease has already ended in the table, because of a stop string, the token budget or an abort
+                continue
             if isinstance(said, RequestLost):
                 self._client.check()
                 name = running.row.lease.trajectory.name
@@ -117,7 +121,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
             reports += self._append_tokens(said, running)
-        # an estimate, because the program does not report its steps: one token per request and step
+        # an estimate that each step gives one token per request, because the program does not report its steps
         self._decode_steps += max(steps.values(), default=0)
         return reports
 
@@ -131,7 +135,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             report = self._table.grow(running.slot, token, logprob)
             if report is not None:
                 reports.append(report)
-            if not self._is_held(running):  # the lease has ended: discard further tokens of the program
+            if not self._is_held(running):  # the lease has ended, so further tokens from the program are discarded
                 del self.running[said.key]
                 if said.finish is None:
                     self._client.end([said.key])
@@ -141,7 +145,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def _ended_early(self, said: GeneratedTokens, running: RunningRequest) -> None:
-        """Handle the end of a request whose lease is still running in the table."""
+        """Handle a request that the program has ended although its lease is still running in the table."""
         row = running.row
         raise EngineFault(
             f"{self._client.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
@@ -152,7 +156,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return self._table.rows[running.slot] is running.row
 
     def _abort_rows(self) -> list[FromWorker]:
-        """Return reports of aborted leases, and abort their requests in the program."""
+        """Abort the requests of aborted leases in the program; return the reports of these leases."""
         reports = self._table.open_step()
         ended = [key for key, running in self.running.items() if not self._is_held(running)]
         for key in ended:
@@ -162,7 +166,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def _fill_slots(self) -> None:
-        """Admit waiting leases to free slots and start their requests."""
+        """Move waiting leases into free slots and start requests for them."""
         self._submit_rows(
             [RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._table.admit()]
         )

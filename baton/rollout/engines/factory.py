@@ -1,4 +1,4 @@
-"""Constructs the engine of the configured kind, and imports only the package that this kind needs.
+"""Constructs the configured kind of engine. Only the package that this kind needs is imported.
 
 | available on the machine                              | function               |
 |-------------------------------------------------------|------------------------|
@@ -47,9 +47,10 @@ def engine_of_model(
 def engine_from_skeleton(
     directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
 ) -> Engine:
-    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
+    """Build an engine from a model's configuration and tokenizer. The engine serves no version until weights are
+    loaded.
 
-    base: tensors of the base model if versions are adapters, else None. The directory may be deleted afterwards.
+    base: tensors of the base model if versions are adapters, else None. The directory may be deleted after this call.
     Raises UserError if the engine does not support the model, or if a package is missing.
     """
     match settings.kind:
@@ -70,10 +71,11 @@ def engine_from_skeleton(
 def chosen(
     settings: EngineSettings, *, kind: str | None = None, slots: int | None = None, options: Sequence[str] = ()
 ) -> EngineSettings:
-    """Return the engine settings of a run with this machine's overrides. Raises UserError for an invalid override.
+    """Return the run's engine settings, changed by the overrides of this machine's user. Raises UserError for an
+    invalid override.
 
-    kind: overrides the kind of the recipe. options: `key=value` for keys of the section of this kind, such as
-    tensor_parallel=2.
+    kind: engine kind that replaces the recipe's. options: `key=value`, such as tensor_parallel=2, for keys in the
+    section of this engine kind.
     """
     kind = kind or settings.kind
     if kind not in KINDS:
@@ -100,9 +102,10 @@ def chosen(
 
 
 def check_server(settings: EngineSettings, *, is_own: bool) -> None:
-    """Raise UserError if the hub names a server on another machine, which the hub must not choose.
+    """Raise UserError if the hub names a server that is not on this machine. Only the user of this machine may choose
+    such a server.
 
-    is_own: whether the server was named by the user of this machine instead of by the hub.
+    is_own: True if the user of this machine named the server, False if the hub named it.
     """
     url = settings.sglang.url
     if settings.kind != "sglang" or url is None or is_own:

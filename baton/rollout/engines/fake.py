@@ -10,14 +10,14 @@ from baton.rollout.engines.slot_table import RunningLease, SlotEngine
 from baton.types import Author, FromWorker, PolicyVersion
 
 END_ID = 0
-"""Last token of every scripted trajectory. No other token is 0."""
+"""Last token of every scripted turn. No other token has this id."""
 
 
 class FakeEngine(SlotEngine):
     """An `Engine` whose tokens are a pure function of (group id, sample index, position, version).
 
-    `length(group_id, sample_index)` returns the number of tokens of each turn, its end id included. The text in
-    which stop strings are searched is the ids in decimal, separated by spaces.
+    `length(group_id, sample_index)` returns the number of tokens of each turn, including the end id. The text of a
+    token is its id in decimal; stop strings are searched in such texts, separated by spaces.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class FakeEngine(SlotEngine):
         self._length = length
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to a new version. The tensors are not used."""
+        """Serve a new version. The tensors are not used."""
         self._table.switch(version)
 
     def step(self) -> list[FromWorker]:

@@ -1,9 +1,9 @@
-"""Samples one token per row with counter-based noise, by inverting the distribution function in vocabulary order.
+"""Samples one token per row: inverts the cumulative distribution over the vocabulary at a counter-based random draw.
 
-A draw is a pure function of the row's logits and of (noise seed, group id, sample index, position). A rounding
-difference in the logits changes the token only if the draw lies within that difference of a token's boundary. The same
-noise therefore usually gives the same text on other hardware and after a resume.
-Shapes: W rows, V vocabulary, F rows with top-p or top-k.
+A token is a pure function of the row's logits and of (noise seed, group id, sample index, position). If rounding
+changes the logits slightly, the token changes only if the draw is very close to the boundary between two tokens. The
+same noise therefore usually gives the same text on other hardware and after a resume. Shapes: W rows, V vocabulary, F
+rows with top-p or top-k.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """The sampling parameters of W rows as tensors. They are built when the rows change, and read in every step."""
+    """The sampling parameters of W rows as tensors. They are built when the rows change, and used in every step."""
 
     num_rows: int
-    """W"""
+    """Number of rows W."""
     temperature_W1: Tensor | None
-    """Temperature of each row, 1 for greedy rows; None if every row has temperature 1."""
+    """[W, 1] temperature of each row, 1 for greedy rows; None if every row has temperature 1."""
     is_greedy_W: Tensor | None
-    """Whether each row is greedy; None if no row is."""
+    """[W] whether each row is greedy; None if no row is greedy."""
     filtered_F: Tensor | None
-    """Indices of the rows with top-p or top-k; None if there is no such row."""
+    """[F] indices of the rows with top-p or top-k; None if there is no such row."""
     top_k_F1: Tensor | None
     top_p_F1: Tensor | None
 
 
 def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device: torch.device) -> RowParams:
-    """Convert the sampling parameters of all rows to tensors. params: [W], None for an empty row."""
+    """Convert the sampling parameters of all rows to tensors. params: the parameters of each row, None for an empty
+    row."""
     if all(p is None or (p.temperature == 1 and p.top_p == 1 and not p.top_k) for p in params):
         return RowParams(len(params), None, None, None, None, None)
     temperatures = [1.0 if p is None or p.temperature == 0 else p.temperature for p in params]
@@ -87,8 +88,8 @@ def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device:
 def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
     """Draw one token per row; return the ids [W] and the behavior logprobs [W].
 
-    Logprobs are over the whole vocabulary at the row's temperature (1 for greedy rows), before top-p and top-k. If the
-    logits of a row are not finite, its logprob is nan and its id is arbitrary.
+    Logprobs are normalised over the whole vocabulary, before top-p and top-k, at the row's temperature (1 for greedy
+    rows). If the logits of a row are not finite, the row's logprob is nan and its id is arbitrary.
     """
     logits_WV = logits_WV.float()
     if params.temperature_W1 is not None:
@@ -106,10 +107,11 @@ def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64])
 
 
 def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
-    """Return the first id whose cumulative mass exceeds the draw. Ids of mass 0 are never drawn.
+    """Return, for each row, the first id at which the cumulative mass exceeds the draw times the total mass. Ids of
+    mass 0 are never drawn.
 
-    The target is always below the total: a draw is at most 1 - 2^-53 and the total is below 2^53, so the product stays
-    below the total even after rounding.
+    Such an id always exists: a draw is at most 1 - 2^-53 and the total is below 2^53, so their product is below the
+    total even after rounding.
     """
     running_WV = mass_WV.cumsum(dim=-1)
     total_W = running_WV[:, -1]
@@ -121,8 +123,9 @@ def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
 def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
     """Apply top-k, then top-p: set the mass of all other tokens to zero.
 
-    Top-k keeps the k most likely tokens, and top-p the smallest set of these with at least the share p of their mass.
-    Equally likely tokens are ranked by id. The most likely token is always kept.
+    Top-k keeps the k most likely tokens. Of these, top-p keeps the smallest set of most likely tokens that has at least
+    the share p of the mass of the k tokens. Equally likely tokens are ranked by id. The most likely token is always
+    kept.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)

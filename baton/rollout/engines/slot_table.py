@@ -1,7 +1,8 @@
-"""`SlotTable`: assigns leases to slots, detects their end, and creates reports. All engines use it.
+"""`SlotTable`, which all engines use: assigns leases to slots, detects when a lease ends, and creates reports.
 
 An engine gets the newly admitted leases from the table, computes one token per running lease, and passes the tokens to
-the table. The table needs no torch. A lease in a slot is a row: a row of the engine's batch.
+the table. This file does not import torch. A lease in a slot is called a row, because it is one row of the engine's
+batch.
 
     submit ─▶ waiting ─▶ slot ─▶ token by token ─▶ Report(finish_reason)
         │         └─ abort, new weights ─▶ Report(is_aborted), Retry
@@ -22,20 +23,20 @@ Text = Callable[[Sequence[int]], str]
 
 
 class RunningLease:
-    """A lease and the state of its generation. It waits for a slot or is a row."""
+    """A lease and the state of its generation. The lease either waits for a slot or has a slot."""
 
     def __init__(self, lease: Lease, end_ids: tuple[int, ...], max_context_tokens: int, stop: StopText | None) -> None:
         trajectory = lease.trajectory
         ids = (*trajectory.prompt_ids, *trajectory.token_ids)
         self.lease = lease
         self.length = trajectory.num_tokens
-        """Number of tokens after the prompt. It keys the noise of the next draw."""
+        """Number of tokens after the prompt. It is the position that determines the noise of the next draw."""
         self.prefix_ids = ids[:-1]
         """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
         self.last_id = ids[-1]
         """Input id of the next decode step."""
         self.position = len(ids) - 1
-        """Position of `last_id` counted from the start of the prompt."""
+        """Position of `last_id`, counted from 0 at the start of the prompt."""
         self._max_length = min(lease.sampling.max_new_tokens, max_context_tokens - len(trajectory.prompt_ids))
         self.end_ids = frozenset((*end_ids, *lease.sampling.stop_token_ids))
         self._stop = stop
@@ -76,7 +77,7 @@ class RunningLease:
             self._tokens, self._logprobs, self._routing = [], [], []
 
     def report(self, version: int, finish_reason: FinishReason | None = None, *, is_aborted: bool = False) -> Report:
-        """Return a report of all tokens since the last report."""
+        """Return a report of all tokens that were appended since the last report."""
         self.close_segment(version)
         report = Report(self.lease.lease_id, self._from_offset, tuple(self._closed), finish_reason, is_aborted)
         self._closed, self._from_offset = [], self.length
@@ -86,8 +87,8 @@ class RunningLease:
 class StopText:
     """Detects the stop strings of one trajectory.
 
-    Only policy tokens after the last insertion by the environment are searched. A stop string of n bytes spans at most
-    n tokens with text, so decoding the last tokens is sufficient.
+    Only the policy tokens after the last tokens of the environment are searched. A stop string of n bytes spans at most
+    n tokens that have text, so it is sufficient to decode the last tokens.
     """
 
     def __init__(self, lease: Lease, text: Text) -> None:
@@ -112,10 +113,10 @@ class SlotTable:
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
         self.version = version
         self.rows: list[RunningLease | None] = [None] * settings.slots
-        """[slots] The lease in each slot."""
+        """The lease in each slot, shape [slots]; None for a free slot."""
         self.num_running = 0
         self.waiting_prefixes: Counter[tuple[int, ...]] = Counter()
-        """Number of waiting leases by prefix ids."""
+        """Prefix ids → number of waiting leases with this prefix."""
         self._settings = settings
         self._end_ids = end_ids
         self._text = text
@@ -146,12 +147,13 @@ class SlotTable:
         self.waiting_prefixes[row.prefix_ids] += 1
 
     def abort(self, lease_id: int) -> None:
-        """End a lease at the next `open_step`. Has no effect on a lease that is unknown or has ended."""
+        """Mark a lease, which the next `open_step` then ends. Has no effect on a lease that is unknown or has ended."""
         if self._knows(lease_id):
             self._aborted.add(lease_id)
 
     def switch(self, version: PolicyVersion) -> None:
-        """Switch to a new version. End all segments; abort or refuse leases that require exactly another version."""
+        """Switch to a new version. End all current segments. Abort or refuse the leases that require exactly one
+        version if it is not the new version."""
         for row in self.rows:
             if row is not None:
                 row.close_segment(self.version.number)
@@ -164,7 +166,8 @@ class SlotTable:
         self.version = version
 
     def open_step(self) -> list[FromWorker]:
-        """Free the slots of aborted leases; return all messages that are due before the next tokens."""
+        """Free the slots of aborted leases; return all messages that must be sent before the next tokens are
+        generated."""
         reports, self._outbox = self._outbox, []
         for lease_id in [i for i in self._aborted if i in self._waiting]:
             row = self._waiting[lease_id]
@@ -179,7 +182,8 @@ class SlotTable:
         return reports
 
     def admit(self) -> list[tuple[int, RunningLease]]:
-        """Move waiting leases into free slots, the oldest into the lowest; return the new pairs of (slot, row)."""
+        """Move waiting leases into free slots; the oldest lease gets the lowest slot. Return (slot, row) of each moved
+        lease."""
         admitted: list[tuple[int, RunningLease]] = []
         if not self._waiting:
             return admitted
@@ -193,7 +197,7 @@ class SlotTable:
         return admitted
 
     def compact(self, width: int) -> list[tuple[int, int]]:
-        """Move rows into free slots below `width`; return the pairs of (source, destination) slots."""
+        """Move rows into free slots below `width`; return (source slot, destination slot) of each moved row."""
         assert self.num_running <= width, f"{self.num_running} rows do not fit into {width} slots"
         free = (slot for slot in range(width) if self.rows[slot] is None)
         moves = [(slot, next(free)) for slot in range(width, len(self.rows)) if self.rows[slot] is not None]
@@ -208,7 +212,7 @@ class SlotTable:
     def commit(
         self, token_ids: Sequence[int], logprobs: Sequence[float], routing: Sequence[bytes] | None = None
     ) -> list[FromWorker]:
-        """Append one token to every row, free the slots of finished trajectories, and return the reports that are due.
+        """Append one token to every row and free the slots of finished trajectories; return the reports that are due.
 
         All arguments are indexed by slot. Raises EngineFault if a logprob is not finite.
         """
@@ -220,7 +224,8 @@ class SlotTable:
         return reports
 
     def grow(self, slot: int, token: int, logprob: float, routing: bytes | None = None) -> Report | None:
-        """Append one token to a row, free its slot if the trajectory is finished, and return a report if it is due.
+        """Append one token to a row, and free the row's slot if the trajectory is finished; return a report if one is
+        due.
 
         Raises EngineFault if the logprob is not finite.
         """
@@ -239,7 +244,7 @@ class SlotTable:
         return row.report(number) if row.num_unreported >= self._settings.report_every_tokens else None
 
     def flush(self) -> list[FromWorker]:
-        """Return reports of all tokens that have not been reported."""
+        """Return reports of all tokens that have not been reported yet."""
         number = self.version.number
         return [row.report(number) for _, row in self.running() if row.num_unreported]
 
@@ -262,7 +267,7 @@ def _serves(lease: Lease, number: int) -> bool:
 
 
 class SlotEngine:
-    """Base class of engines: the methods of `Engine` that only call a `SlotTable`."""
+    """Base class of engines, with the methods of `Engine` that only call a `SlotTable`."""
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, end_ids: tuple[int, ...], text: Text) -> None:
         self._table = SlotTable(settings, version, end_ids, text)

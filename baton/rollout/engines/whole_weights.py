@@ -1,4 +1,4 @@
-"""Converts published tensors to a whole model with the tensor names of a model file, for vLLM and SGLang."""
+"""Converts published tensors to the tensors of a whole model, named as in a model file, for vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 
 ReadBase = Callable[[], Mapping[str, Tensor]]
-"""Returns the tensors of the base model of an adapter, by their names in `state_dict`."""
+"""Function that returns the tensors of an adapter's base model, by their names in `state_dict`."""
 
 
 class Skeleton:
-    """The configuration and tokenizer of a model. The parameters are on the meta device, so they take no memory."""
+    """The configuration and tokenizer of a model, without weights: the parameters are on the meta device and take no
+    memory."""
 
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
         meta = torch.device("meta")
@@ -42,7 +43,7 @@ class Skeleton:
 
 
 class ModelFiles:
-    """A model, or an adapter with its base model, in a directory or in the local Hugging Face cache."""
+    """The files of a model, or of an adapter and its base model, in a directory or in the local Hugging Face cache."""
 
     def __init__(self, path: str, settings: EngineSettings, attention: str) -> None:
         self.path = path
@@ -50,7 +51,7 @@ class ModelFiles:
         self._dtype, self._attention = torch_dtype(settings.dtype), attention
 
     def load(self) -> PreTrainedModel:
-        """Load the model in host memory. An adapter is merged into its base model."""
+        """Load the model into host memory. An adapter is merged into its base model."""
         return self._load(self.path)
 
     def read_base(self) -> Mapping[str, Tensor]:
@@ -67,12 +68,13 @@ class ModelFiles:
 class WholeWeights:
     """Converts the tensors of a version to a whole model.
 
-    Adapters are merged in the same way as in the embedded engine. vLLM and SGLang therefore serve an ordinary model
-    with weights that are bit-identical to a merged checkpoint of the run.
+    An adapter is merged in the same way as in the embedded engine. vLLM and SGLang therefore serve an ordinary model,
+    whose weights are bit-identical to those of a merged checkpoint of the run.
     """
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:
-        """model: its parameters may be on the meta device, because only names and shapes are used."""
+        """model: a model of the same architecture. Its parameters may be on the meta device, because only their names
+        and shapes are used."""
         self._model = model
         self._own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._read_base, self._base = read_base, BaseWeights()
@@ -81,7 +83,7 @@ class WholeWeights:
     def whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a version by their names in a model file. Tied tensors occur once.
 
-        Raises EngineFault for tensors that do not fit, and for an adapter if the base model is not known.
+        Raises EngineFault for tensors that do not fit the model, and for an adapter if `read_base` is None.
         """
         if is_adapter(tensors):
             base = self._adapted_base()

@@ -1,1 +1,1 @@
-"""Engine processes on this machine, combined into one worker transport."""
+"""Engine processes on this machine, which together are one worker transport."""

@@ -1,4 +1,4 @@
-"""The main function of an engine process, which runs one engine with one torch thread.
+"""The main function of an engine process. Each process runs one engine with one torch thread.
 
 | thread | consumes          | produces         | waits for                    | unblocked by                       |
 |--------|-------------------|------------------|------------------------------|------------------------------------|
@@ -37,13 +37,14 @@ from baton.rollout.processes.protocol import (
 from baton.types import Abort, Lease, ends_lease
 
 SIGN_OF_LIFE_S = 5.0
-"""Maximum seconds between two Progress messages of an engine with leases, even if it has nothing to report."""
+"""An engine with leases sends a Progress message at least once in this number of seconds, even if it has nothing to
+report."""
 
 
 def serve(descriptor: int) -> None:
-    """Run the engine until the parent closes the socket. An error is sent to the parent as a Fault, and ends the
-    process."""
-    # a terminal sends signals to both processes: only the parent handles them, and its exit closes the socket
+    """Run the engine until the parent closes the socket. If an error occurs, it is sent to the parent as a Fault and
+    the process ends."""
+    # a terminal sends Ctrl-C to parent and child; only the parent handles it, and the parent's exit closes the socket
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
@@ -58,16 +59,16 @@ def serve(descriptor: int) -> None:
         threading.Thread(target=_read, args=(parent, inbox), daemon=True).start()
         _loop(parent, inbox, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the parent has exited, so there is no process to report an error to
+        pass  # the parent has exited, so the error cannot be reported
     except (BatonError, RuntimeError, AssertionError, OSError) as error:
         send_to_parent(parent, fault_of(error))
-        return  # the parent and the other engine processes still use the scratch directory
+        return  # the scratch directory stays, because the parent and the other engine processes still use it
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None]) -> None:
-    """Queue the messages of the parent, and None after the parent has exited."""
+    """Queue the messages from the parent. Queue None when the parent has exited."""
     try:
         while True:
             inbox.put(receive_to_engine(parent))

@@ -4,8 +4,9 @@
           ▲                   └─────▶ engine process 1 …
           └── reports ◀── all processes
 
-A lease is sent to a process only when the process has a free slot, so processes with short responses receive more
-leases. The tokens of a trajectory do not depend on its process: all processes have one thread and equally many slots.
+A lease is sent to a process only when the process has a free slot, so processes whose responses are short receive more
+leases. The tokens of a trajectory do not depend on which process generates them, because all processes have one thread
+and the same number of slots.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ from baton.rollout.transport import WorkerTransport
 from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
 
 CLOSE_GRACE_S = 2.0
-"""Seconds within which all processes must exit before they are killed."""
+"""Number of seconds in which all processes must exit; then the remaining processes are killed."""
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
-"""Writes tensors to a safetensors file. It is passed as an argument because this module must not import torch."""
+"""Function that writes tensors to a safetensors file. It is passed as an argument because this module must not import
+torch."""
 
 
 class EngineProcess:
-    """A child process, with its leases and the counters of its last message."""
+    """A child process, with its leases and the counters from its last message."""
 
     def __init__(self, index: int) -> None:
         self.name = f"engine process {index}"
@@ -56,14 +58,15 @@ class EngineProcess:
         self.pid = self.process.pid
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, or queue it while the socket is full. Raises EngineFault if the process has exited."""
+        """Send a message, or queue the message while the socket is full. Raises EngineFault if the process has
+        exited."""
         try:
             send_to_engine(self.socket, message)
         except OSError as error:
             raise self._exit_error() from error
 
     def receive(self) -> Progress | Serving | None:
-        """Return the next message, or None while it is incomplete.
+        """Return the next message, or None if no complete message has arrived.
 
         Raises EngineFault if the process has exited or failed, and UserError if it failed with a UserError.
         """
@@ -86,7 +89,7 @@ class EngineProcess:
 
 
 class EnginePool(WorkerTransport):
-    """The engine processes as one worker."""
+    """A worker transport that consists of several engine processes."""
 
     def __init__(
         self,
@@ -97,10 +100,10 @@ class EnginePool(WorkerTransport):
         timeout_s: float,
         trace: LeaseTrace | None = None,
     ) -> None:
-        """Start the processes and wait until all of them serve the version of `start`.
+        """Start the processes and wait until all of them serve the version that `start` names.
 
-        timeout_s: maximum seconds until all processes serve a new version. Raises EngineFault, UserError, or
-        DeadlineExceeded.
+        timeout_s: maximum number of seconds until all processes serve a new version. Raises EngineFault or UserError if
+        a process fails, and DeadlineExceeded after `timeout_s`.
         """
         self._slots = start.engine_settings().slots
         self._count = count
@@ -108,7 +111,7 @@ class EnginePool(WorkerTransport):
         """Reports that `receive` has not returned yet."""
         self._save_tensors = save_tensors
         self.timeout_s = timeout_s
-        """Maximum seconds until all processes serve a new version."""
+        """Maximum number of seconds until all processes serve a new version."""
         self._trace = trace or LeaseTrace(TraceWriter())
         self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         self._queue: deque[Lease] = deque()
@@ -128,7 +131,7 @@ class EnginePool(WorkerTransport):
 
     @property
     def slots(self) -> int:
-        """Number of slots of all processes together."""
+        """Total number of slots of all processes."""
         return self._count * self._slots
 
     def send(self, message: FromHub) -> None:
@@ -137,7 +140,9 @@ class EnginePool(WorkerTransport):
                 self._queue.append(message)
             case Abort(lease_id=lease_id):
                 waiting = next((lease for lease in self._queue if lease.lease_id == lease_id), None)
-                if waiting is not None:  # the scheduler expects a report of each abort, and only an engine reports
+                # sent although it will be aborted, because the scheduler expects a report of each abort and only an
+                # engine sends reports
+                if waiting is not None:
                     self._queue.remove(waiting)
                     self._hand_over(self.processes[0], waiting)
                 for process in self.processes:
@@ -156,7 +161,7 @@ class EnginePool(WorkerTransport):
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch all processes to new weights, which they read from one file in memory."""
+        """Switch all processes to new weights, which the processes read from one file in memory."""
         path = self.directory / f"{version.lineage}-{version.number}.safetensors"
         self._save_tensors(tensors, path)
         try:
@@ -167,7 +172,7 @@ class EnginePool(WorkerTransport):
             path.unlink(missing_ok=True)
 
     def stats(self) -> EngineStats:
-        """Return the sums of the counters that the processes reported last."""
+        """Return the sums, over all processes, of the counters that each process reported last."""
         fields = EngineStats.__struct_fields__
         return EngineStats(*(sum(getattr(p.stats, field) for p in self.processes) for field in fields))
 
@@ -181,8 +186,8 @@ class EnginePool(WorkerTransport):
     def _assign_waiting(self) -> None:
         """Send waiting leases to the process with the most free slots.
 
-        Leases of one group go to the same process while it has free slots, because it then prefills their prompt only
-        once.
+        Leases of one group are sent to the same process while that process has free slots, because the process then
+        prefills their common prompt only once.
         """
         while self._queue:
             process = min(self.processes, key=lambda p: len(p.leases))
@@ -204,7 +209,7 @@ class EnginePool(WorkerTransport):
         return [by_socket[socket] for socket in ready(by_socket, timeout_s)]
 
     def _await_serving(self, version: PolicyVersion) -> None:
-        """Wait until every process serves a version; keep the reports that arrive in the meantime."""
+        """Wait until every process serves a version. Keep the reports that arrive while waiting."""
         begin_s = time.monotonic()
         deadline = begin_s + self.timeout_s
         waiting = set(self.processes)
@@ -220,7 +225,7 @@ class EnginePool(WorkerTransport):
                     waiting.discard(process)
                     now_s = time.monotonic()
                     self._trace.tracer.span("fetch", process.name, ASIDE, begin_s, now_s, version=version.number)
-                else:  # reports of tokens that were generated before the new weights arrived
+                else:  # the message has reports of tokens that were generated before the new weights arrived
                     assert isinstance(heard, Progress), f"{process.name} sent {heard} instead of Serving {version}"
                     self._on_progress(process, heard)
 

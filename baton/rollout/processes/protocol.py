@@ -1,4 +1,5 @@
-"""Messages between the controller's process and its engine processes: msgpack frames over a socket pair, no pickle."""
+"""Messages between the controller's process and its engine processes. They are msgpack frames on a socket pair; pickle
+is not used."""
 
 from __future__ import annotations
 
@@ -12,20 +13,21 @@ from baton.rollout.engine import EngineSettings, EngineStats
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""Maximum length of a frame. The receiver refuses a longer frame before it allocates memory."""
+"""Maximum length of a frame in bytes. The receiver refuses a longer frame before it allocates memory for the frame."""
 
 
 class Start(msgspec.Struct, frozen=True, tag="Start"):
-    """The first message to a process: which engine to build."""
+    """The first message to a process. It describes the engine to build."""
 
     model_path: str
     device: str
     attention: str
     settings: dict[str, Any]
-    """`EngineSettings` as plain values."""
+    """The values of `EngineSettings` as a plain dict."""
     version: PolicyVersion
     scratch: str = ""
-    """Directory of the files with new weights. The engine process removes it after the parent has exited."""
+    """Directory in which the parent writes new weights. The engine process removes the directory after the parent has
+    exited."""
 
     def engine_settings(self) -> EngineSettings:
         """Return the validated settings."""
@@ -40,14 +42,14 @@ class LoadWeights(msgspec.Struct, frozen=True, tag="LoadWeights"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="Progress"):
-    """New reports, and the counters of the engine after them."""
+    """New reports, and the engine's counters at the time of the message."""
 
     messages: tuple[Report | Retry, ...]
     stats: EngineStats
 
 
 class Serving(msgspec.Struct, frozen=True, tag="Serving"):
-    """Confirmation that the engine serves a version, sent after its start and after each LoadWeights."""
+    """Confirmation that the engine serves a version. It is sent after the engine's start and after each LoadWeights."""
 
     version: PolicyVersion
 
@@ -61,7 +63,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def send_to_engine(engine: FrameSocket, message: ToEngine) -> None:
-    """Send one message, or queue it while the socket is full. Raises OSError if the engine process has exited."""
+    """Send one message, or queue the message while the socket is full. Raises OSError if the engine process has
+    exited."""
     engine.send(_encoder.encode(message))
 
 
