@@ -163,7 +163,7 @@ def test_a_sweep_gives_a_table_a_page_and_what_to_take(tmp_path: Path) -> None:
 
 def test_settings_that_do_not_go_together_are_said_in_the_table() -> None:
     said = call("--recipe", RECIPE, "--steps", 3, "--sweep", "max_staleness=0,4")
-    assert 'max_staleness: got 4, but mode = "sync" has 0' in said
+    assert 'max_staleness: got 4, but mode = "sync" allows only 0' in said
     assert "recommended: rollout.max_staleness=0" in said
 
 

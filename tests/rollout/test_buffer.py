@@ -88,5 +88,5 @@ def test_groups_come_and_complete_once() -> None:
         made.opened(0)
     with pytest.raises(AssertionError, match="group 0 was completed twice"):
         made.completed(0, 0)
-    with pytest.raises(AssertionError, match="group 1 is complete but was never opened"):
+    with pytest.raises(AssertionError, match="group 1 was completed but is not open"):
         made.completed(1, 0)
