@@ -164,15 +164,15 @@ class RolloutController:
         for group in carried:
             own = _Group(group.issued, list(group.members), dict(group.judged))
             self._groups[group.issued.group_id] = own
-            tracked.append(_tracked(own, group))
-            self._restore_episodes(group)
+            tracked.append(
+                _tracked(own, group, may_replay=self._player is None or self._player.may_replay(group.issued.prompt))
+            )
         self._apply_all(self.scheduler.restore(tracked))
         for own in list(self._groups.values()):
             finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.scored]
             self._submit(own, finished)
         for group in carried:
-            for index in group.ended_turns:
-                self._act(self._groups[group.issued.group_id], group.members[index], FinishReason.STOP)
+            self._restore_episodes(group)
         self._slots = 0
         self._update_capacity()
 
@@ -386,11 +386,22 @@ class RolloutController:
         return self._player is not None and self._player.plays(group.issued.prompt)
 
     def _restore_episodes(self, group: OpenGroup) -> None:
-        if self._player is not None and self._player.plays(group.issued.prompt):
-            for trajectory in group.members:
-                if trajectory.finish_reason is None and trajectory.num_tokens:
-                    episode = group.episodes.get(trajectory.sample_index, Episode())
-                    self._player.restore(group.issued.prompt, trajectory, episode)
+        """Continue the episodes of an earlier process: act if a turn had ended, begin again if replay is forbidden."""
+        if self._player is None or not self._player.plays(group.issued.prompt):
+            return
+        own = self._groups[group.issued.group_id]
+        for trajectory in group.members:
+            index = trajectory.sample_index
+            if trajectory.finish_reason is not None or not trajectory.num_tokens:
+                continue
+            episode = group.episodes.get(index, Episode())
+            self._player.restore(group.issued.prompt, trajectory, episode)
+            if not self._player.may_replay(group.issued.prompt):
+                if self._journal is not None:
+                    self._journal.revoked(group.issued.group_id, index)
+                self._dispatch(EnvironmentFailed(self._now_s(), group.issued.group_id, index, "environment_restarted"))
+            elif index in group.ended_turns:
+                self._act(own, trajectory, FinishReason.STOP)
 
     def _act(self, group: _Group, trajectory: Trajectory, reason: FinishReason) -> None:
         """Send the action of a turn to the environment, unless the episode is over with it."""
@@ -551,7 +562,7 @@ class RolloutController:
         return time.monotonic()
 
 
-def _tracked(group: _Group, carried: OpenGroup) -> TrackedGroup:
+def _tracked(group: _Group, carried: OpenGroup, *, may_replay: bool) -> TrackedGroup:
     """Return the scheduler's view of a restored group."""
     members = []
     for trajectory in group.members:
@@ -561,7 +572,7 @@ def _tracked(group: _Group, carried: OpenGroup) -> TrackedGroup:
             member.state = TrajectoryState.SCORED
         elif trajectory.finish_reason is not None:
             member.state = TrajectoryState.SCORING
-        elif trajectory.sample_index in carried.ended_turns:
+        elif trajectory.sample_index in carried.ended_turns or (trajectory.num_tokens and not may_replay):
             member.state = TrajectoryState.ACTING
         earlier = carried.episodes.get(trajectory.sample_index, Episode()).earlier
         for segment in [segment for path in (*earlier, trajectory) for segment in path.segments]:

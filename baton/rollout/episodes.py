@@ -85,6 +85,9 @@ class EpisodeRules:
     """Longest observation in tokens; the rest is cut."""
     discount: float = 1.0
     """Factor per turn of later rewards in the episode's reward."""
+    may_replay: bool = True
+    """Whether an episode of an earlier process is rebuilt from its recorded actions. If not, it begins again: it is
+    unknown whether its last action was executed."""
     max_attempts: int = 3
     """Attempts at an episode whose environment fails, before it stays without a reward."""
 
@@ -163,6 +166,10 @@ class EpisodePlayer:
         """Return the exchanges of an episode so far."""
         opened = self._open.get(key)
         return Episode() if opened is None else opened.episode
+
+    def may_replay(self, prompt: Prompt) -> bool:
+        """Whether an episode of an earlier process continues; if not, it begins again from its prompt."""
+        return not self.plays(prompt) or self._setup.tasks[prompt.task].may_replay
 
     def restore(self, prompt: Prompt, trajectory: Trajectory, episode: Episode) -> None:
         """Take over an episode of an earlier process."""

@@ -313,14 +313,19 @@ def open_episodes(
             "the chat template removes reasoning from earlier turns: an episode continues in a new path after each turn"
         )
     longest = recipe.rollout.max_new_tokens
+    pool = EnvironmentPool({name: task.spec for name, task in tasks.items()}, recipe.environments)
     rules = {
         name: EpisodeRules(
-            name, own.max_turns, own.max_turn_tokens or longest, own.max_observation_tokens, own.discount
+            name,
+            own.max_turns,
+            own.max_turn_tokens or longest,
+            own.max_observation_tokens,
+            own.discount,
+            may_replay=name not in pool.never_replayed,
         )
         for name in tasks
         for own in (settings[name],)
     }
-    pool = EnvironmentPool({name: task.spec for name, task in tasks.items()}, recipe.environments)
     say(f"environments: {pool.description}")
     return EpisodeSetup(EnvironmentInbox(pool), bridge, rules, recipe.engine.max_context_tokens)
 

@@ -15,6 +15,7 @@ from baton.settings import Settings
 from baton.tasks.dataset import FileTask
 from baton.tasks.environment import EnvironmentTask, environment_spec
 from baton.tasks.gym import GymTask
+from baton.tasks.rows import read_rows
 from baton.tasks.task import HELD_OUT_PERCENT, Problem, Task
 from baton.types import Message, Prompt
 
@@ -49,7 +50,8 @@ class TaskSettings(Settings):
     answer."""
     environment: str | None = None
     """Environment of a multi-turn task: the name of a shipped environment such as "sokoban", or `module:Class`, or
-    `file.py:Class`. `params` are the arguments of the class."""
+    `file.py:Class`. `params` are the arguments of the class. With a `path`, the columns of a row are the arguments of
+    `reset`."""
     max_turns: int = Field(default=10, ge=1)
     """For multi-turn tasks: maximum number of turns of an episode."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
@@ -70,6 +72,8 @@ class TaskSettings(Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskSettings:
+        if self.environment is not None:
+            return self._of_an_environment()
         if self.path is not None and (self.gym is not None or self.params or self.form == "compact"):
             raise ValueError(
                 "path is a file of problems: remove gym, params and form = 'compact', which do not apply to it"
@@ -80,21 +84,25 @@ class TaskSettings(Settings):
             raise ValueError(f"{given[0]} applies only to a task with a path: set path, or remove {given[0]}")
         turns = ("max_turns", "max_turn_tokens", "max_observation_tokens", "discount")
         given = [key for key in turns if getattr(self, key) != type(self).model_fields[key].default]
-        if self.environment is None and given:
+        if given:
             raise ValueError(f"{given[0]} applies only to a multi-turn task: set environment, or remove {given[0]}")
-        if self.environment is not None and (self.path or self.gym or self.form == "compact"):
+        return self
+
+    def _of_an_environment(self) -> TaskSettings:
+        others = ("gym", "form", "prompt_column", "answer_column", "answer_after", "scorer")
+        given = [key for key in others if getattr(self, key) != type(self).model_fields[key].default]
+        if given:
             raise ValueError(
-                "environment is the source of the problems: remove path, gym and form = 'compact', which do not apply "
-                "to it"
+                f"{given[0]} does not apply to a task with an environment, which gives prompts and rewards"
             )
         return self
 
     def build(self, environments: EnvironmentSettings | None = None) -> Task:
         """Open the source of problems. Raises UserError if the source cannot provide a problem."""
         if self.environment is not None:
-            return EnvironmentTask(
-                environment_spec(self.name, self.environment, self.params), environments or EnvironmentSettings()
-            )
+            rows = [] if self.path is None else read_rows(f"task {self.name!r}", self.path, self.split)
+            spec = environment_spec(self.name, self.environment, self.params)
+            return EnvironmentTask(spec, environments or EnvironmentSettings(), [row for _, row in rows])
         if self.path is not None:
             return FileTask(
                 self.name,

@@ -310,6 +310,35 @@ def test_a_controller_that_is_killed_at_any_moment_resumes_its_episodes(mode: st
         journal.close()
 
 
+def test_an_episode_that_may_not_be_replayed_begins_again_after_a_kill(tmp_path: Path) -> None:
+    rules = EpisodeRules("rooms", 8, 20, 50, may_replay=False)
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=True)
+    first = Bench("partial", journal=journal, rules=rules, **MODES["partial"])
+    first.run(1)
+    journal.close()
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=True)
+    carried = {
+        (g.issued.group_id, t.sample_index): t.num_policy_tokens
+        for g in journal.open_groups()
+        for t in g.members
+        if t.num_tokens and t.finish_reason is None
+    }
+    assert carried
+    second = Bench("partial", journal=journal, rules=rules, **MODES["partial"])
+    second.begin(journal.last_step(), journal.place())
+    for _ in range(3):
+        second.step()
+    acted = {(r.key.group_id, r.key.sample_index): r.key.attempt for r in second.environments.requests}
+    assert all(acted[key] == 1 for key in carried if key in acted)
+    assert set(acted) & set(carried)
+    first_of = {}
+    for request in second.environments.requests:
+        first_of.setdefault(request.key, request)
+    assert not any(request.log for request in first_of.values()), "no action of the killed process is repeated"
+    assert second.controller.scheduler.ledger.lost["environment_restarted"] == sum(carried.values())
+    journal.close()
+
+
 def test_a_failed_environment_restarts_the_episode_and_then_leaves_it_without_a_reward() -> None:
     def fails(request: ActRequest) -> bool:
         return (
