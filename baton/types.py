@@ -254,6 +254,8 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     """Numbers that the environment reported with its last observation."""
     is_success: bool | None = None
     """The environment's own statement with its last observation."""
+    discount: float = 1.0
+    """Factor per turn of later rewards, from the task."""
 
 
 class RewardResult(msgspec.Struct, frozen=True):

@@ -314,7 +314,7 @@ class EpisodePlayer:
     def _finished(self, opened: _Open, reason: EpisodeFinish, failure: ActFailure | None = None) -> ScoredTrajectory:
         """End an episode, and close its environment."""
         key, rules = _key(opened.trajectory), self._setup.tasks[opened.prompt.task]
-        episode = msgspec.structs.replace(opened.episode, finish_reason=reason)
+        episode = msgspec.structs.replace(opened.episode, finish_reason=reason, discount=rules.discount)
         trajectory = msgspec.structs.replace(opened.trajectory, finish_reason=_FINISH.get(reason, FinishReason.STOP))
         self._client.discard(self._episode_key(opened))
         del self._open[key]

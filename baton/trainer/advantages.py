@@ -1,8 +1,9 @@
-"""Advantage estimators, per trajectory or per token, as pure functions of numbers. Needs no torch.
+"""Advantage estimators, per episode or per token, as pure functions of numbers. Needs no torch.
 
 To add an estimator, write a function with `Estimator`'s signature and list it in `ESTIMATORS`. An estimator receives
 all outcomes of a batch. Groups are identified by id, not by position.
-Shape: P policy tokens of one trajectory. Tokens of the environment are not actions and are excluded.
+Shapes: P policy tokens of one episode, over all its paths in order; T turns of it. Tokens of the environment are not
+actions and are excluded.
 """
 
 from __future__ import annotations
@@ -17,28 +18,78 @@ EPSILON = 1e-6
 """Constant added to a standard deviation. GRPO does not specify its value; most implementations use this one."""
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of an episode, for rewards by turn."""
+
+    num_tokens: tuple[int, ...]
+    """[T] Policy tokens of each turn, at least 1 each, P in sum."""
+    rewards: tuple[float, ...]
+    """[T] Reward of each turn, given at its last policy token."""
+    discount: float
+    """Factor per turn of the rewards of later turns."""
+
+    @property
+    def starts(self) -> IntArray:
+        """[T] Index of the first token of each turn among the P tokens."""
+        return np.cumsum((0, *self.num_tokens[:-1]))
+
+    @property
+    def ends(self) -> IntArray:
+        """[T] Index of the last token of each turn among the P tokens."""
+        return np.cumsum(self.num_tokens) - 1
+
+    @property
+    def total(self) -> float:
+        """Discounted sum of the rewards from the first turn on."""
+        return math.fsum(self.discount**turn * reward for turn, reward in enumerate(self.rewards))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The input of an estimator: one scored trajectory."""
+    """The input of an estimator: one scored episode."""
 
     group_id: int
     name: str
     """group/sample, for messages."""
     reward: float
-    """Reward of the whole trajectory, given at its last policy token."""
+    """Reward of the whole episode, or with `turns` the part of it that no turn gave. Given at the last policy token."""
     num_tokens: int
     """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None
     """[P] rewards in addition to `reward`, such as a KL penalty; None means zeros."""
     values: FloatArray | None = None
     """[P] values that a critic gives before each token."""
+    turns: Turns | None = None
+    """Turns with rewards of their own; None gives the whole episode one reward."""
 
     @property
-    def total(self) -> float:
-        """The sum of all rewards."""
-        return self.reward if self.token_rewards is None else self.reward + float(self.token_rewards.sum())
+    def rewards(self) -> FloatArray:
+        """[P] Sum of the rewards given at each token."""
+        found = np.zeros(self.num_tokens) if self.token_rewards is None else self.token_rewards.copy()
+        if self.turns is not None:
+            found[self.turns.ends] += self.turns.rewards
+        found[-1:] += self.reward
+        return found
+
+    @property
+    def discounts(self) -> FloatArray:
+        """[P] Factor of the rewards after each token: the discount of `turns` at the end of a turn, else 1."""
+        found = np.ones(self.num_tokens)
+        if self.turns is not None:
+            found[self.turns.ends] = self.turns.discount
+        return found
+
+    @property
+    def totals(self) -> FloatArray:
+        """[T] Discounted sum of the rewards from the start of each turn on; without `turns` [1] the sum of all."""
+        if self.turns is not None:
+            found: FloatArray = _discounted(self.rewards, self.discounts)[self.turns.starts]
+            return found
+        return np.array([self.reward if self.token_rewards is None else self.reward + float(self.token_rewards.sum())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +107,8 @@ Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
 def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group, std with G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    A group of equal rewards gives exactly zero.
+    A group of equal rewards gives exactly zero. With rewards by turn, R_i are the returns of all turns of the group's
+    episodes, as in GRPO with process supervision (section 4.1.3). The same holds for `group_mean`.
     """
     return _within_groups(outcomes, _standardised)
 
@@ -67,26 +119,30 @@ def group_mean(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Float
 
 
 def leave_one_out(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
-    """RLOO: A_i = R_i − mean of the others' R (arXiv 2402.14740, section 3.3), which is G/(G−1) (R_i − mean R)."""
-    return _within_groups(outcomes, lambda rewards: _centred(rewards) * (len(rewards) / (len(rewards) - 1)))
+    """RLOO: A_i = R_i − mean of the others' R (arXiv 2402.14740, section 3.3).
+
+    With rewards by turn, R_i is the return of a turn, and the mean is over the turns of the group's other episodes.
+    """
+    return _within_groups(outcomes, _against_others)
 
 
 def return_to_go(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """REINFORCE++ before its normalisation: A_t = Σ_{k ≥ t} γ^(k−t) r_k (arXiv 2501.03262)."""
-    return [_discounted(_rewards(outcome), shape.gamma) for outcome in outcomes]
+    return [_discounted(outcome.rewards, shape.gamma * outcome.discounts) for outcome in outcomes]
 
 
 def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GAE: A_t = Σ_{k ≥ t} (γλ)^(k−t) δ_k with δ_t = r_t + γ V_{t+1} − V_t (arXiv 1506.02438, equation 16).
 
-    The value after the last policy token is 0, even if the trajectory was cut at the maximum length.
+    The value after the last policy token is 0, even if the episode was cut at the maximum length. With rewards by turn,
+    γ includes the turns' discount at the end of a turn.
     """
     found = []
     for outcome in outcomes:
         assert outcome.values is not None, f"trajectory {outcome.name} has no values, and gae needs a critic"
-        following = np.append(outcome.values[1:], 0.0)
-        delta = _rewards(outcome) + shape.gamma * following - outcome.values
-        found.append(_discounted(delta, shape.gamma * shape.gae_lambda))
+        following, gammas = np.append(outcome.values[1:], 0.0), shape.gamma * outcome.discounts
+        delta = outcome.rewards + gammas * following - outcome.values
+        found.append(_discounted(delta, gammas * shape.gae_lambda))
     return found
 
 
@@ -106,48 +162,59 @@ def overlong_penalty(length: int, longest: int, frac: float, penalty: float) -> 
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
     The result is 0 up to a length of (1 − `frac`) × `longest` and then falls linearly to −`penalty` at `longest`.
-    `length` counts the tokens of the whole response, over all resumes.
+    `length` counts the policy tokens of the whole episode, over all resumes, turns and paths.
     """
     zone = frac * longest
     return -penalty * min(1.0, max(0.0, (length - (longest - zone)) / zone)) if zone else 0.0
 
 
-def _within_groups(outcomes: Sequence[Outcome], compare: Callable[[FloatArray], FloatArray]) -> list[FloatArray]:
+def _within_groups(
+    outcomes: Sequence[Outcome], compare: Callable[[FloatArray, IntArray], FloatArray]
+) -> list[FloatArray]:
+    """Give each token of a turn, or of an episode without turns, the advantage of its return within the group.
+
+    `compare` receives the returns of the group's members and, for each return, the index of its member.
+    """
     places: dict[int, list[int]] = {}
     for place, outcome in enumerate(outcomes):
         places.setdefault(outcome.group_id, []).append(place)
     found: list[FloatArray] = [np.zeros(outcome.num_tokens) for outcome in outcomes]
     for group_id, members in places.items():
         assert len(members) >= 2, f"group {group_id} has one scored trajectory: `training_samples` must drop it"
-        for place, advantage in zip(members, compare(np.array([outcomes[m].total for m in members])), strict=True):
-            found[place] += advantage
+        totals = [outcomes[place].totals for place in members]
+        sizes = [len(values) for values in totals]
+        advantages = compare(np.concatenate(totals), np.repeat(np.arange(len(members)), sizes))
+        for place, values in zip(members, np.split(advantages, np.cumsum(sizes)[:-1]), strict=True):
+            turns = outcomes[place].turns
+            found[place] += values if turns is None else np.repeat(values, turns.num_tokens)
     return found
 
 
-def _centred(values: FloatArray) -> FloatArray:
+def _centred(values: FloatArray, _: IntArray) -> FloatArray:
     if values.min() == values.max():
         return np.zeros_like(values)  # the rounded mean of equal numbers may differ from them
     with np.errstate(invalid="ignore"):  # an infinite reward gives NaN, which stops the train step
         return values - math.fsum(values) / len(values)
 
 
-def _standardised(values: FloatArray) -> FloatArray:
-    centred = _centred(values)
+def _standardised(values: FloatArray, members: IntArray) -> FloatArray:
+    centred = _centred(values, members)
     return centred / (math.sqrt(math.fsum(centred**2) / (len(values) - 1)) + EPSILON)
 
 
-def _rewards(outcome: Outcome) -> FloatArray:
-    found = np.zeros(outcome.num_tokens) if outcome.token_rewards is None else outcome.token_rewards.copy()
-    found[-1:] += outcome.reward
-    return found
+def _against_others(values: FloatArray, members: IntArray) -> FloatArray:
+    centred = _centred(values, members)
+    # R − mean of the others = c + (sum of the member's own c) / (number of the others), because all c sum to 0.
+    own, sizes = np.bincount(members, centred), np.bincount(members)
+    return centred + (own / (len(values) - sizes))[members]
 
 
-def _discounted(values: FloatArray, factor: float) -> FloatArray:
-    """Return Σ_{k ≥ t} factor^(k−t) values_k for each t."""
+def _discounted(values: FloatArray, factors: FloatArray) -> FloatArray:
+    """Return values_t + factors_t × (the result at t + 1) for each t."""
     found: FloatArray = np.empty(len(values))
     running = 0.0
     for place in range(len(values) - 1, -1, -1):
-        running = found[place] = values[place] + factor * running
+        running = found[place] = values[place] + factors[place] * running
     return found
 
 

@@ -21,7 +21,7 @@ CorrectionName = Literal["none", "bypass", "token_tis", "sequence_tis", "icepop"
 KlEstimator = Literal["k1", "k2", "k3"]
 
 GROUP_RELATIVE = frozenset({"group_std", "group_mean", "leave_one_out"})
-"""Advantages that compare the trajectories of a group and therefore need at least two scored trajectories."""
+"""Advantages that compare the episodes of a group and therefore need at least two scored episodes."""
 
 
 class AlgorithmSettings(Settings):
@@ -35,11 +35,14 @@ class AlgorithmSettings(Settings):
     advantage: AdvantageName = "group_std"
     """Advantage estimator: `group_std` (GRPO), `group_mean` (Dr.GRPO), `leave_one_out` (RLOO), `return_to_go`
     (REINFORCE++), `gae` (PPO)."""
+    turn_rewards: bool = False
+    """Give each token of a multi-turn episode the rewards from its own turn on, discounted by the task's `discount`.
+    False gives all tokens the reward of the whole episode."""
     normalize_advantages: bool = False
     """Normalise advantages to mean 0 and standard deviation 1 (divisor N) over the N policy tokens of the batch."""
     aggregation: Aggregation = "sequence_mean"
-    """How token losses are combined: `sequence_mean` weights trajectories equally (GRPO); `token_mean` weights tokens
-    equally (DAPO); `sequence_sum` sums over the tokens of each trajectory (RLOO); `length_constant` divides that sum by
+    """How token losses are combined: `sequence_mean` weights episodes equally (GRPO); `token_mean` weights tokens
+    equally (DAPO); `sequence_sum` sums over the tokens of each episode (RLOO); `length_constant` divides that sum by
     rollout.max_new_tokens (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Lower clip: the ratio of current to anchor probability is clipped at 1 − clip_low. 1 disables it."""
@@ -123,16 +126,25 @@ class AlgorithmSettings(Settings):
                 "the other corrections, such as 'token_tis', which correct behavior → proximal separately"
             )
         if self.objective == "gspo" and self.has_token_advantages:
+            cause = "turn_rewards = true" if self.turn_rewards else f"advantage = {self.advantage!r}"
             raise ValueError(
-                f"objective: gspo gives a trajectory one ratio and one advantage, but advantage = {self.advantage!r} "
-                "differs from token to token; allowed are group_std, group_mean and leave_one_out"
+                f"objective: gspo gives a trajectory one ratio and one advantage, but with {cause} the advantage "
+                "differs from token to token; allowed are group_std, group_mean and leave_one_out without turn_rewards"
             )
         return self
 
     @property
     def has_token_advantages(self) -> bool:
         """Return whether advantages may differ between the tokens of a trajectory."""
-        return self.advantage == "gae" or (self.advantage == "return_to_go" and (self.gamma < 1 or self.has_reward_kl))
+        discounts = self.advantage == "return_to_go" and (self.gamma < 1 or self.has_reward_kl)
+        return self.advantage == "gae" or discounts or self.turn_rewards
+
+    @property
+    def sequence_key(self) -> str | None:
+        """Return the key and value that compare whole token sequences; None if each token is compared by itself."""
+        if self.objective == "gspo":
+            return "algorithm.objective = 'gspo'"
+        return f"algorithm.correction = {self.correction!r}" if self.correction in ("sequence_tis", "opsm") else None
 
     @property
     def needs_model_for_advantages(self) -> bool:

@@ -3,7 +3,8 @@
 To add an objective, write a function with `Objective`'s signature, list it in `OBJECTIVES` and add its name to
 `ObjectiveName` in `algorithm.py`. Rows whose advantages are 0 run without gradient, so an objective must have no
 gradient at advantage 0.
-Shapes: B trajectories, K positions of a padded row. Masks are True at trained tokens.
+Shapes: B rows, K positions of a padded row. A row is one path of an episode; a task of one turn has one path. Masks are
+True at trained tokens.
 
 Three policies: the behavior policy sampled the tokens, the proximal policy is the one at the start of the train step,
 and the current policy has the gradient. A correction (`corrections.py`) computes an `Anchor` from behavior and proximal
@@ -11,14 +12,16 @@ logprobs: the denominator of the ratio, and a weight per token.
 
 Normalisation: an objective receives one microbatch of a minibatch, so it takes no mean. Sums are divided by a `divisor`
 that the caller computes over the minibatch of all ranks, so the losses of the microbatches sum to the minibatch's loss.
-The aggregation determines whether a fully masked trajectory counts in the divisor:
+The aggregation determines whether a fully masked episode counts in the divisor:
 
-| aggregation       | divisor                           | a fully masked trajectory                                   |
-|-------------------|-----------------------------------|-------------------------------------------------------------|
-| `sequence_mean`   | trajectories                      | counts: the update is smaller                               |
-| `sequence_sum`    | trajectories                      | counts: the update is smaller                               |
-| `length_constant` | trajectories × the maximum length | counts: the update is smaller                               |
-| `token_mean`      | trained tokens                    | does not count: the tokens of other trajectories weigh more |
+| aggregation       | divisor                       | a fully masked episode                                  |
+|-------------------|-------------------------------|---------------------------------------------------------|
+| `sequence_mean`   | episodes                      | counts: the update is smaller                           |
+| `sequence_sum`    | episodes                      | counts: the update is smaller                           |
+| `length_constant` | episodes × the maximum length | counts: the update is smaller                           |
+| `token_mean`      | trained tokens                | does not count: the tokens of other episodes weigh more |
+
+No divisor depends on the number of an episode's turns or paths, so the loss does not either.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ class LossInputs:
     """[B, K]"""
     mask: torch.Tensor
     """[B, K] bool"""
+    episode_tokens: torch.Tensor | None = None
+    """[B] trained tokens of each row's episode, over all its paths; None if each row is a whole episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ def _least(ratio: torch.Tensor, inputs: LossInputs, anchor: Anchor, shape: LossS
 
 
 def _loss(surrogate: torch.Tensor, inputs: LossInputs, shape: LossShape) -> torch.Tensor:
-    return -aggregate(surrogate, inputs.mask, shape.aggregation) / shape.divisor
+    return -aggregate(surrogate, inputs, shape.aggregation) / shape.divisor
 
 
 def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor, name: KlEstimator) -> KlEstimate:
@@ -194,24 +199,27 @@ def clip(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return ratio.clamp(1.0 - low, 1.0 + high)
 
 
-def aggregate(values: torch.Tensor, mask: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
+def aggregate(values: torch.Tensor, inputs: LossInputs, aggregation: Aggregation) -> torch.Tensor:
     """Sum [B, K] to a scalar, before division by `divisor`.
 
-    `sequence_mean`: Σ_i (1/T_i) Σ_t with T_i trained tokens in trajectory i; a trajectory with T_i = 0 adds 0. Other
-    aggregations: Σ_i Σ_t.
+    `sequence_mean`: Σ_i (1/T_i) Σ_t with T_i trained tokens in the episode of row i; a row without trained tokens adds
+    0. Other aggregations: Σ_i Σ_t.
     """
-    sums = torch.where(mask, values, 0.0).sum(-1)
-    return (sums / mask.sum(-1).clamp(min=1)).sum() if aggregation == "sequence_mean" else sums.sum()
+    sums = torch.where(inputs.mask, values, 0.0).sum(-1)
+    if aggregation != "sequence_mean":
+        return sums.sum()
+    lengths = inputs.mask.sum(-1) if inputs.episode_tokens is None else inputs.episode_tokens
+    return (sums / lengths.clamp(min=1)).sum()
 
 
-def divisor(num_trajectories: int, num_trained_tokens: int, aggregation: Aggregation, longest: int) -> float:
+def divisor(num_episodes: int, num_trained_tokens: int, aggregation: Aggregation, longest: int) -> float:
     """Return the divisor of `aggregate`, from counts over a whole minibatch (table at the top).
 
-    `longest` is the maximum response length in tokens.
+    `longest` is the maximum length of an episode in policy tokens.
     """
     if aggregation == "token_mean":
         return float(max(1, num_trained_tokens))
-    return float(max(1, num_trajectories) * (longest if aggregation == "length_constant" else 1))
+    return float(max(1, num_episodes) * (longest if aggregation == "length_constant" else 1))
 
 
 OBJECTIVES: Mapping[str, Objective] = {

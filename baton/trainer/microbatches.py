@@ -1,7 +1,8 @@
 """Training samples → microbatches: the rows of each forward and backward pass, their tensors and fixed values.
 
 Shapes: B rows of a microbatch, S positions of a padded row (prompt and response), K = S − first positions from the
-first one that may hold a response token, L tokens of one trajectory after its prompt, P of them by the policy.
+first one that may hold a response token, L tokens of one trajectory after its prompt, P of them by the policy. A row is
+one path of an episode. The paths of an episode may be in different microbatches and on different ranks.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class MicroBatch:
     """The rows' tokens, for the models."""
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
+    episode_tokens: torch.Tensor
+    """[B] int64: trained tokens of each row's episode, over all its paths; 0 for empty rows."""
     behavior_logprobs: torch.Tensor
     """[B, K] float32; 0 outside the mask."""
     policy_versions: torch.Tensor
@@ -76,6 +79,7 @@ class MicroBatch:
             behavior_logprobs=self.behavior_logprobs,
             advantages=self.advantages,
             mask=self.mask,
+            episode_tokens=self.episode_tokens,
         )
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
@@ -110,8 +114,8 @@ class MiniBatch:
 
     microbatches: tuple[MicroBatch, ...]
     """Microbatches of this rank; microbatches with gradient come first."""
-    num_trajectories: int
-    """Number of rows over all ranks, including rows without a trained token, which may be in no microbatch."""
+    num_episodes: int
+    """Number of episodes over all ranks, including those without a trained token, which may be in no microbatch."""
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
@@ -155,7 +159,8 @@ def cut(
         chunks = by_rank[share.rank]
         chunks += [[IDLE_ROW]] * (max(map(len, by_rank)) - len(chunks))
         found += [pad(chunk, device, multiples, has_gradient=has_gradient) for chunk in chunks]
-    return MiniBatch(tuple(found), len(all_rows), sum(row.num_trained for row in trained), tuple(trained))
+    num_trained = sum(row.num_trained for row in trained)
+    return MiniBatch(tuple(found), sum(row.path == 0 for row in all_rows), num_trained, tuple(trained))
 
 
 def under_budget(
@@ -246,6 +251,9 @@ def pad(
             tuple(row.routing for row in chunk),
         ),
         mask=laid(lambda row: row.is_trained, torch.bool),
+        episode_tokens=torch.tensor(
+            [row.episode_tokens for row in chunk] + [0] * (num_rows - len(chunk)), dtype=torch.int64, device=device
+        ),
         behavior_logprobs=laid(lambda row: trained(row.behavior_logprobs, row), torch.float32),
         policy_versions=laid(lambda row: trained(row.policy_versions, row), torch.int64),
         advantages=torch.zeros((num_rows, width - first), dtype=torch.float32, device=device),
@@ -275,12 +283,12 @@ def _with_advantages(
     def of_all(read: Callable[[PreparedMicroBatch], torch.Tensor]) -> list[FloatArray]:
         """Return [P] for each of `rows` from [B, K]. Each rank reads its rows; a sum over ranks combines the values."""
         own = {
-            row.name: found
+            row.key: found
             for prepared in everything
             if not prepared.micro.is_idle
             for row, found in zip(prepared.micro.rows, prepared.micro.gather(read(prepared)), strict=True)
         }
-        flat = np.concatenate([np.zeros(0), *(own.get(row.name, np.zeros(row.num_policy)) for row in rows)])
+        flat = np.concatenate([np.zeros(0), *(own.get(row.key, np.zeros(row.num_policy)) for row in rows)])
         ends = np.cumsum([row.num_policy for row in rows])
         return [np.asarray(part) for part in np.split(passes.parallel.sums(flat), ends[:-1])] if rows else []
 
@@ -290,17 +298,17 @@ def _with_advantages(
         token_rewards=of_all(lambda prepared: _penalties(prepared, algorithm)) if algorithm.has_reward_kl else None,
         values=of_all(_values) if passes.critic is not None else None,
     )
-    names = [row.name for row in rows]
-    unchanged = dict(zip(names, raw, strict=True))
-    final = dict(zip(names, normalized(raw), strict=True)) if algorithm.normalize_advantages else unchanged
+    keys = [row.key for row in rows]
+    unchanged = dict(zip(keys, raw, strict=True))
+    final = dict(zip(keys, normalized(raw), strict=True)) if algorithm.normalize_advantages else unchanged
     filled = []
     for prepared in everything:
         micro, values = prepared.micro, prepared.fixed.values
         if micro.is_idle:
             filled.append(replace(prepared, returns=values))
             continue
-        advantages = micro.spread([final[row.name] for row in micro.rows])
-        expected = micro.spread([unchanged[row.name] for row in micro.rows])
+        advantages = micro.spread([final[row.key] for row in micro.rows])
+        expected = micro.spread([unchanged[row.key] for row in micro.rows])
         returns = None if values is None else expected + values
         filled.append(replace(prepared, micro=replace(micro, advantages=advantages), returns=returns))
     return filled

@@ -1,6 +1,8 @@
 """Batch → training samples, and metrics that need no model. The only module of the trainer that reads groups.
 
-Shapes: L tokens of one trajectory after its prompt, P of them written by the policy.
+A sample is one path of an episode; a task of one turn has episodes of one path. Numbers of a whole episode, such as its
+reward, are computed here, because its paths may be in different microbatches and on different ranks.
+Shapes: L tokens of one path after its prompt, P of them written by the policy.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+
+import numpy as np
 
 from baton.errors import EngineFault, UserError
 from baton.trainer.advantages import (
@@ -17,20 +21,21 @@ from baton.trainer.advantages import (
     AdvantageShape,
     FloatArray,
     Outcome,
+    Turns,
     normalized,
     overlong_penalty,
 )
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.types import Batch, FinishReason, Group, Trajectory
+from baton.types import Batch, FinishReason, Group, ScoredTrajectory, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One trajectory that contributes to the loss."""
+    """One path of an episode that contributes to the loss."""
 
     group_id: int
     name: str
-    """group/sample"""
+    """group/sample of the episode"""
     token_ids: tuple[int, ...]
     """[prompt + L]"""
     prompt_length: int
@@ -45,12 +50,24 @@ class TrainingSample:
     policy_versions: tuple[int, ...]
     """[L]"""
     reward: float
+    """Reward of the whole episode, or with `turns` the part of it that no turn gave."""
+    path: int = 0
+    """Index of the path in its episode."""
+    episode_tokens: int = 0
+    """Number of tokens of the episode that get a gradient, over all its paths."""
+    turns: Turns | None = None
+    """Turns of the whole episode, with `turn_rewards`; None if the episode has one reward."""
     is_filtered: bool = False
-    """True if `overlong_filter` excludes the trajectory, so that no token gets a gradient."""
+    """True if `overlong_filter` excludes the episode, so that no token gets a gradient."""
     routing: tuple[bytes, ...] = ()
     """[L] experts of each token as reported by the engine. Empty bytes, or an empty tuple, if not reported."""
     advantages: FloatArray | None = None
     """[P]; None until computed."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identity of the path within the batch."""
+        return self.name, self.path
 
     @property
     def num_policy(self) -> int:
@@ -73,7 +90,8 @@ def minibatches(
 ) -> list[list[TrainingSample]]:
     """Return the training samples of each minibatch, with advantages if these need no model.
 
-    Raises UserError for a group with too few members, or for fewer groups than minibatches.
+    Raises UserError for a group with too few members, for fewer groups than minibatches, or for an episode of several
+    paths if the algorithm treats a path as one action.
     """
     for group in batch.groups:
         if len(group.members) < max(1, algorithm.fewest_judged):
@@ -82,11 +100,23 @@ def minibatches(
                 f"{max(1, algorithm.fewest_judged)} or more with algorithm.advantage = {algorithm.advantage!r}; raise "
                 "rollout.group_size"
             )
+        if algorithm.sequence_key:
+            _refuse_paths(group, algorithm.sequence_key)
     parts = [
         training_samples(part, algorithm, oldest=oldest, longest=longest)
         for part in split_evenly(batch.groups, algorithm.num_minibatches)
     ]
     return parts if algorithm.needs_model_for_advantages else with_advantages(parts, algorithm)
+
+
+def _refuse_paths(group: Group, key: str) -> None:
+    for member in group.members:
+        if member.judgement.is_judged and len(member.paths) > 1:
+            raise UserError(
+                f"episode {member.trajectory.name} of task {group.prompt.task!r} has {len(member.paths)} paths, as "
+                f"its history was rewritten, but {key} needs an episode in one path; set a value that works token by "
+                "token, such as objective = 'clipped' and correction = 'token_tis'"
+            )
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
@@ -105,25 +135,61 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group
 def training_samples(
     groups: Sequence[Group], algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0
 ) -> list[TrainingSample]:
-    """Return one sample per trajectory that contributes to the loss, in the order of the batch.
+    """Return one sample per path of each episode that contributes to the loss, in the order of the batch.
 
-    A token of a version below `oldest`, and every token of a trajectory that `overlong_filter` excludes, is context
-    without gradient; a trajectory of such tokens still counts in the loss divisor. A trajectory without a reward, or in
-    a group with too few scored trajectories for the algorithm, has no sample and does not count. `longest` is the
-    maximum response length in tokens. Raises EngineFault for a logprob that is not finite.
+    Each token is trained at most once, in the path where the policy sampled it: later paths have it in their prompt.
+    A token of a version below `oldest`, and every token of an episode that `overlong_filter` excludes, is context
+    without gradient; an episode of such tokens still counts in the loss divisor. An episode without a reward, or in a
+    group with too few scored episodes for the algorithm, has no sample and does not count. `longest` is the maximum
+    length of an episode in policy tokens. Raises EngineFault for a logprob that is not finite.
     """
     return [
-        _sample(member.trajectory, member.judgement.reward, algorithm, oldest, longest)
+        sample
         for group in groups
         if len(rewards(group)) >= algorithm.fewest_judged
         for member in group.members
         if member.judgement.is_judged
+        for sample in _episode(member, algorithm, oldest, longest)
     ]
 
 
-def _sample(
-    trajectory: Trajectory, reward: float, algorithm: AlgorithmSettings, oldest: int, longest: int
-) -> TrainingSample:
+def _episode(member: ScoredTrajectory, algorithm: AlgorithmSettings, oldest: int, longest: int) -> list[TrainingSample]:
+    """Return a sample for each path of an episode."""
+    is_filtered = algorithm.overlong_filter and member.trajectory.finish_reason is FinishReason.LENGTH
+    turns = _turns(member) if algorithm.turn_rewards else None
+    penalty = overlong_penalty(member.num_policy_tokens, longest, algorithm.overlong_frac, algorithm.overlong_penalty)
+    reward = member.judgement.reward - (0.0 if turns is None else turns.total) + penalty
+    found = [
+        replace(_sample(path, reward, oldest=oldest, is_filtered=is_filtered), path=place, turns=turns)
+        for place, path in enumerate(member.paths)
+    ]
+    num_trained = sum(sample.num_trained for sample in found)
+    return [replace(sample, episode_tokens=num_trained) for sample in found]
+
+
+def _turns(member: ScoredTrajectory) -> Turns | None:
+    """Return the turns of an episode with their rewards; None for a task of one turn.
+
+    Tokens after the last exchange are a turn that the environment did not see. Its reward is 0.
+    """
+    if member.episode is None:
+        return None
+    num_tokens, given = [], []
+    for place, path in enumerate(member.paths):
+        exchanges = [exchange for exchange in member.episode.exchanges if exchange.path == place]
+        bounds = [0, *(exchange.token_offset for exchange in exchanges), path.num_tokens]
+        is_policy = path.is_policy
+        turn_rewards = [*(exchange.reward for exchange in exchanges), 0.0]
+        for (start, end), reward in zip(pairwise(bounds), turn_rewards, strict=True):
+            size = sum(is_policy[start:end])
+            assert size or not reward, f"a turn of trajectory {path.name} has a reward of {reward} and no token"
+            if size:
+                num_tokens.append(size)
+                given.append(reward)
+    return Turns(tuple(num_tokens), tuple(given), member.episode.discount) if num_tokens else None
+
+
+def _sample(trajectory: Trajectory, reward: float, *, oldest: int, is_filtered: bool) -> TrainingSample:
     assert trajectory.prompt_ids, f"trajectory {trajectory.name} has no prompt, so its first token has no logits"
     logprobs = tuple(trajectory.behavior_logprobs)
     for place, logprob in enumerate(logprobs):
@@ -133,8 +199,6 @@ def _sample(
                 "the response; training needs finite values"
             )
     is_policy, versions = tuple(trajectory.is_policy), tuple(trajectory.policy_versions)
-    is_filtered = algorithm.overlong_filter and trajectory.finish_reason is FinishReason.LENGTH
-    penalty = overlong_penalty(len(logprobs), longest, algorithm.overlong_frac, algorithm.overlong_penalty)
     return TrainingSample(
         group_id=trajectory.group_id,
         name=trajectory.name,
@@ -146,7 +210,7 @@ def _sample(
         ),
         behavior_logprobs=logprobs,
         policy_versions=versions,
-        reward=reward + penalty,
+        reward=reward,
         is_filtered=is_filtered,
         routing=tuple(trajectory.routing) if any(s.routing for s in trajectory.segments) else (),
     )
@@ -161,20 +225,30 @@ def estimate(
 ) -> list[FloatArray]:
     """Estimate the [P] advantages of each sample of a whole batch.
 
-    `token_rewards` and `values`: one [P] array per sample.
+    An estimator receives episodes, each with the tokens of all its paths in order. `token_rewards` and `values`: one
+    [P] array per sample.
     """
+    places = range(len(samples))
+    episodes = [list(paths) for _, paths in groupby(places, key=lambda place: samples[place].name)]
+
+    def joined(by_sample: Sequence[FloatArray] | None, paths: Sequence[int]) -> FloatArray | None:
+        return None if by_sample is None else np.concatenate([by_sample[place] for place in paths])
+
     outcomes = [
         Outcome(
-            group_id=sample.group_id,
-            name=sample.name,
-            reward=sample.reward,
-            num_tokens=sample.num_policy,
-            token_rewards=None if token_rewards is None else token_rewards[place],
-            values=None if values is None else values[place],
+            group_id=samples[paths[0]].group_id,
+            name=samples[paths[0]].name,
+            reward=samples[paths[0]].reward,
+            num_tokens=sum(samples[place].num_policy for place in paths),
+            token_rewards=joined(token_rewards, paths),
+            values=joined(values, paths),
+            turns=samples[paths[0]].turns,
         )
-        for place, sample in enumerate(samples)
+        for paths in episodes
     ]
-    return ESTIMATORS[algorithm.advantage](outcomes, AdvantageShape(algorithm.gamma, algorithm.gae_lambda))
+    found = ESTIMATORS[algorithm.advantage](outcomes, AdvantageShape(algorithm.gamma, algorithm.gae_lambda))
+    ends = [np.cumsum([samples[place].num_policy for place in paths]) for paths in episodes]
+    return [part for values, cuts in zip(found, ends, strict=True) for part in np.split(values, cuts[:-1])]
 
 
 def with_advantages(
@@ -196,16 +270,16 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a batch that need no model: rewards, lengths, and staleness of its `samples`.
 
-    Rewards and accuracy are means over scored trajectories, and absent without any. `reward/std` has divisor N.
+    Rewards and accuracy are means over scored episodes, and absent without any. `reward/std` has divisor N.
     `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored members.
-    `judge/groups_lost` counts groups with too few scored members for training. Lengths count all tokens after the
-    prompt. `longest` is the maximum response length in tokens.
+    `judge/groups_lost` counts groups with too few scored members for training. Lengths count the policy tokens of an
+    episode. `longest` is the maximum length.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]
     comparable = [group for group in batch.groups if len(rewards(group)) >= 2]
     num_lost = sum(len(rewards(group)) < algorithm.fewest_judged for group in batch.groups)
-    lengths = [member.trajectory.num_tokens for member in members]
+    lengths = [member.num_policy_tokens for member in members]
     by_part: dict[str, list[float]] = {}
     for member in judged:
         for name, value in member.judgement.parts.items():
@@ -219,7 +293,7 @@ def batch_metrics(
         found["accuracy/mean"] = statistics.fmean(member.judgement.is_correct for member in judged)
     if judged and algorithm.overlong_frac:
         found["reward/overlong/mean"] = statistics.fmean(
-            overlong_penalty(m.trajectory.num_tokens, longest, algorithm.overlong_frac, algorithm.overlong_penalty)
+            overlong_penalty(m.num_policy_tokens, longest, algorithm.overlong_frac, algorithm.overlong_penalty)
             for m in judged
         )
     if comparable:
@@ -238,7 +312,7 @@ def staleness_metrics(samples: Sequence[TrainingSample], *, version: int) -> dic
     """Return metrics of token staleness relative to the trainer's `version`, and counts of trained and masked tokens.
 
     `staleness/mean` and `/max` are over trained tokens. `stale_frac` is the fraction of tokens that are trained but
-    older than the trainer's version; `masked_frac` is the fraction that is too old to be trained. Trajectories that
+    older than the trainer's version; `masked_frac` is the fraction that is too old to be trained. Episodes that
     `overlong_filter` excludes count only in `tokens/filtered`.
     """
     kept = [sample for sample in samples if not sample.is_filtered]

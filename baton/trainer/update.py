@@ -134,7 +134,7 @@ class Update:
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             aggregation=algorithm.aggregation,
-            divisor=divisor(part.num_trajectories, part.num_trained_tokens, algorithm.aggregation, self.longest),
+            divisor=divisor(part.num_episodes, part.num_trained_tokens, algorithm.aggregation, self.longest),
         )
 
     def _policy_loss(
@@ -151,10 +151,10 @@ class Update:
         if each.fixed.reference_logprobs is not None:
             reference_kl = kl(scores.logprobs, each.fixed.reference_logprobs, micro.mask, algorithm.kl_estimator)
             if algorithm.has_loss_kl:
-                nats = aggregate(reference_kl.nats, micro.mask, shape.aggregation)
+                nats = aggregate(reference_kl.nats, inputs, shape.aggregation)
                 loss = loss + algorithm.kl_coef * nats / shape.divisor
         if algorithm.entropy_coef:
-            bonus = aggregate(scores.entropy, micro.mask, shape.aggregation) / shape.divisor
+            bonus = aggregate(scores.entropy, inputs, shape.aggregation) / shape.divisor
             loss = loss - algorithm.entropy_coef * bonus
         with torch.no_grad():
             none = torch.zeros_like(loss)

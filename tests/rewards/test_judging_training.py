@@ -80,7 +80,7 @@ def test_only_judged_members_of_comparable_groups_reach_the_loss_and_its_divisor
     groups = [HALF, ALONE, NOBODY]
     (found,) = with_advantages([training_samples(groups, GRPO)], GRPO)
     part = cut(found, max_tokens_per_microbatch=1000, device=torch.device("cpu"))
-    assert part.num_trajectories == 3
+    assert part.num_episodes == 3
     assert part.num_trained_tokens == 1 + 3 + 5  # members 0, 2 and 4 of the first group
     assert {row.group_id for micro in part.microbatches for row in micro.rows} == {0}
 

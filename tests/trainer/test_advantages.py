@@ -9,6 +9,7 @@ from baton.trainer.advantages import (
     ESTIMATORS,
     AdvantageShape,
     Outcome,
+    Turns,
     gae,
     group_mean,
     group_std,
@@ -124,6 +125,28 @@ def test_gae_by_hand():
     # δ = 0.9·0.4 − 0.5 = −0.14;  0.9·0.8 − 0.4 = 0.32;  1 − 0.8 = 0.2
     # A_2 = 0.2;  A_1 = 0.32 + 0.45·0.2 = 0.41;  A_0 = −0.14 + 0.45·0.41 = 0.0445
     assert found == pytest.approx([0.0445, 0.41, 0.2])
+
+
+def test_rewards_by_turn_by_hand():
+    """An episode of turns of 2 and 1 tokens with rewards 1 and 2, discount ½: returns 2, 2. Another of return −1."""
+    given_in = [
+        Outcome(0, "0/0", 0.0, 3, values=np.full(3, 0.5), turns=Turns((2, 1), (1.0, 2.0), 0.5)),
+        Outcome(0, "0/1", 0.0, 1, values=np.full(1, 0.5), turns=Turns((1,), (-1.0,), 0.5)),
+    ]
+    assert flat(group_mean(given_in, SHAPE)) == pytest.approx([1.0, 1.0, 1.0, -2.0])  # mean (2 + 2 − 1) / 3
+    assert flat(group_std(given_in, SHAPE)) == pytest.approx([3**-0.5] * 3 + [-2 * 3**-0.5], abs=1e-5)  # std √(6/2)
+    assert flat(leave_one_out(given_in, SHAPE)) == pytest.approx([3.0, 3.0, 3.0, -3.0])  # other episodes: −1, and 2
+    assert flat(return_to_go(given_in, SHAPE)) == [2.0, 2.0, 2.0, -1.0]
+    # token rewards 0, 1, 2; γ ½ after each token, and the discount ½ after the turn: 1 + ¼ · 2, then half of it
+    assert flat(return_to_go(given_in, AdvantageShape(gamma=0.5))) == [0.75, 1.5, 2.0, -1.0]
+    assert flat(gae(given_in, AdvantageShape(gae_lambda=1.0))) == pytest.approx([1.5, 1.5, 1.5, -1.5])
+    # λ 0: r + γ d V' − V with values ½: 0 + ½ − ½, 1 + ¼ − ½, 2 − ½
+    assert flat(gae(given_in, AdvantageShape(gae_lambda=0.0))) == pytest.approx([0.0, 0.75, 1.5, -1.5])
+
+
+def test_a_penalty_at_the_last_token_is_discounted_like_the_reward_of_the_last_turn():
+    (found,) = return_to_go([Outcome(0, "0/0", -1.0, 2, turns=Turns((1, 1), (1.0, 0.0), 0.5))], SHAPE)
+    assert found.tolist() == [0.5, -1.0]
 
 
 def test_gae_has_the_lambda_of_its_paper_unless_told_otherwise():

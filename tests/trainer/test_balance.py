@@ -74,6 +74,6 @@ def test_ranks_share_all_rows_and_make_equal_numbers_of_passes_of_each_kind(leng
     assert all(kind == kinds[0] and kind == sorted(kind, reverse=True) for kind in kinds)
     trained = [row.name for found in cuts for micro in found.microbatches for row in micro.rows if row is not IDLE_ROW]
     assert sorted(trained) == sorted(row.name for row in cuts[0].rows)
-    assert len({(found.num_trajectories, found.num_trained_tokens) for found in cuts}) == 1
+    assert len({(found.num_episodes, found.num_trained_tokens) for found in cuts}) == 1
     idle = [micro for found in cuts for micro in found.microbatches if micro.is_idle]
     assert all(micro.num_tokens == 0 and not micro.mask.any() for micro in idle)

@@ -153,7 +153,7 @@ def test_rows_without_an_advantage_are_kept_apart_and_have_no_gradient():
     groups = [make_group(0, [1.0, 0.0, 0.0]), make_group(1, [1.0, 1.0, 1.0]), make_group(2, [0.0, 1.0, 1.0])]
     part = cut_of(groups, 1000)
     assert [({r.group_id for r in m.rows}, m.has_gradient) for m in part.microbatches] == [({0, 2}, True), ({1}, False)]
-    assert (part.num_trajectories, part.num_trained_tokens) == (9, 9)
+    assert (part.num_episodes, part.num_trained_tokens) == (9, 9)
     (whole,) = cut_of(groups, 1000, is_flat=False).microbatches  # a KL term, say: there all have a gradient
     assert (len(whole.rows), whole.has_gradient) == (9, True)
 
@@ -161,7 +161,7 @@ def test_rows_without_an_advantage_are_kept_apart_and_have_no_gradient():
 def test_a_trajectory_without_policy_tokens_is_counted_but_costs_no_forward():
     group = make_group(0, [1.0, 0.0], [[environment(20, 21)], [policy(5, 6)]])
     part = cut_of([group], 100)
-    assert (part.num_trajectories, part.num_trained_tokens) == (2, 2)
+    assert (part.num_episodes, part.num_trained_tokens) == (2, 2)
     assert [len(micro.inputs.input_ids) for micro in part.microbatches] == [1]
 
 
@@ -180,7 +180,7 @@ def test_overlong_filtering_masks_what_was_cut_and_keeps_it_in_every_count():
     found = training_samples([cut_off, whole], AlgorithmSettings(overlong_filter=True))
     assert [row.num_trained for row in found] == [0, 0, 1, 1]
     part = cut(found, max_tokens_per_microbatch=100, device=CPU)
-    assert (part.num_trajectories, part.num_trained_tokens) == (4, 2)
+    assert (part.num_episodes, part.num_trained_tokens) == (4, 2)
     metrics = batch_metrics(Batch(1, (cut_off, whole)), found, AlgorithmSettings(overlong_filter=True))
     assert (metrics["tokens/filtered"], metrics["tokens/trained"], metrics["tokens/masked"]) == (3, 2, 0)
 

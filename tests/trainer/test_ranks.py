@@ -30,12 +30,24 @@ from baton.policy.tensors import weights_digest
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.factory import make_trainer
 from baton.trainer.local_trainer import LocalTrainer
+from baton.trainer.parallel.balance import balanced
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.parallel.ranked_trainer import RankedTrainer
+from baton.trainer.samples import training_samples
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.trainer import Trainer
-from baton.types import Batch, PolicyVersion
+from baton.types import (
+    Batch,
+    Episode,
+    FinishReason,
+    Group,
+    PolicyVersion,
+    Prompt,
+    RewardResult,
+    ScoredTrajectory,
+    Trajectory,
+)
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
 
@@ -130,6 +142,27 @@ def test_any_number_of_ranks_makes_the_update_of_one_process(name: str, pool: Ra
             assert ours.keys() == theirs.keys()
             for key in ours.keys() - apart:
                 assert ours[key] == pytest.approx(theirs[key], **tolerance), key
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_paths_of_an_episode_may_be_on_different_ranks(name: str, pool: RankPool, model_path: str) -> None:
+    """Three paths each, of very different lengths, which are divided over four ranks."""
+    members = []
+    for index, reward in enumerate((1.0, 0.0)):
+        paths = [
+            Trajectory(7, index, (2,) * size, (policy(*range(5, 5 + size)),), FinishReason.STOP) for size in (9, 8, 1)
+        ]
+        episode = Episode(earlier=tuple(paths[:-1]))
+        members.append(ScoredTrajectory(paths[-1], RewardResult(reward, {}, reward == 1.0), episode))
+    batch = Batch(1, (*random_batch(1).groups, Group(7, Prompt("p", "case", ()), tuple(members))))
+    rows = training_samples(batch.groups, AlgorithmSettings())
+    dealt = balanced([float(len(row.token_ids)) for row in rows], 4)
+    for episode in ("7/0", "7/1"):
+        assert sum(any(rows[place].name == episode for place in places) for places in dealt) > 1
+    setup = setup_of(model_path, name=name, num_minibatches=1)
+    one, many = alone(setup), ranked(pool, 4, setup)
+    assert many.step(batch)["policy/loss"] == pytest.approx(one.step(batch)["policy/loss"], abs=1e-5)
+    assert_close(tensors(many), tensors(one))
 
 
 def test_ranks_that_have_nothing_to_train_keep_the_others_company(pool: RankPool, model_path: str) -> None:

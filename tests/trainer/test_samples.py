@@ -114,8 +114,8 @@ def test_batch_metrics_by_hand():
         "reward/zero_std_frac": 0.5,
         "reward/correct/mean": 0.5,
         "accuracy/mean": 0.25,
-        "response_length/mean": 7 / 4,  # 4, 1, 1, 1, environment tokens included
-        "response_length/max": 4.0,
+        "response_length/mean": 6 / 4,  # 3, 1, 1, 1, without the environment's token
+        "response_length/max": 3.0,
         "response_length/clip_ratio": 0.5,
         "staleness/mean": 8 / 6,  # the trainer holds version 3: ages 2, 0, 0 | 0 | 3 | 3
         "staleness/max": 3.0,
