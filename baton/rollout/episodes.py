@@ -12,6 +12,7 @@ exchanges of open episodes. Environments are slow and may fail, so they run else
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,8 @@ class EpisodePlayer:
         self._acting: set[tuple[int, int]] = set()
         self._failures_in_a_row = 0
         self._counts: Counter[str] = Counter()
+        self._over: list[Episode] = []
+        """Episodes that ended since the last call of `take_metrics`, without those whose environment failed."""
 
     @property
     def num_acting(self) -> int:
@@ -239,9 +242,17 @@ class EpisodePlayer:
             self._open[_key(trajectory)] = _Open(prompt, trajectory, Episode(attempt=opened.episode.attempt + 1))
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, and reset them."""
-        counts, self._counts = self._counts, Counter()
-        return {**{f"env/{name}": float(count) for name, count in sorted(counts.items())}, **self._client.metrics()}
+        """Return the metrics since the last call as docs/metrics.md defines them, and reset them."""
+        (counts, self._counts), (over, self._over) = (self._counts, Counter()), (self._over, [])
+        found = {f"env/{name}": float(count) for name, count in sorted(counts.items())}
+        if over:
+            found["env/turns_mean"] = statistics.fmean(len(episode.exchanges) for episode in over)
+            reasons = Counter(episode.finish_reason for episode in over)
+            found |= {f"env/finish/{reason}": count / len(over) for reason, count in sorted(reasons.items())}
+            for name in sorted({name for episode in over for name in episode.metrics}):
+                values = [episode.metrics[name] for episode in over if name in episode.metrics]
+                found[f"env/info/{name}"] = statistics.fmean(values)
+        return {**found, **self._client.metrics()}
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -318,7 +329,10 @@ class EpisodePlayer:
         trajectory = msgspec.structs.replace(opened.trajectory, finish_reason=_FINISH.get(reason, FinishReason.STOP))
         self._client.discard(self._episode_key(opened))
         del self._open[key]
-        self._counts[f"finish_{reason}"] += 1
+        if failure is None:
+            self._over.append(episode)
+        else:
+            self._counts["failed_episodes"] += 1
         return ScoredTrajectory(trajectory, _reward(episode, rules.discount, failure), episode)
 
     # ---- parts -------------------------------------------------------------------------------------------------------

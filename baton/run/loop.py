@@ -402,6 +402,8 @@ class Loop:
             "perf/trajectories_per_s": sum(len(g.members) for g in groups) / step_time_s,
             **failure_metrics(groups),
         }
+        if "environment" in waited:
+            values["env/wait_frac"] = waited["environment"] / step_time_s
         if rows:  # zero if the batch was recorded by an earlier process, or generated in earlier steps
             values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows

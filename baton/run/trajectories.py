@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from baton.errors import UserError
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.records.run_directory import RunDirectory
-from baton.types import Group, ScoredTrajectory
+from baton.types import Author, Exchange, Group, ScoredTrajectory, Segment, Trajectory
 
 ORDERS = ("best", "worst", "longest")
 NUM_EXAMPLES = 2
@@ -25,8 +25,69 @@ class TextPiece(msgspec.Struct, frozen=True):
     is_special: bool
 
 
-class ShownTrajectory(msgspec.Struct, frozen=True):
-    """A trajectory with decoded texts, reward and metadata."""
+class ShownTurn(msgspec.Struct, frozen=True):
+    """A turn of a multi-turn episode: the policy's tokens, and the environment's answer."""
+
+    turn: int
+    """Number of the turn in its episode, from 1."""
+    path: int
+    """Index of the path that the turn belongs to. If it differs from the previous turn's, a new path begins here."""
+    path_prompt_tokens: int
+    """Tokens of the path's prompt."""
+    text: str
+    num_tokens: int
+    policy_versions: tuple[int, int]
+    """Oldest and newest policy version of the turn's tokens."""
+    mean_logprob: float
+    """Mean behavior logprob of the turn's tokens, nats."""
+    lowest_logprob: float
+    observation: str | None
+    """The observation as the policy reads it: the decoded tokens of the path, or the environment's text if no token of
+    it was appended. None if a token budget ended the episode with this turn, or if the environment failed."""
+    num_observation_tokens: int
+    """Tokens that were appended to the path; 0 for the last observation, and before a new path, whose prompt has it."""
+    reward: float | None
+    tool: str | None
+    latency_s: float | None
+    """Seconds that the environment took."""
+
+    @property
+    def heading(self) -> str:
+        """Return the facts of the turn in one line."""
+        return (
+            f"turn {self.turn}: {_tokens(self.num_tokens)}, version {_range(self.policy_versions)}, "
+            f"logprob mean {self.mean_logprob:.3f}, lowest {self.lowest_logprob:.3f}"
+        )
+
+    @property
+    def path_heading(self) -> str:
+        """Return a line for the begin of a new path with this turn."""
+        return f"new path {self.path + 1}: the history is rewritten, {_tokens(self.path_prompt_tokens)} of prompt"
+
+    @property
+    def answer_heading(self) -> str:
+        """Return the facts of the observation in one line."""
+        assert self.latency_s is not None
+        took = f"{self.latency_s:.2g} s" if self.latency_s >= 1 else f"{1000 * self.latency_s:.2g} ms"
+        read = _tokens(self.num_observation_tokens) if self.num_observation_tokens else "not in this path"
+        tool = f"tool {' '.join(self.tool.split())}, " if self.tool else ""  # one line: a model may choose the name
+        return f"observation: reward {self.reward:g}, {read}, {tool}{took}"
+
+
+class Sibling(msgspec.Struct, frozen=True):
+    """A member of a multi-turn group, in one line."""
+
+    sample_index: int
+    reward: float
+    verdict: str
+    turn_rewards: tuple[float, ...]
+    num_tokens: int
+    finish_reason: str
+    attempt: int
+
+
+class ShownTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A trajectory with decoded texts, reward and metadata. Tokens and logprobs are the policy's."""
 
     step: int
     group_id: int
@@ -48,19 +109,22 @@ class ShownTrajectory(msgspec.Struct, frozen=True):
     """Oldest and newest policy version of the response's tokens."""
     mean_logprob: float
     """Mean behavior logprob of the response's tokens, nats."""
+    turns: tuple[ShownTurn, ...] = ()
+    """Turns of a multi-turn episode; empty for a task of one turn."""
+    attempt: int = 0
+    """Earlier attempts at the episode that failed with their environment."""
+    siblings: tuple[Sibling, ...] = ()
+    """All members of a multi-turn group, this trajectory included."""
 
     @property
     def verdict(self) -> str:
         """Return `correct`, `wrong`, or `not scored` with the cause."""
-        if self.is_correct:
-            return "correct"
-        return "wrong" if self.failure is None else f"not scored ({self.failure})"
+        return _verdict(self.is_correct, self.failure)
 
     @property
     def versions(self) -> str:
         """Return the policy versions of the response's tokens, such as `3` or `3 to 5`."""
-        oldest, newest = self.policy_versions
-        return str(oldest) if oldest == newest else f"{oldest} to {newest}"
+        return _range(self.policy_versions)
 
 
 class ReadableTrajectory(msgspec.Struct, frozen=True):
@@ -69,6 +133,8 @@ class ReadableTrajectory(msgspec.Struct, frozen=True):
     shown: ShownTrajectory
     prompt: tuple[TextPiece, ...]
     response: tuple[TextPiece, ...]
+    turns: tuple[tuple[tuple[TextPiece, ...], tuple[TextPiece, ...]], ...] = ()
+    """Text and observation of each of the shown turns."""
 
 
 def read_trajectories(
@@ -138,21 +204,23 @@ def _ordered(
         case "worst":
             return sorted(members, key=lambda m: (not m[1].judgement.is_judged, m[1].judgement.reward))
         case "longest":
-            return sorted(members, key=lambda m: -m[1].trajectory.num_tokens)
+            return sorted(members, key=lambda m: -m[1].num_policy_tokens)
         case _:
             return list(members)
 
 
 def _decoded(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTrajectory) -> ReadableTrajectory:
     """Decode one trajectory of a step."""
-    trajectory, judgement = member.trajectory, member.judgement
-    versions, logprobs = trajectory.policy_versions, trajectory.behavior_logprobs
+    trajectory, judgement, episode = member.trajectory, member.judgement, member.episode
+    prompt_ids = member.paths[0].prompt_ids
+    sampled = _by_policy(chain.from_iterable(path.segments for path in member.paths))
+    turns = list(_turns(tokenizer, member)) if episode is not None else []
     shown = ShownTrajectory(
         step,
         group.group_id,
         trajectory.sample_index,
         group.prompt.task,
-        tokenizer.text(trajectory.prompt_ids, keep_special=True),
+        tokenizer.text(prompt_ids, keep_special=True),
         tokenizer.text(trajectory.token_ids, keep_special=True),
         judgement.answer,
         group.prompt.answer,
@@ -160,14 +228,123 @@ def _decoded(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTrajec
         judgement.parts,
         judgement.is_correct,
         judgement.failure,
-        str(trajectory.finish_reason),
-        trajectory.num_tokens,
-        (min(versions), max(versions)),
-        sum(logprobs) / len(logprobs),
+        _finish_reason(member),
+        member.num_policy_tokens,
+        *_versions_and_mean(sampled),
+        tuple(turn for turn, _, _ in turns),
+        0 if episode is None else episode.attempt,
+        () if episode is None else tuple(_sibling(m) for m in group.members),
     )
     return ReadableTrajectory(
-        shown, _pieces(tokenizer, trajectory.prompt_ids), _pieces(tokenizer, trajectory.token_ids)
+        shown,
+        _pieces(tokenizer, prompt_ids),
+        _pieces(tokenizer, trajectory.token_ids),
+        tuple((text, observation) for _, text, observation in turns),
     )
+
+
+def _turns(
+    tokenizer: Tokenizer, member: ScoredTrajectory
+) -> Iterator[tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]]:
+    """Yield the turns of an episode, with the pieces of text and observation."""
+    assert member.episode is not None
+    exchanges = member.episode.exchanges
+    start, latest_path = 0, 0
+    for number, exchange in enumerate(exchanges, 1):
+        path = member.paths[exchange.path]
+        start = start if exchange.path == latest_path else 0
+        latest_path = exchange.path
+        following = exchanges[number] if number < len(exchanges) else None
+        end = following.token_offset if following is not None and following.path == latest_path else path.num_tokens
+        yield _turn(tokenizer, number, latest_path, path, (start, exchange.token_offset, end), exchange)
+        start = exchange.token_offset
+    last = len(member.paths) - 1
+    start = start if last == latest_path else 0
+    if _by_policy(member.trajectory.segments_between(start, member.trajectory.num_tokens)):  # a turn that was not sent
+        end = member.trajectory.num_tokens
+        yield _turn(tokenizer, len(exchanges) + 1, last, member.trajectory, (start, end, end), None)
+
+
+def _turn(
+    tokenizer: Tokenizer,
+    number: int,
+    path_index: int,
+    path: Trajectory,
+    places: tuple[int, int, int],
+    exchange: Exchange | None,
+) -> tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]:
+    """Decode a turn. places: begin of the turn's segments, end of the policy's tokens, end of the observation's."""
+    start, middle, end = places
+    sampled = _by_policy(path.segments_between(start, middle))
+    token_ids = [token for segment in sampled for token in segment.token_ids]
+    inserted = [s for s in path.segments_between(middle, end) if s.author is Author.ENVIRONMENT]
+    observed_ids = [token for segment in inserted for token in segment.token_ids]
+    if exchange is None:
+        observation: tuple[TextPiece, ...] = ()
+    elif observed_ids:
+        observation = _pieces(tokenizer, observed_ids)
+    else:
+        observation = (TextPiece(exchange.observation, False),)
+    versions, mean = _versions_and_mean(sampled)
+    shown = ShownTurn(
+        number,
+        path_index,
+        len(path.prompt_ids),
+        tokenizer.text(token_ids, keep_special=True),
+        len(token_ids),
+        versions,
+        mean,
+        min(logprob for segment in sampled for logprob in segment.behavior_logprobs),
+        None if exchange is None else "".join(piece.text for piece in observation),
+        len(observed_ids),
+        None if exchange is None else exchange.reward,
+        None if exchange is None else exchange.tool,
+        None if exchange is None else exchange.seconds,
+    )
+    return shown, _pieces(tokenizer, token_ids), observation
+
+
+def _sibling(member: ScoredTrajectory) -> Sibling:
+    judgement, episode = member.judgement, member.episode
+    return Sibling(
+        member.trajectory.sample_index,
+        judgement.reward,
+        _verdict(judgement.is_correct, judgement.failure),
+        () if episode is None else tuple(exchange.reward for exchange in episode.exchanges),
+        member.num_policy_tokens,
+        _finish_reason(member),
+        0 if episode is None else episode.attempt,
+    )
+
+
+def _finish_reason(member: ScoredTrajectory) -> str:
+    episode = member.episode
+    return str(member.trajectory.finish_reason if episode is None else episode.finish_reason)
+
+
+def _verdict(is_correct: bool, failure: str | None) -> str:
+    if is_correct:
+        return "correct"
+    return "wrong" if failure is None else f"not scored ({failure})"
+
+
+def _range(versions: tuple[int, int]) -> str:
+    oldest, newest = versions
+    return str(oldest) if oldest == newest else f"{oldest} to {newest}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" if count == 1 else f"{count} tokens"
+
+
+def _by_policy(segments: Iterable[Segment]) -> list[Segment]:
+    return [segment for segment in segments if segment.author is Author.POLICY]
+
+
+def _versions_and_mean(sampled: Sequence[Segment]) -> tuple[tuple[int, int], float]:
+    """Return oldest and newest version, and the mean logprob, of segments of the policy."""
+    logprobs = list(chain.from_iterable(segment.behavior_logprobs for segment in sampled))
+    return (sampled[0].policy_version, sampled[-1].policy_version), sum(logprobs) / len(logprobs)
 
 
 def _is(member: ScoredTrajectory, is_correct: bool) -> bool:

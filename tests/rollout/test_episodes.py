@@ -109,8 +109,9 @@ class ScriptedEnvironments:
         is_over = turn >= num_turns(request.seed, key.sample_index)
         words = "x" * (turn + key.sample_index)
         return Observation(
-            key, turn, words, turn / 10, is_over, False, f"{turn}", 0.01, tool="t", is_success=is_over or None
-        )
+            key, turn, words, turn / 10, is_over, False, f"{turn}", 0.01, tool="t", is_success=is_over or None,
+            metrics={"moves": float(turn)},
+        )  # fmt: skip
 
 
 class Prompts:
@@ -357,6 +358,9 @@ def test_a_failed_environment_restarts_the_episode_and_then_leaves_it_without_a_
     assert never.judgement.cause is FailureCause.TIMEOUT
     assert not never.judgement.is_judged, "a failure is not a reward of zero"
     assert all(m.judgement.is_judged for seed, m in found.items() if seed % 3)
+    metrics = bench.controller.take_episode_metrics()
+    assert metrics["env/failed_episodes"] == sum(not m.judgement.is_judged for m in found.values())
+    assert metrics["env/restarted_episodes"] >= 3
     lost = bench.controller.scheduler.ledger.lost
     assert set(lost) == {"environment_timeout"}
     assert lost["environment_timeout"] > 0
@@ -381,6 +385,25 @@ def test_budgets_of_turns_tokens_and_context_end_an_episode_with_their_reason() 
 
     assert EpisodeFinish.MAX_TURNS in finishes(max_turns=2)
     assert finishes(max_turn_tokens=3) == {EpisodeFinish.ENVIRONMENT}, "a turn that is cut is sent as it is"
+
+
+def test_metrics_by_turn_are_those_of_the_episodes_that_ended() -> None:
+    rules = EpisodeRules("rooms", max_turns=2, max_turn_tokens=20, max_observation_tokens=2)
+    bench = Bench("sync", rules=rules, bridge=PlainBridge(new_path_every=3))
+    bench.run(3)
+    ended = [m.episode for m in members(bench.batches) if m.episode]
+    metrics = bench.controller.take_episode_metrics()
+    turns = [len(episode.exchanges) for episode in ended]
+    assert metrics["env/turns_mean"] == pytest.approx(sum(turns) / len(turns))
+    shares = {name: value for name, value in metrics.items() if name.startswith("env/finish/")}
+    reasons = Counter(episode.finish_reason for episode in ended)
+    assert shares == {f"env/finish/{reason}": pytest.approx(n / len(ended)) for reason, n in reasons.items()}
+    assert len(shares) > 1
+    assert metrics["env/info/moves"] == pytest.approx(sum(turns) / len(turns)), "of the last observations"
+    assert metrics["env/cut_observations"] == sum(
+        len(e.exchanges) == 2 for e in ended if len(e.exchanges[0].observation) > 2
+    )
+    assert not any(name.startswith("env/") for name in bench.controller.take_episode_metrics()), "since the last call"
 
 
 def test_an_evaluation_plays_episodes_while_training_waits() -> None:

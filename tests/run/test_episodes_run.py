@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from baton.records.run_directory import RunDirectory
 from baton.trainer.checkpoint import list_checkpoints
 from baton.types import Author, EpisodeFinish, Segment
 from tests.run.stopping import StopWhen
+from tests.run.test_loop import documented_names
 from tests.run.test_resume import recipe, tiny_model, train
 
 __all__ = ["tiny_model"]
@@ -62,6 +64,13 @@ def test_a_run_of_multi_turn_episodes_trains_and_resumes(tiny_model: Path, tmp_p
     rows = [row for row in read_metrics(whole.run.path) if "reward/mean" in row]
     assert sum(row.get("env/turns", 0) for row in rows) > 0
     assert any(row["reward/std"] > 0 for row in rows)
+    for row in rows:
+        assert 1 <= row["env/turns_mean"] <= 3
+        assert sum(value for name, value in row.items() if name.startswith("env/finish/")) == pytest.approx(1)
+        assert 0 <= row["env/latency_mean"] <= row["env/latency_max"]
+        assert 0 <= row["env/wait_frac"] <= 1
+        named = {re.sub("(finish|failures|info)/.*", r"\1/<>", name) for name in row if name.startswith("env/")}
+        assert named <= {re.sub("<.*>", "<>", name) for name in documented_names()}, "docs/metrics.md has each"
     assert {e.result.task for e in run.evaluations()} == {"evenness"}
     if mode != "sync":
         return

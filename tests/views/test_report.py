@@ -30,7 +30,7 @@ from baton.views.pages.history import Curve, evenly
 from baton.views.pages.report import duration, render, short, write_page
 from baton.views.terminal.report import print_evaluations, print_report
 from tests.views.report_cases import changeable_run as changeable_run
-from tests.views.report_cases import write_responses
+from tests.views.report_cases import write_episodes, write_responses
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\x1b[2J\u202e{{ 7 * 7 }}"
 
@@ -213,6 +213,34 @@ def test_the_special_tokens_of_an_example_stand_apart(run: RunDirectory) -> None
     page = render(run)
     end = html.escape(str(load_tokenizer(str(run.tokenizer)).hf.eos_token))
     assert f'two<span class="special">{end}</span></pre>' in page
+
+
+def test_the_examples_of_a_multi_turn_run_are_transcripts_and_its_metrics_by_turn_are_drawn(run: RunDirectory) -> None:
+    write_episodes(run, 3, HOSTILE)
+    write_rows(
+        run,
+        [
+            row(step, **{"env/turns_mean": 2.5, "env/latency_mean": 0.5, "env/finish/parse_error": 0.5})
+            for step in (1, 2)
+        ],
+    )
+    page = render(run)
+    elements = Elements(page)
+    text = " ".join(elements.text.split())
+    for fact in (
+        "turn 1: 2 tokens, version 3, logprob mean -2.000, lowest -3.750 11",
+        "observation: reward 0.5, 2 tokens, 2.5 s 7=",
+        "new path 2: the history is rewritten",
+        "rewards of the group: 1.25, -0.5",
+        "attempt 2",
+        "Turns per episode",
+        "How episodes end",
+        "Latency of environments",
+    ):
+        assert fact in text
+    assert "Train step spent waiting for environments" not in text, "the run has no such metric"
+    assert not any(tag in ("script", "img") for tag, _ in elements.found)
+    assert "\x1b" not in page
 
 
 def test_examples_are_of_both_ends_of_the_run_and_none_is_there_twice(run: RunDirectory) -> None:

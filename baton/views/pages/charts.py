@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 
 from baton.records.evaluation import Evaluation
 from baton.records.run_directory import RecordedEvaluation
+from baton.types import EpisodeFinish
 from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, SKY, YELLOW, Chart, draw, stack_bars
 from baton.views.pages.history import Curve, History
 
@@ -105,6 +106,34 @@ OPTIMISATION = (
         is_left_out_if_zero=True,
     ),
     LineChart("Loss of the warm start", "nats per token", (ChartLine("sft/loss", "mean of 50 updates", BLUE),)),
+)
+EPISODES = (
+    LineChart("Turns per episode", "turns", (ChartLine("env/turns_mean", "mean", BLUE, is_smoothed=True),)),
+    LineChart(
+        "How episodes end",
+        "episodes, %",
+        tuple(
+            ChartLine(f"env/finish/{reason}", str(reason).replace("_", " "), colour)
+            for reason, colour in zip(EpisodeFinish, (GREEN, BLUE, ORANGE, YELLOW, PURPLE, GREY), strict=True)
+        ),
+        scale=100,
+    ),
+    LineChart(
+        "Latency of environments",
+        "seconds per turn",
+        (
+            ChartLine("env/latency_max", "longest", GREY),
+            ChartLine("env/latency_p95", "95th percentile", ORANGE),
+            ChartLine("env/latency_mean", "mean", BLUE),
+        ),
+        is_log=True,
+    ),
+    LineChart(
+        "Train step spent waiting for environments",
+        "step, %",
+        (ChartLine("env/wait_frac", "no trajectory is generated", ORANGE, is_smoothed=True),),
+        scale=100,
+    ),
 )
 SPEED = (
     LineChart(

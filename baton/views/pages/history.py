@@ -92,7 +92,7 @@ def read_lengths(run: RunDirectory) -> list[StepLengths]:
     found = []
     for step in evenly(run.recorded_steps(), MAX_SAMPLED_STEPS):
         members = [member for group in run.groups(step) for member in group.members]
-        lengths = np.array([m.trajectory.num_tokens for m in members], float)
+        lengths = np.array([m.num_policy_tokens for m in members], float)
         found.append(StepLengths(step, lengths, np.array([verdict(m) for m in members])))
     return found
 

@@ -112,6 +112,7 @@ def _sections(run: RunDirectory, history: History) -> Iterator[Section]:
     if recorded > len(samples):
         note = f"Distributions use {MAX_SAMPLED_STEPS} of the {recorded:,} recorded steps, evenly spaced."
     yield Section("Responses", [*charts.line_charts(history, charts.RESPONSES), *length_charts(samples, last)], note)
+    yield Section("Episodes", list(charts.line_charts(history, charts.EPISODES)))
     yield Section("Optimisation", list(charts.line_charts(history, charts.OPTIMISATION)))
     yield Section("Speed", list(charts.speed_charts(history)))
     yield Section("Slots over time", slot_pictures(read_trace(run.path)), SLOTS_NOTE, is_wide=True)
@@ -218,7 +219,12 @@ def _examples(run: RunDirectory) -> list[tuple[int, list[tuple[str, ReadableTraj
     """Return the examples of each step, each with the order in which it is first, and with readable texts."""
     by_step: dict[int, list[tuple[str, ReadableTrajectory]]] = {}
     for order, found in choose_examples(run):
-        readable = ReadableTrajectory(found.shown, tuple(_readable(found.prompt)), tuple(_readable(found.response)))
+        readable = ReadableTrajectory(
+            found.shown,
+            tuple(_readable(found.prompt)),
+            tuple(_readable(found.response)),
+            tuple((tuple(_readable(text)), tuple(_readable(observation))) for text, observation in found.turns),
+        )
         by_step.setdefault(found.shown.step, []).append((order, readable))
     return sorted(by_step.items())
 
