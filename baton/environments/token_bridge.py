@@ -12,28 +12,43 @@ is rendered again, and a new path of the episode begins with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from baton.errors import UserError, first_line
 from baton.policy.tokenizer import Tokenizer
 from baton.types import Message
 
-_USER, _REPLY, _THOUGHT, _OBSERVATION = "Quokka7user", "Quokka7reply", "Quokka7thought", "Quokka7observation"
+_USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
 """Texts that no template contains, so that their positions in a rendered conversation are known."""
+_OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
+"""As above; a template that writes messages as JSON or HTML changes it."""
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
+_THOUGHT_TAGS = re.compile(rf"(\s|{_OPEN_THOUGHT}|{_CLOSE_THOUGHT})*")
+_BEGIN_TEXT, _END_TEXT = "\ufdd0", "\ufdd1"
+"""Noncharacters of Unicode around the text of a message, in a history that is rendered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """The ids that follow a turn."""
+class _Surroundings:
+    """What a template writes around the observations of one role."""
 
-    token_ids: tuple[int, ...]
-    """Ids to append; with `is_new_path` the whole prompt of the new path."""
-    is_cut: bool
-    """Whether the observation was longer than allowed and lost its end."""
-    is_new_path: bool = False
+    header: tuple[int, ...]
+    """Ids of the text between a reply and an observation."""
+    footer: tuple[int, ...]
+    """Ids of the text between an observation and the next turn."""
+    stripped: tuple[str | None, str | None]
+    """Characters that the template strips from the start and the end of an observation; None is all whitespace."""
+    removes_thoughts: bool
+    """Whether reasoning is removed from the turns before the observation."""
+
+    def strip(self, observation: str) -> str:
+        return observation.lstrip(self.stripped[0]).rstrip(self.stripped[1])
 
 
 class TokenBridge:
@@ -42,74 +57,120 @@ class TokenBridge:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Derive the text around an observation. Raises UserError for a template that does not allow it."""
         self._tokenizer = tokenizer
-        self._plain = _without_special_tokens(tokenizer.hf)
-        header, footer = self._derive()
-        self._header = tuple(tokenizer.ids(header))
-        self._footer = tuple(tokenizer.ids(footer))
-        self.removes_thoughts = self._removes_thoughts()
-        """Whether the template removes reasoning from earlier turns."""
+        template = str(tokenizer.hf.get_chat_template())
+        added = tokenizer.hf.added_tokens_decoder
+        self._added = frozenset(added)
+        special = {str(token) for token in added.values() if token.special}
+        named = {str(token) for token in added.values() if str(token).strip() and str(token) in template}
+        self._plain = _plain_tokenizer(tokenizer.hf, special | named)
+        self._roles = {"user": self._derive("user")}
+        if re.search(r"""['"]tool['"]""", template):
+            try:
+                self._roles["tool"] = self._derive("tool")
+            except UserError:
+                pass  # many templates require calls as JSON objects before a result; then results are user messages
+        around = {added[i] for role in self._roles.values() for i in (*role.header, *role.footer) if i in added}
+        self._named = _any_of(special | named)
+        self._markers = _any_of((special | set(map(str, around))) - {_OPEN_THOUGHT, _CLOSE_THOUGHT})
 
-    def continuation(
-        self,
-        history: Sequence[Message],
-        last_id: int,
-        observation: str,
-        *,
-        max_observation_tokens: int,
-    ) -> Continuation:
-        """Return what follows a turn.
+    @property
+    def removes_thoughts(self) -> bool:
+        """Whether the template removes reasoning from the turns before an observation of a user."""
+        return self._roles["user"].removes_thoughts
 
-        history: the conversation so far, the turn included. last_id: the last id of the turn; if it is not the
-        template's end of a turn, the end is appended. Special tokens in the observation are encoded as text.
-        """
-        ids = self._plain_ids(observation)
-        is_cut = len(ids) > max_observation_tokens
-        ids = ids[:max_observation_tokens]
-        if self.removes_thoughts and _CLOSE_THOUGHT in history[-1].content:
-            if is_cut:
-                observation = self._tokenizer.text(ids, keep_special=True)
-            return Continuation(self._rendered(history, observation), is_cut, is_new_path=True)
-        header = self._header[1:] if last_id == self._header[0] else self._header
-        return Continuation((*header, *ids, *self._footer), is_cut)
-
-    def _rendered(self, history: Sequence[Message], observation: str) -> tuple[int, ...]:
-        """Render a history with plain text in place of the observation, which is encoded without special tokens."""
-        ids = self._tokenizer.prompt_ids((*history, Message("user", _OBSERVATION)))
-        text = self._tokenizer.text(ids, keep_special=True)
-        before, _, after = text.rpartition(_OBSERVATION)
-        return (*self._tokenizer.ids(before), *self._plain_ids(observation), *self._tokenizer.ids(after))
-
-    def _plain_ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
+    def role(self, tool: str | None) -> str:
+        """Return the role of an observation: "tool" for the result of a tool, if the template can render it."""
+        return "tool" if tool is not None and "tool" in self._roles else "user"
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn, without special tokens."""
         return self._tokenizer.text(token_ids)
 
+    def cut(self, observation: str, max_tokens: int) -> str:
+        """Return the start of an observation that has at most `max_tokens`, without lone surrogates."""
+        text, limit = _clean(observation), max_tokens
+        while len(ids := self._plain_ids(text)) > max_tokens:
+            text = self._plain.decode(ids[:limit], skip_special_tokens=False).rstrip("\ufffd")  # half a character
+            limit -= 1
+        return text
+
+    def begins_path(self, turns: Iterable[str], role: str) -> bool:
+        """Whether the template changes turns of a path when an observation of this role follows."""
+        return self._roles[role].removes_thoughts and any(_CLOSE_THOUGHT in turn for turn in turns)
+
+    def suffix(self, turn_ids: Sequence[int], observation: Message) -> tuple[int, ...]:
+        """Return the ids that follow a turn: the rest of its end, the observation, and the start of the next turn."""
+        around = self._roles[observation.role]
+        header = around.header[self._overlap(turn_ids, around.header) :]
+        return (*header, *self._plain_ids(around.strip(_clean(observation.content))), *around.footer)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Render a history. Special tokens in the text of a message are encoded as text."""
+        rendered = self._text([Message(m.role, self._marked(m)) for m in messages], is_open=True)
+        ids: list[int] = []
+        is_text = False
+        for part in re.split(f"([{_BEGIN_TEXT}{_END_TEXT}])", rendered):
+            if part in (_BEGIN_TEXT, _END_TEXT):
+                is_text = part == _BEGIN_TEXT
+            else:
+                ids += self._plain_ids(part) if is_text else self._tokenizer.ids(part)
+        return tuple(ids)
+
+    def _overlap(self, turn_ids: Sequence[int], header: Sequence[int]) -> int:
+        """Return how many ids of the header the turn ends with: the end of a turn, which may be several tokens."""
+        num = next((n for n, token_id in enumerate(header) if token_id not in self._added), len(header))
+        return next((n for n in range(num, 0, -1) if tuple(turn_ids[-n:]) == tuple(header[:n])), 0)
+
+    def _plain_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def _marked(self, message: Message) -> str:
+        """Mark the special tokens in the text of a message. A turn keeps its tags, such as those of tool calls."""
+        pattern = self._markers if message.role == "assistant" else self._named
+        return pattern.sub(rf"{_BEGIN_TEXT}\g<0>{_END_TEXT}", _clean(message.content))
+
     # ---- derivation --------------------------------------------------------------------------------------------------
 
-    def _derive(self) -> tuple[str, str]:
-        """Return the text between a reply and an observation, and that between an observation and the next turn."""
-        user, reply, observation = Message("user", _USER), Message("assistant", _REPLY), Message("user", _OBSERVATION)
-        one = self._text((user, reply), is_open=False)
+    def _derive(self, role: str) -> _Surroundings:
+        """Find the text between a reply and an observation, and that between an observation and the next turn."""
+        user, reply, observation = Message("user", _USER), Message("assistant", _REPLY), Message(role, _OBSERVATION)
+        start = self._text((user,), is_open=True)
         two = self._text((user, reply, observation), is_open=True)
         more = self._text((user, reply, observation, reply, observation), is_open=True)
-        start = self._text((user,), is_open=True)
         before, found, rest = two.partition(_REPLY)
         header, also_found, footer = rest.partition(_OBSERVATION)
         if not found or not also_found or _REPLY in rest or not header or not footer:
             raise self._refused("a rendered conversation does not contain each message once, with text around it")
-        if not one.startswith(before + _REPLY) or not before.startswith(start.rstrip()):
-            raise self._refused("the text before a reply depends on the messages after it")
-        if not more.startswith(two.removesuffix(footer) + footer.rstrip()) or not more.endswith(
-            header + _OBSERVATION + footer
-        ):
+        opening = two.removesuffix(footer)
+        between = more.removeprefix(opening).removesuffix(_REPLY + header + _OBSERVATION + footer)
+        if more != opening + between + _REPLY + header + _OBSERVATION + footer:
             raise self._refused("the text around a message depends on its place in the conversation")
-        return header, footer
+        if not _opens(start, before) or not _opens(footer, between):
+            raise self._refused("the text before a reply differs from that before a turn that is generated")
+        header_ids, footer_ids = tuple(self._tokenizer.ids(header)), tuple(self._tokenizer.ids(footer))
+        self._check_ids(header_ids, footer_ids, header, footer)
+        return _Surroundings(
+            header_ids, footer_ids, self._stripped(role, opening, footer), self._removes_thoughts(role)
+        )
 
-    def _removes_thoughts(self) -> bool:
+    def _check_ids(self, header_ids: Sequence[int], footer_ids: Sequence[int], header: str, footer: str) -> None:
+        ids = (*header_ids, *self._plain_ids(_OBSERVATION), *footer_ids)
+        text = self._tokenizer.text(ids, keep_special=True)
+        if _OBSERVATION not in text or text.split() != (header + _OBSERVATION + footer).split():
+            raise self._refused("its tokenizer changes text that is encoded in parts")
+
+    def _stripped(self, role: str, opening: str, footer: str) -> tuple[str | None, str | None]:
+        user, reply = Message("user", _USER), Message("assistant", _REPLY)
+        text = self._text((user, reply, Message(role, f"\n {_OBSERVATION} \n")), is_open=True)
+        for left, right in product(("", "\n", None), repeat=2):
+            kept = ("\n " + _OBSERVATION).lstrip(left), " \n".rstrip(right)
+            if text == opening.removesuffix(_OBSERVATION) + "".join(kept) + footer:
+                return left, right
+        raise self._refused("it changes the whitespace around messages")
+
+    def _removes_thoughts(self, role: str) -> bool:
         thought = f"{_OPEN_THOUGHT}\n{_THOUGHT}\n{_CLOSE_THOUGHT}\n\n{_REPLY}"
-        messages = (Message("user", _USER), Message("assistant", thought), Message("user", _OBSERVATION))
+        messages = (Message("user", _USER), Message("assistant", thought), Message(role, _OBSERVATION))
         return _THOUGHT not in self._text(messages, is_open=True)
 
     def _text(self, messages: Sequence[Message], *, is_open: bool) -> str:
@@ -117,7 +178,8 @@ class TokenBridge:
         try:
             return str(self._tokenizer.hf.apply_chat_template(chat, add_generation_prompt=is_open, tokenize=False))
         except Exception as error:  # templates are programs and raise what they like
-            raise self._refused(f"it cannot render user, assistant, user: {first_line(error)}") from error
+            roles = ", ".join(m.role for m in messages)
+            raise self._refused(f"it cannot render {roles}: {first_line(error)}") from error
 
     def _refused(self, why: str) -> UserError:
         return UserError(
@@ -126,13 +188,31 @@ class TokenBridge:
         )
 
 
-def _without_special_tokens(hf: Any) -> Any:
-    """Return a copy of a fast tokenizer that encodes the text of special tokens as text."""
+def _opens(prompt: str, shown: str) -> bool:
+    """Whether a generation prompt is the text before a reply in the history, except for tags of reasoning."""
+    return _THOUGHT_TAGS.fullmatch(prompt[len(os.path.commonprefix((prompt, shown))) :]) is not None
+
+
+def _clean(text: str) -> str:
+    """Replace what is not a character: lone surrogates, which cannot be encoded, and the marks of `prompt`."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return re.sub(f"[{_BEGIN_TEXT}{_END_TEXT}]", "\ufffd", text)
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+
+def _plain_tokenizer(hf: Any, as_text: Collection[str]) -> Any:
+    """Return a copy of a fast tokenizer that encodes the given tokens as text."""
     from tokenizers import Tokenizer as FastTokenizer
 
     if not getattr(hf, "is_fast", False):
         raise UserError("multi-turn tasks need a fast tokenizer (tokenizer.json), and this model has none")
-    copy = FastTokenizer.from_str(hf.backend_tokenizer.to_str())
+    parts = json.loads(hf.backend_tokenizer.to_str())
+    for token in parts["added_tokens"]:
+        token["special"] = token["content"] in as_text
+    copy = FastTokenizer.from_str(json.dumps(parts))
     copy.encode_special_tokens = True
     copy.no_truncation()
     copy.no_padding()

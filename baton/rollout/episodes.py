@@ -282,30 +282,28 @@ class EpisodePlayer:
             return self._finished(opened, EpisodeFinish.MAX_TURNS)
         if self._tokens_left(trajectory) <= 0:
             return self._finished(opened, EpisodeFinish.LENGTH)
-        return self._continued(opened, answer.text, rules)
+        return self._continued(opened, rules)
 
-    def _continued(self, opened: _Open, observation: str, rules: EpisodeRules) -> Continued | ScoredTrajectory:
+    def _continued(self, opened: _Open, rules: EpisodeRules) -> Continued | ScoredTrajectory:
         trajectory, episode = opened.trajectory, opened.episode
-        following = self._setup.bridge.continuation(
-            self._history(opened),
-            trajectory.segments[-1].token_ids[-1],
-            observation,
-            max_observation_tokens=rules.max_observation_tokens,
-        )
-        self._counts["cut_observations"] += following.is_cut
+        bridge, exchange = self._setup.bridge, episode.exchanges[-1]
+        observation = self._observation(exchange, rules)
+        self._counts["cut_observations"] += len(observation.content) < len(exchange.observation)
         appended: tuple[Segment, ...] = ()
-        if following.is_new_path:
-            self._counts["new_paths"] += 1
+        turns = (earlier.action for earlier in episode.exchanges if earlier.path == len(episode.earlier))
+        if bridge.begins_path(turns, observation.role):
             ended = msgspec.structs.replace(trajectory, finish_reason=FinishReason.STOP)
-            grown = Trajectory(trajectory.group_id, trajectory.sample_index, following.token_ids)
+            prompt_ids = bridge.prompt(self._history(opened, rules))
+            grown = Trajectory(trajectory.group_id, trajectory.sample_index, prompt_ids)
             episode = msgspec.structs.replace(episode, earlier=(*episode.earlier, ended))
         else:
-            zeros = (0.0,) * len(following.token_ids)
+            ids = bridge.suffix(_turn_ids(trajectory), observation)
             version = trajectory.segments[-1].policy_version
-            appended = (Segment(following.token_ids, zeros, version, Author.ENVIRONMENT),)
+            appended = (Segment(ids, (0.0,) * len(ids), version, Author.ENVIRONMENT),)
             grown = trajectory.extended(appended)
         if self._context_left(grown) <= 0:
             return self._finished(opened, EpisodeFinish.CONTEXT)
+        self._counts["new_paths"] += not appended
         opened.trajectory, opened.episode = grown, episode
         return Continued(grown, episode, appended)
 
@@ -357,14 +355,16 @@ class EpisodePlayer:
         """Return the text of the last turn, without special tokens."""
         return self._setup.bridge.text(_turn_ids(trajectory))
 
-    def _history(self, opened: _Open) -> tuple[Message, ...]:
-        """Return the conversation so far, the last turn included and its observation not."""
+    def _history(self, opened: _Open, rules: EpisodeRules) -> tuple[Message, ...]:
+        """Return the conversation so far, the last observation included; long observations are cut."""
         found = list(opened.prompt.messages)
-        for place, exchange in enumerate(opened.episode.exchanges):
-            if place:
-                found.append(Message("user", opened.episode.exchanges[place - 1].observation))
-            found.append(Message("assistant", exchange.action))
+        for exchange in opened.episode.exchanges:
+            found += (Message("assistant", exchange.action), self._observation(exchange, rules))
         return tuple(found)
+
+    def _observation(self, exchange: Exchange, rules: EpisodeRules) -> Message:
+        bridge = self._setup.bridge
+        return Message(bridge.role(exchange.tool), bridge.cut(exchange.observation, rules.max_observation_tokens))
 
     def _tokens_left(self, trajectory: Trajectory) -> int:
         """Tokens that the policy may still write in this episode."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from baton.environments.calls import ActFailure, ActRequest, EpisodeKey, Observation
-from baton.environments.token_bridge import Continuation
 from baton.errors import EnvironmentFault
 from baton.records.journal import Journal, StreamCursor
 from baton.rollout.controller import RolloutController
@@ -60,15 +59,24 @@ class PlainBridge:
     def text(self, token_ids: Sequence[int]) -> str:
         return text_of(token_ids)
 
-    def continuation(
-        self, history: Sequence[Message], last_id: int, observation: str, *, max_observation_tokens: int
-    ) -> Continuation:
-        assert [m.role for m in history[-2:]] == ["user", "assistant"]
-        ids = (900, *[901] * min(len(observation), max_observation_tokens))
-        turn = sum(message.role == "assistant" for message in history)
-        if self._new_path_every and turn % self._new_path_every == 0:
-            return Continuation((7, 8, turn, *ids), False, is_new_path=True)
-        return Continuation(ids, len(observation) > max_observation_tokens)
+    def role(self, tool: str | None) -> str:
+        return "user" if tool is None else "tool"
+
+    def cut(self, observation: str, max_tokens: int) -> str:
+        return observation[:max_tokens]
+
+    def begins_path(self, turns: Iterable[str], role: str) -> bool:
+        assert role == "tool"
+        return self._new_path_every == len(list(turns))
+
+    def suffix(self, turn_ids: Sequence[int], observation: Message) -> tuple[int, ...]:
+        assert turn_ids
+        return (900, *[901] * len(observation.content))
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        assert [m.role for m in messages[-3:]] in (["user", "assistant", "tool"], ["tool", "assistant", "tool"])
+        turn = sum(message.role == "assistant" for message in messages)
+        return (7, 8, turn, 900, *[901] * len(messages[-1].content))
 
 
 class ScriptedEnvironments:
