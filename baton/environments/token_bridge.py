@@ -13,9 +13,9 @@ is rendered again, and a new path of the episode begins with it.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -65,10 +65,8 @@ class TokenBridge:
         self._plain = _plain_tokenizer(tokenizer.hf, special | named)
         self._roles = {"user": self._derive("user")}
         if re.search(r"""['"]tool['"]""", template):
-            try:
+            with suppress(UserError):  # many templates require calls as JSON objects; then results are user messages
                 self._roles["tool"] = self._derive("tool")
-            except UserError:
-                pass  # many templates require calls as JSON objects before a result; then results are user messages
         around = {added[i] for role in self._roles.values() for i in (*role.header, *role.footer) if i in added}
         self._named = _any_of(special | named)
         self._markers = _any_of((special | set(map(str, around))) - {_OPEN_THOUGHT, _CLOSE_THOUGHT})
@@ -190,7 +188,8 @@ class TokenBridge:
 
 def _opens(prompt: str, shown: str) -> bool:
     """Whether a generation prompt is the text before a reply in the history, except for tags of reasoning."""
-    return _THOUGHT_TAGS.fullmatch(prompt[len(os.path.commonprefix((prompt, shown))) :]) is not None
+    num_equal = next((n for n, (a, b) in enumerate(zip(prompt, shown, strict=False)) if a != b), len(shown))
+    return _THOUGHT_TAGS.fullmatch(prompt[num_equal:]) is not None
 
 
 def _clean(text: str) -> str:
