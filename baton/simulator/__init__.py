@@ -1,1 +1,2 @@
-"""Runs in virtual time: the decisions of a live run, with engines, trainer, scorers and links that only take time."""
+"""Simulates runs in virtual time. The decisions are those of a live run, but engines, trainer, scorers and links only
+take time."""

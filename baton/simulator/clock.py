@@ -1,5 +1,5 @@
-"""Virtual time: a heap of scheduled actions. Time jumps to the next action. Simultaneous actions run in the order in
-which they were scheduled."""
+"""Virtual time, which jumps from one scheduled action to the next. Actions with the same time run in the order in which
+they were scheduled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VirtualClock:
         self._heap: list[tuple[float, int, Action, tuple[Any, ...]]] = []
 
     def at(self, at_s: float, action: Action, *args: Any) -> None:
-        """Schedule an action; `at_s` must not be in the past."""
+        """Schedule an action at the time `at_s`, which must not be in the past."""
         assert at_s >= self.now_s, f"an action is scheduled for {at_s} s, but the time is already {self.now_s} s"
         self._sequence += 1
         heapq.heappush(self._heap, (at_s, self._sequence, action, args))
@@ -32,7 +32,7 @@ class VirtualClock:
         self.at(self.now_s + wait_s, action, *args)
 
     def fire(self) -> bool:
-        """Advance to the next action and run it. Return False if there is none."""
+        """Advance to the next action and run it. Return False if no action is scheduled."""
         if not self._heap:
             return False
         self.now_s, _, action, args = heapq.heappop(self._heap)

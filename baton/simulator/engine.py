@@ -1,13 +1,13 @@
-"""An engine in virtual time: continuous batching over a number of slots and a KV cache of limited size.
+"""An engine in virtual time: continuous batching with a number of slots and a KV cache of limited size.
 
-Decode steps are not simulated one by one. Between two events only the contexts change, by one token per step, so the
-time of a step changes linearly, and k steps take
+Decode steps are not simulated one by one. Between two events only the context lengths change, by one token per step.
+The time of a step therefore changes linearly, and k steps take
 
     D(k) = k · step + slope · k (k − 1) / 2
 
-Requests take effect between two steps, as in a real engine. An admitted sequence is prefilled first while the others
-wait; a prompt is prefilled once for all members of its group in the engine. If the KV cache is full, the youngest
-sequence is evicted and prefilled again later.
+Requests take effect between two steps, as in a real engine. When a sequence is admitted, the engine prefills it while
+all other sequences wait. A prompt is prefilled once for all members of its group in the engine. If the KV cache is
+full, the youngest sequence is evicted and prefilled again later.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from baton.simulator.transport import EngineTime, GenerationRequest
 
 WATERMARK = 0.01
 """Share of the KV cache that admission leaves free, as in vLLM."""
-# seconds; absorbs rounding errors when times are compared
+# seconds by which two times may differ and still count as equal, because of rounding errors
 _CLOSE = 1e-9
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedLease(GenerationRequest):
-    """A lease in an engine. `tokens` has the value of the last count."""
+    """A lease in an engine. `tokens` is the number of tokens at the last call of `_count`."""
 
     grown: list[tuple[int, int]] = field(default_factory=list)
     """(version, number of tokens) of segments that are not reported yet."""
     end_step: int = -1
-    """Engine step after which the trajectory is complete; -1 while the lease waits for a slot."""
+    """Number of the engine step that completes the trajectory; -1 while the lease waits for a slot."""
     born: int = 0
-    """Sequence number of the admission to a slot."""
+    """Sequence number that the lease got when it was admitted to a slot."""
     lane: int = 0
     since_s: float = 0.0
-    """Time of the admission."""
+    """Time when the lease was admitted to a slot."""
     traced: dict[int, int] = field(default_factory=dict)
-    """Number of tokens by version since the admission, for the trace."""
+    """Version → number of tokens generated since the admission, for the trace."""
 
 
 class LongestContext:
-    """The longest context among the running leases. Every context grows by one token per step, so their order never
-    changes."""
+    """Finds the longest context of the running leases. Every context grows by one token per step, so the order of the
+    contexts never changes."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, SimulatedLease]] = []
@@ -73,14 +73,15 @@ class LeaseProgress:
     segments: list[tuple[int, int]]
     """(version, number of tokens) of the segments since the last report."""
     end: str
-    """Empty, `finished`, `put_down` or `refused`."""
+    """How the lease ended: `finished`, `put_down` (aborted) or `refused`; empty if it has not ended."""
 
 
 class EngineOwner(Protocol):
     """The receiver of an engine's reports."""
 
     def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
-        """Receive reports of the engine. The owner may call submit, abort and switch from here."""
+        """Receive reports of the engine. The owner may call the engine's methods submit, abort and switch from this
+        method."""
 
 
 class SimEngine:
@@ -106,14 +107,14 @@ class SimEngine:
         self._rows: dict[int, SimulatedLease] = {}
         """All leases in the engine, running or waiting."""
         self._here: Counter[int] = Counter()
-        """Number of running rows by group."""
+        """Group id → number of running rows."""
         self._lanes: list[int] = list(range(spec.slots))
         self._aborting: dict[int, None] = {}
         self._dropping: dict[int, None] = {}
         self._switch: tuple[int, bool, float] | None = None
         self._width = self._context = self._step = self._born = 0
         self._planned, self._step_s, self._slope_s, self._since_s = 0, 0.0, 0.0, 0.0
-        """`_since_s`: end of the last whole step, including the prefill after it."""
+        """`_since_s`: end of the last whole step, or of the prefill that followed this step."""
         self._wake = 0
         """Sequence number of the last scheduled wake. Earlier wakes are ignored."""
         self._report_s, self._slowness = math.inf, 1.0
@@ -138,7 +139,7 @@ class SimEngine:
             self._poke()
 
     def abort(self, lease: int) -> None:
-        """Abort a lease and report it; does nothing if the lease is not in the engine."""
+        """Abort a lease, and report its tokens. Does nothing if the lease is not in the engine."""
         if lease in self._rows:
             self._aborting[lease] = None
             self._poke()
@@ -161,7 +162,7 @@ class SimEngine:
             self._poke()
 
     def stop(self) -> None:
-        """Stop after the last whole step, until `go_on` or permanently."""
+        """Stop after the last whole step. `go_on` continues; without `go_on`, the stop is permanent."""
         self._settle(self._whole_steps())
         self._is_stopped, self._wake = True, self._wake + 1
 
@@ -177,7 +178,7 @@ class SimEngine:
         self._between()
 
     def flush(self) -> None:
-        """Report the tokens of all whole steps so far."""
+        """Report the tokens of all whole steps that have been completed."""
         if self._is_stopped:
             return
         self._settle(self._whole_steps())
@@ -190,7 +191,7 @@ class SimEngine:
         return self.busy.decoded + self._width * (0 if self._is_stopped else self._whole_steps())
 
     def unreported(self) -> int:
-        """Return the number of tokens that are generated but not reported."""
+        """Return the number of tokens that have been generated but not reported."""
         steps = 0 if self._is_stopped else self._whole_steps()
         rows = self._rows.values()
         return sum((row.end_step >= 0) * (self._fresh(row) + steps) + sum(n for _, n in row.grown) for row in rows)
@@ -201,14 +202,14 @@ class SimEngine:
         return steps * self._step_s + self._slope_s * steps * (steps - 1) / 2
 
     def _whole_steps(self) -> int:
-        """Return the steps completed since `_since_s`, at most `_planned`."""
+        """Return the number of steps completed since `_since_s`, at most `_planned`."""
         elapsed = self._clock.now_s - self._since_s
         if elapsed <= 0 or not self._width:
             return 0
         return min(self._planned, int(steps_within(elapsed, self._step_s, self._slope_s) + _CLOSE))
 
     def _poke(self) -> None:
-        """Wake at the end of the current step to handle new requests."""
+        """Schedule a wake at the end of the current step, so that new requests are handled then."""
         if self._is_between or self._is_stopped:
             return
         now_s = self._clock.now_s
@@ -233,7 +234,7 @@ class SimEngine:
         self._between()
 
     def _settle(self, steps: int) -> None:
-        """Account for completed steps."""
+        """Add the time and the tokens of completed steps to the counts."""
         if not steps:
             return
         seconds, width = self._duration_s(steps), self._width
@@ -326,7 +327,8 @@ class SimEngine:
         return row.length - (row.end_step - self._step) - row.tokens
 
     def _count(self, row: SimulatedLease) -> None:
-        """Add the tokens since the last count to the row, under the version that is served."""
+        """Add to the row the tokens that were generated since the last call, under the version that the engine
+        serves."""
         fresh = self._fresh(row)
         if fresh > 0:
             assert self.version is not None, "an engine without a version generates"
@@ -365,7 +367,7 @@ class SimEngine:
             self.busy.preemptions += 1
 
     def _admit(self) -> None:
-        """Fill free slots with waiting rows in order of arrival, while the KV cache has room."""
+        """Move waiting rows, in order of arrival, into free slots while the KV cache has room."""
         waiting, self._has_prefilled = self._waiting, False
         while waiting and self._width < self.slots:
             row = waiting[0]
@@ -406,7 +408,7 @@ class SimEngine:
         self.busy.prefill_s += seconds
 
     def _plan(self) -> None:
-        """Schedule a wake at the next event: a row that ends, a full KV cache, or a due report."""
+        """Schedule a wake at the next event: a row ends, the KV cache is full, or a report is due."""
         width = self._width
         if not width:
             if self._waiting:
@@ -438,7 +440,7 @@ class SimEngine:
 
 
 def trace_row(tracer: Tracer, actor: str, row: SimulatedLease, end_s: float, ended: str) -> None:
-    """Trace a lease that leaves its slot. `ended` is `finish`, `abort` or `lost`."""
+    """Write the span of a lease that leaves its slot to the trace. `ended` is `finish`, `abort` or `lost`."""
     versions, row.traced = row.traced, {}
     if end_s <= row.since_s:
         return

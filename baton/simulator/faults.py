@@ -1,4 +1,4 @@
-"""Faults of a simulated run: from a TOML file, from a trace of preemptions, or drawn from a seed.
+"""Faults of a simulated run. They come from a TOML file or from a trace of preemptions, or are drawn at random.
 
 ```toml
 [[fault]]
@@ -32,26 +32,28 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class FaultSettings(Settings):
-    """[[fault]] one fault."""
+    """[[fault]] One fault."""
 
     kind: Kind
     """Kind of the fault."""
     at_s: float = Field(ge=0)
     """Virtual time of the fault."""
     worker: str = ""
-    """Name of the worker. By default a random running worker; for `partition` and `storm`, all workers."""
+    """Name of the affected worker. By default, `partition` and `storm` affect all workers; other faults affect a random
+    running worker."""
     for_s: float = Field(default=0.0, ge=0)
-    """Duration of the fault, or time until a replacement starts; 0 means permanent."""
+    """Duration of the fault in seconds; for `crash`, time until a replacement starts. 0 means that the fault is
+    permanent."""
     factor: float = Field(default=1.0, ge=1)
-    """`slow`: factor by which all times of the worker increase."""
+    """`slow`: factor by which all times of the worker are multiplied."""
     loss: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of messages that are lost; each loss also cuts the connection."""
+    """`storm`: share of messages that are lost. Each lost message also cuts the connection."""
     duplicate: float = Field(default=0.0, ge=0, le=1)
     """`storm`: share of messages that arrive twice."""
     reorder: float = Field(default=0.0, ge=0, le=1)
-    """`storm`: share of messages that arrive after later messages."""
+    """`storm`: share of messages that arrive after messages that were sent later."""
     delay_s: float = Field(default=0.0, ge=0)
-    """`storm`: maximum extra delay of a message."""
+    """`storm`: maximum additional delay of a message."""
     corrupt: float = Field(default=0.0, ge=0, le=1)
     """`storm`: share of fetched versions that have a corrupt chunk."""
 
@@ -67,24 +69,25 @@ class FaultSettings(Settings):
 
 
 class RandomSettings(Settings):
-    """[random] faults that are drawn from the seed, in addition to the listed faults."""
+    """[random] Faults that are drawn from the run's seed, in addition to the listed faults."""
 
     faults: int = Field(ge=0)
     """Number of faults."""
     until_s: float = Field(gt=0)
-    """Time before which all drawn faults begin."""
+    """Virtual time before which all drawn faults begin."""
     kinds: tuple[Kind, ...] = KINDS
     """Kinds of fault to draw from."""
 
 
 class SpotSettings(Settings):
-    """[spot] preemptions of rented machines, from a trace."""
+    """[spot] Preemptions of rented machines, read from a trace."""
 
     trace: Path
-    """CSV with columns at_s, worker, for_s: time of the preemption, and time until a replacement starts (0: never)."""
+    """CSV file with one preemption per row. Columns: at_s (time of the preemption), worker (name), for_s (time until a
+    replacement starts; 0: never)."""
     notice_s: float = Field(default=0.0, ge=0)
-    """Time from the warning to the preemption. If positive, the worker reports its tokens and leaves at the warning;
-    otherwise it crashes at the preemption."""
+    """Time from the warning to the preemption. If it is positive, the worker reports its tokens and leaves when the
+    warning comes. If it is 0, the worker crashes at the preemption."""
 
 
 class FaultsSettings(Settings):
@@ -93,9 +96,9 @@ class FaultsSettings(Settings):
     fault: tuple[FaultSettings, ...] = ()
     """The listed faults, in any order."""
     random: RandomSettings | None = None
-    """Faults drawn from the seed."""
+    """Faults that are drawn at random; None for none."""
     spot: SpotSettings | None = None
-    """Faults from a trace."""
+    """Faults that a trace contains; None for none."""
 
     def schedule(self, seed: int) -> list[FaultSettings]:
         """Return all faults sorted by time. Raises UserError for a trace that cannot be read."""
@@ -124,7 +127,7 @@ def draw_faults(random: Random, wanted: RandomSettings) -> list[FaultSettings]:
 
 
 def read_trace(spot: SpotSettings) -> list[FaultSettings]:
-    """Read a trace of preemptions. Raises UserError with the line number."""
+    """Read a trace of preemptions. Raises UserError, which names the line, if a line is invalid."""
     if not spot.trace.is_file():
         raise UserError(f"spot.trace: there is no file {spot.trace}")
     found = []

@@ -1,7 +1,8 @@
-"""The hub in virtual time: the live run's lease table, with token counts as payloads.
+"""The hub in virtual time. It uses the lease table of a live run, with numbers of tokens in place of tokens.
 
-The hub handles messages like `swarm/hub/hub.py` and `swarm/lease_broker.py`. A report counts only if its lease is
-current and its offset equals the lease's length. A disconnected worker keeps its leases until its heartbeat timeout.
+The hub handles messages like `swarm/hub/hub.py` and `swarm/lease_broker.py`. A report counts only if its lease is still
+valid and its offset equals the number of tokens that the hub has for the lease. A disconnected worker keeps its leases
+until its heartbeat timeout.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class LeaseTableObserver(Protocol):
         """Called before a command is applied."""
 
     def settled_lease(self, event: ev.Event) -> None:
-        """Called when all commands of an event are applied."""
+        """Called after all commands of an event have been applied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +61,7 @@ class SimulatedProgress:
     newest: int
     """Version of the last token; -1 before the first token."""
     segments: Segments = field(default_factory=list)
-    """Segments after the first `base` tokens."""
+    """Segments of the tokens after the first `base` tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +76,12 @@ class SimulatedPeer:
 
 
 class SimHub:
-    """The hub of one incarnation of the controller."""
+    """The hub of one incarnation of the controller: a restart creates a new hub."""
 
     def __init__(
         self, table: LeaseTable, clock: VirtualClock, controller: Simulation, lineage: str, acks: bool
     ) -> None:
-        """Acknowledge reports if `acks`; only runs with faults need acknowledgements."""
+        """acks: whether reports are acknowledged. Only runs with faults need acknowledgements."""
         self.table, self.lineage = table, lineage
         self.peers: dict[int, SimulatedPeer] = {}
         self.versions: dict[int, PolicyVersion] = {}
@@ -88,7 +89,7 @@ class SimHub:
         self.branches: dict[int, SimulatedProgress] = {}
         self.watches: list[LeaseTableObserver] = []
         self.outcomes: Callable[[str], None] = lambda name: None
-        """Called with the name of each outcome to count, such as `worker expelled`."""
+        """Function that counts an outcome by its name, such as `worker expelled`."""
         self._clock, self._controller, self._acks = clock, controller, acks
         self._want: Want | None = None
         self._next_worker = 0
@@ -119,7 +120,7 @@ class SimHub:
         self._dispatch(ev.TaskAborted(self._clock.now_s, task))
 
     def announce(self, version: PolicyVersion) -> None:
-        """Announce a version that can be fetched."""
+        """Announce a version that workers can now fetch."""
         self.versions[version.number] = version
         self._want = Want(version)
         for number in list(self.peers):
@@ -182,8 +183,8 @@ class SimHub:
         self._alive(number, peer)
 
     def _held(self, number: int, claimed: set[int]) -> None:
-        """Compare the leases that a worker claims with the table: queue the tasks of missing leases again, and drop
-        unknown leases."""
+        """Compare the leases that a worker says it holds with the table. Tasks of leases that the worker lacks are
+        queued again; leases that the table does not know are dropped."""
         known = set(self.table.workers[number].leases)
         for lease in sorted(known - claimed):
             self._dispatch(ev.LeaseReturned(self._clock.now_s, lease))
@@ -219,8 +220,8 @@ class SimHub:
         self._acknowledge(number, lease, branch)
 
     def _is_older(self, branch: SimulatedProgress, segments: Segments) -> bool:
-        """Return whether a segment has an older version than the tokens before it; the live hub treats this as a fault
-        (swarm/checks.py)."""
+        """Return whether a segment has an older version than the tokens before it. The live hub treats this as a
+        violation (swarm/verification/checks.py)."""
         return any(version < branch.newest for version, _ in segments)
 
     def _refused(self, number: int, peer: SimulatedPeer, retry: Retry) -> None:
@@ -280,7 +281,8 @@ class SimHub:
             self._apply_command(command)
         for watch in self.watches:
             watch.settled_lease(event)
-        if not self._is_speaking:  # a call can dispatch further events, whose calls follow in order
+        # a call may dispatch further events; the calls that these cause are appended and follow in order
+        if not self._is_speaking:
             self._is_speaking = True
             while self._to_say:
                 say, *words = self._to_say.popleft()

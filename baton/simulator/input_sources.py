@@ -1,4 +1,4 @@
-"""Builds a setting from a plan or a recipe."""
+"""Builds the setting of a simulation from a plan or from a recipe."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from baton.specs.plan import Plan, Replica
 from baton.specs.workload import LengthSettings, Workload
 
 REPORTS_PER_STEP = 20
-"""Reports per train step in a run without faults. More frequent reports would not change the results."""
+"""Number of reports per train step in a run without faults. More frequent reports would not change the results."""
 RATED_SLOTS = 64
-"""Slots of an engine that was planned with a table of rates, which has no batch sizes."""
+"""Number of slots of an engine if its plan was made with a table of rates, because such a table has no batch sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """A user's options, which change or complete what a plan or recipe specifies."""
+    """Options from the user, which change or complete the values of a plan or recipe."""
 
     overrides: Sequence[str] = ()
-    """`rollout.KEY=VALUE`."""
+    """Changes of recipe keys, in the form `rollout.KEY=VALUE`."""
     steps: int | None = None
     correlation: float = 0.0
     drift: float = 0.0
     judge_cv: float = 0.0
     swarm: SwarmSpec = field(default_factory=SwarmSpec)
-    """Links, reports and timeouts of a swarm."""
+    """Links, report intervals and timeouts of a swarm."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """Groups of a recorded run. They replace the distributions of lengths."""
+    """Groups of a recorded run. If given, their lengths are used instead of a distribution of lengths."""
     is_detailed: bool = False
     """Whether the workers of a plan report, send heartbeats and time out as in a live run. Required with faults."""
 
@@ -76,7 +76,8 @@ class PlanSource:
     work: Workload
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     cluster: Cluster | None = None
-    """Cluster of the plan, for the bandwidths of its links. None uses the bandwidths of the catalogue."""
+    """Cluster file of the plan, which gives the bandwidths of links. If None, the bandwidths of the catalogue are
+    used."""
 
     def setting(self, simulation_options: SimulationOptions) -> Setting:
         """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""
@@ -137,7 +138,7 @@ class PlanSource:
     def _engine(self, index: int, replica: Replica) -> EngineSpec:
         name = f"{replica.gpu} tp{replica.tp} pp{replica.pp} #{index}"
         count = len(replica.gpu_ids)
-        if not replica.memory_bytes:  # planned with a table of rates
+        if not replica.memory_bytes:  # the plan was made with a table of rates
             speed = FlatSpeed(0.0, 1 / replica.tokens_per_s)
             return EngineSpec(name, RATED_SLOTS, speed, weight=replica.tokens_per_s, num_gpus=count)
         layers = tuple(last - first for first, last in replica.layers)
@@ -176,7 +177,8 @@ def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
 
 
 def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutSettings:
-    """Return the settings of [rollout] with overrides applied. Raises UserError that names the key."""
+    """Return the settings of [rollout] after the overrides. Raises UserError, which names the key, for an invalid
+    override."""
     wanted: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -186,7 +188,8 @@ def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutS
             hint = f"; did you mean rollout.{near[0]}?" if near else ""
             raise UserError(f"override {override!r}: with --plan, only rollout.KEY=VALUE is allowed{hint}")
         wanted[key] = _value(text)
-    if wanted.get("mode", base["mode"]) != base["mode"]:  # defaults of the plan's mode do not apply to another mode
+    # values that are defaults of the plan's mode do not apply to another mode
+    if wanted.get("mode", base["mode"]) != base["mode"]:
         base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
     tree = base | wanted
     try:
@@ -210,11 +213,12 @@ def _value(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RecipeSource:
-    """A recipe that runs on this machine, with one engine per engine process or worker."""
+    """A recipe that runs on this machine. Each engine process and each worker of the recipe is simulated as one
+    engine."""
 
     path: Path
     efficiencies: Efficiencies | None = None
-    """Efficiencies that `baton profile` measured on this machine; None uses the defaults."""
+    """Efficiencies that `baton profile` measured on this machine. If None, default efficiencies are used."""
     work: Workload | None = None
     """Workload with measured lengths and scoring times. If None, typical lengths are assumed."""
     gpu: str = "CPU"
@@ -304,7 +308,7 @@ def _script_work(work: Workload, simulation_options: SimulationOptions) -> Traje
 
 
 def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
-    """Return the recorded groups of a run, in the order in which they were opened. Raises UserError if there is no
+    """Return the recorded groups of a run, in the order in which they were opened. Raises UserError if the path has no
     run."""
     run = RunDirectory.open(path)
     groups = sorted((g for step in run.recorded_steps() for g in run.groups(step)), key=lambda g: g.group_id)

@@ -1,4 +1,4 @@
-"""The inputs of a simulation as numbers, whether they come from a plan or from a recipe."""
+"""The numbers that a simulation needs as input. A plan or a recipe is converted to these numbers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EngineSpec:
     kv_tokens: float = math.inf
     """Number of tokens that fit into the KV cache."""
     weight: float = 1.0
-    """Throughput per slot according to the plan, relative to the other engines."""
+    """Throughput of a slot according to the plan, relative to the other engines."""
     num_gpus: int = 1
     pads: bool = False
-    """Whether every trajectory of a decode step attends over the longest running context."""
+    """Whether, in a decode step, every trajectory attends over the length of the longest running context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ScoringSpec:
     """The reward scorer for finished trajectories."""
 
     latency_s: float = 0.0
-    """Mean time to score one trajectory."""
+    """Mean number of seconds to score one trajectory."""
     cv: float = 0.0
     """Standard deviation of the lognormal scoring time, divided by its mean."""
     concurrency: int = 1024
@@ -48,14 +48,14 @@ class SwarmSpec:
     link_s: float = 0.02
     """Latency of a message."""
     fetch_s: float = 1.0
-    """Time to fetch and verify an announced version."""
+    """Time from the announcement of a version until a worker has fetched and verified it."""
     activate_s: float = 0.0
     """Time to load a fetched version into the engine."""
     heartbeat_s: float = 5.0
     tick_s: float = 1.0
     report_every_s: float = 2.0
     reconnect_s: float = 0.5
-    """Wait before the first attempt to reconnect. Each failed attempt doubles the wait, up to 30 s."""
+    """Wait before the first attempt to reconnect. The wait doubles after each failed attempt, up to 30 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +68,27 @@ class Setting:
     train: TrainSpeed
     judges: ScoringSpec = field(default_factory=ScoringSpec)
     publish_s: float = 0.0
-    """Time from the end of a train step until all engines serve its version, or, in a swarm, until workers can fetch
-    the version."""
+    """Seconds from the end of a train step until all engines serve the new version. In a swarm: seconds until workers
+    can fetch the new version."""
     num_steps: int = 50
     publish_every: int = 1
-    """Number of train steps per published version."""
+    """Number of train steps from one published version to the next."""
     checkpoint_every: int = 50
     swarm: SwarmSpec | None = None
-    """None if the engines share one queue and load new weights at the same time."""
+    """Hub and workers. None if the engines are not a swarm: they then share one queue and load new weights at the same
+    time."""
     train_slowdown: float = 1.0
-    """Factor on the time of a train step while engines use the same cores."""
+    """Factor by which a train step takes longer while engines use the same cores."""
     engine_slowdown: float = 1.0
-    """Factor on the times of the engines during a train step."""
+    """Factor by which engines are slower during a train step."""
     handover_s: float = 0.0
-    """Time from an engine's report until the engine receives the next trajectory from the shared queue."""
+    """Seconds from an engine's report of a finished trajectory until the engine receives the next trajectory from the
+    shared queue."""
     shares_prefill: bool = True
     price_per_h: float = 0.0
     currency: str = "USD"
     notes: tuple[str, ...] = ()
-    """Assumptions, one sentence each."""
+    """Assumptions of this setting, one sentence each."""
 
     @property
     def slots(self) -> int:

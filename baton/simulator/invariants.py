@@ -1,13 +1,16 @@
-"""The invariants of docs/architecture.md, checked at every event against counts that are made here independently.
+"""Checks the invariants of docs/architecture.md at every event, by means of counts that this module makes itself.
 
-conservation  every trajectory is in exactly one state, the same in the scheduler and here; generated = trained + masked
-+ filtered + dropped + lost + carried, exactly; groups in a batch are complete, of the right number, and never trained
-twice append only   a trajectory grows only by whole segments with ascending versions, and ends at its scripted length
-staleness     no trained token exceeds the staleness bound; older tokens are masked; the number of open groups is
-limited version       tokens have the requested version, and that version is published; no trajectory runs while weights
-are loaded, unless the mode allows it leases        a trajectory has at most two leases; reported tokens = committed +
-wasted + open, exactly; no task waits while a worker has a free slot for it; a worker that sends nothing is removed at
-its heartbeat timeout
+* Conservation: every trajectory is in exactly one state, which is the same in the scheduler and in these counts. The
+  number of generated tokens equals trained + masked + filtered + dropped + lost + carried exactly. The groups of a
+  batch are complete, have the required number, and are never trained twice.
+* Append only: a trajectory grows only by whole segments with ascending versions, and ends at its scripted length.
+* Staleness: no trained token exceeds the staleness bound, because older tokens are masked. The number of open groups is
+  limited.
+* Version: tokens have the requested version, and that version is published. No trajectory runs while weights are
+  loaded, unless the mode allows this.
+* Leases: a trajectory has at most two leases. The number of reported tokens equals committed + wasted + open exactly.
+  No task waits while a worker has a free slot for it. A worker that sends no message is removed at its heartbeat
+  timeout.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class InvariantViolation(AssertionError):
 
 @dataclass(slots=True)
 class _Own:
-    """State and tokens of one trajectory, as counted here."""
+    """State and number of tokens of one trajectory, as this module counts them."""
 
     state: TrajectoryState = TrajectoryState.PENDING
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -62,12 +65,13 @@ class InvariantChecker:
         self._wanted = False
         self._places = 0
         self._counts: Counter[str] = Counter()
-        """Number of tokens by account since the controller started."""
+        """Account (such as generated or lost) → number of tokens since the controller started."""
         self._table = _LeaseTableChecker(self)
         self.num_checked = 0
 
     def check(self, holds: bool, law: str, what: Any = "") -> None:
-        """Raise InvariantViolation unless `holds`. If `what` is a function, it is called only to raise."""
+        """Raise InvariantViolation unless `holds`. what: details for the message; a function is called only if the
+        error is raised."""
         if not holds:
             raise InvariantViolation(law, what() if callable(what) else str(what), self._world.clock.now_s)
 
@@ -126,8 +130,8 @@ class InvariantChecker:
         self._counts["generated"] += event.num_tokens
 
     def _restarted(self) -> None:
-        """Reset the counts for a new controller: tokens in open groups count as generated, settled tokens are
-        removed."""
+        """Reset the counts for a new controller. Tokens in open groups count as generated; all other tokens are removed
+        from the counts."""
         self._lineage = self._world.lineage
         self._counts.clear()
         self._wanted, self._served = False, None
@@ -276,7 +280,7 @@ class _LeaseTableChecker:
         self._wasted: Counter[str] = Counter()
         self._leases: set[int] = set()
         self._lengths: dict[int, int] = {}
-        """Number of committed tokens by task."""
+        """Task → number of committed tokens."""
         self._aborted: set[int] = set()
         self._heard_s: dict[int, float] = {}
 

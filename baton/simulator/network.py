@@ -1,9 +1,9 @@
-"""The network between hub and workers: messages, connections with latency, and faults.
+"""The network between hub and workers, with messages, latencies of connections, and faults.
 
 The messages are those of `swarm/messages.py`, with token counts in place of tokens.
 
-Without faults, messages arrive in order. During a `partition` or a `storm`, messages are delayed, reordered, repeated
-or lost together with the connection, and fetches fail.
+Without faults, messages arrive in order. During a `partition` or a `storm`, messages may be delayed, reordered or
+repeated, or a message is lost and the connection is cut. Fetches may fail.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SimulatedHello:
 
     serves: PolicyVersion | None
     leases: list[int]
-    """Leases that the worker holds, and leases whose end the hub has not acknowledged."""
+    """Leases that the worker holds, and ended leases whose last report the hub has not acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class SimulatedConnection:
     clock: VirtualClock
     link_s: float
     take: Callable[[Any], None]
-    """Called with each message that arrives."""
+    """Function that receives each message that arrives."""
     lose: Callable[[], None]
-    """Called to cut the connection."""
+    """Function that cuts the connection."""
     fate: Callable[[], MessageFault] | None = None
     connection: int = 0
     """Sequence number of the connection. Messages of an earlier connection are discarded."""
@@ -88,7 +88,7 @@ class SimulatedConnection:
             self.clock.at(at_s + self.link_s, self._arrive, self.connection, message)
 
     def cut(self) -> None:
-        """Drop all messages in transit."""
+        """Drop all messages that have been sent but have not arrived."""
         self.connection += 1
 
     def _arrive(self, connection: int, message: Any) -> None:
@@ -113,7 +113,7 @@ class NetworkFaults:
         return any(network_fault.kind == "partition" for network_fault in self._over(worker))
 
     def fetch_fault(self, worker: str) -> str:
-        """Return why a fetch that completes now failed, or an empty string."""
+        """Return the reason why a fetch that ends now has failed, or an empty string if it has succeeded."""
         for network_fault in self._over(worker):
             if network_fault.kind == "partition":
                 return "the store cannot be reached"
@@ -122,7 +122,7 @@ class NetworkFaults:
         return ""
 
     def _over(self, worker: str) -> list[FaultSettings]:
-        """Return the network faults that affect a worker now."""
+        """Return the network faults that affect a worker at the current time."""
         now_s = self._clock.now_s
         return [s for s in self._storms if s.at_s <= now_s < s.at_s + s.for_s and s.worker in ("", worker)]
 

@@ -1,4 +1,4 @@
-"""Simulates a run under many settings; returns a table and the recommended setting."""
+"""Simulates a run under many settings. The result is a table of all settings and the setting that is recommended."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from baton.simulator.simulation import NoProgress
 
 MOST_POINTS = 400
 MAX_MASKED = 0.1
-"""Maximum share of a batch's tokens that a recommended setting may mask as stale. Over-provision uses the same bound.
+"""Maximum share of a batch's tokens that a recommended setting may mask as stale. The automatic choice of
+over-provision uses the same bound.
 """
 CLOSE = 0.02
-"""Relative difference below which throughputs count as equal. Of equal settings, the one with the least staleness is
-recommended."""
+"""Throughputs count as equal if their relative difference is below this value. Of settings with equal throughput, the
+setting with the least staleness is recommended."""
 
 
 class SweepAxis(msgspec.Struct, frozen=True):
@@ -36,21 +37,21 @@ class SweepPoint(msgspec.Struct, frozen=True):
     values: dict[str, str]
     result: Result | None
     why_not: str = ""
-    """Reason why the combination was not simulated; empty if it was."""
+    """Reason why the combination was not simulated; empty if it was simulated."""
 
 
 class ParameterSweep(msgspec.Struct, frozen=True):
-    """Results of all combinations, and the recommended one."""
+    """Results of all combinations, and the recommended combination."""
 
     axes: tuple[SweepAxis, ...]
     points: tuple[SweepPoint, ...]
     recommended: int | None
-    """Index among the points."""
+    """Index of the recommended point; None if no point is recommended."""
     why: str
 
 
 def read_axes(texts: Iterable[str]) -> tuple[SweepAxis, ...]:
-    """Parse `key=a,b,c`. Raises UserError."""
+    """Parse texts of the form `key=a,b,c`. Raises UserError for an invalid text and for too many combinations."""
     axes = []
     for text in texts:
         key, equals, values = text.partition("=")
@@ -100,10 +101,10 @@ def _point(
 
 
 def recommend(points: Sequence[SweepPoint]) -> tuple[int | None, str]:
-    """Return the index of the recommended point, and the reason.
+    """Return the index of the recommended point, and the reason for the recommendation.
 
-    Points that mask more than MAX_MASKED of their tokens are excluded, if others exist. Of the fastest remaining
-    points, the one with the least staleness is recommended.
+    Points that mask more than MAX_MASKED of their tokens are excluded, unless all points do. Of the remaining points
+    whose throughput counts as equal to the highest, the point with the least staleness is recommended.
     """
     run = [(place, point.result) for place, point in enumerate(points) if point.result is not None]
     if not run:

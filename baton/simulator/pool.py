@@ -1,7 +1,8 @@
-"""Engines behind one queue, like `rollout/processes/pool.py`: a lease is sent to an engine when a slot is free.
+"""Engines that share one queue, like `rollout/processes/pool.py`: a lease is sent to an engine when the engine has a
+free slot.
 
-The engines load new weights at the same time, and the trainer waits until they have. Messages take no time, so an
-engine reports its tokens only at the end of a lease and when it loads weights.
+All engines load new weights at the same time, and the trainer waits until all engines have loaded them. Messages take
+no time, so an engine reports its tokens only at the end of a lease and when it loads weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class SimulatedEnginePool:
         self._queue: dict[int, GenerationRequest] = {}
         self._held: dict[int, SimEngine] = {}
         self._given: Counter[int] = Counter()
-        """Number of leases by `id` of the engine, including leases in transit to the engine."""
+        """`id` of an engine → number of its leases, including leases that are being sent to the engine."""
 
     def begin(self) -> None:
         setting = self._setting
@@ -40,7 +41,7 @@ class SimulatedEnginePool:
         self._controller.capacity(setting.slots)
 
     def restart(self) -> None:
-        """Stop the engines, which are child processes of the controller."""
+        """Stop the engines. In a live run, they are child processes of the controller and end with it."""
         for engine in self.engines:
             engine.stop()
         self._gone += self.engines
@@ -94,8 +95,8 @@ class SimulatedEnginePool:
         self._assign_waiting()
 
     def _assign_waiting(self) -> None:
-        """Send waiting leases to the engine with the fewest leases. Leases of one group go to the same engine while it
-        has free slots."""
+        """Send waiting leases to the engine with the fewest leases. Leases of one group are sent to the same engine
+        while that engine has free slots."""
         while self._queue:
             engine = min(self.engines, key=self._num_assigned) if len(self.engines) > 1 else self.engines[0]
             if self._num_assigned(engine) >= engine.slots:
@@ -113,8 +114,8 @@ class SimulatedEnginePool:
         self._after_handover(engine.submit, generation_request)
 
     def _after_handover(self, what: Callable[..., None], *about: object) -> None:
-        """Call an engine, delayed by `handover_s`: an engine process receives a message only after its next step has
-        started."""
+        """Call an engine after a delay of `handover_s`, because an engine process reads a message only after its next
+        step has started."""
         if self._setting.handover_s:
             self._clock.after(self._setting.handover_s, what, *about)
         else:

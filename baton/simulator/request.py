@@ -1,7 +1,7 @@
 """Runs one simulation for `baton simulate`: writes the event log, returns the trace spans, and raises errors for users.
 
-If an invariant does not hold, `broken_law` finds a small case that violates it: few faults, few train steps, and the
-event log up to the violation.
+If an invariant does not hold, `broken_law` searches for a small case that violates the same invariant, with few faults
+and few train steps.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from baton.simulator.run import EventLog, RunOptions, simulate
 from baton.simulator.simulation import NoProgress
 
 MOST_TRIES = 400
-"""Maximum number of simulations that search for a smaller case."""
+"""Maximum number of simulations in the search for a smaller case."""
 SHOWN_LINES = 60
-"""Number of lines of the event log in a message."""
+"""Number of lines of the event log that an error message contains."""
 
 
 class InvariantBroken(BatonError):
-    """Raised if an invariant does not hold. The message has the seed and the event log up to the violation."""
+    """Raised if an invariant does not hold. The message contains the seed and the last lines of the event log before
+    the violation."""
 
 
 class Spans:
-    """A `Tracer` that keeps its spans."""
+    """A `Tracer` that keeps all spans in memory."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -43,20 +44,20 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """A setting to simulate, and what to record of the run."""
+    """A setting to simulate, the options, and what is recorded."""
 
     setting: Setting
     options: RunOptions = field(default_factory=RunOptions)
     log: Path | None = None
-    """Path of the event log. The log is also written if the run fails."""
+    """Path of the event log. The log is written even if the run fails."""
     is_traced: bool = False
 
 
 def run_request(request: SimulationRequest) -> tuple[Result, Sequence[Span]]:
-    """Simulate. Return the result and, if `is_traced`, the trace spans.
+    """Run the simulation. Return the result and, if `is_traced`, the trace spans.
 
-    Raises UserError if the run makes no progress. Raises InvariantBroken if an invariant does not hold; its message has
-    the shortest event log found that reproduces the violation.
+    Raises UserError if the run makes no progress. Raises InvariantBroken if an invariant does not hold; the message
+    describes the smallest case that was found.
     """
     setting, options = request.setting, request.options
     log = EventLog() if request.log is not None else None
@@ -76,7 +77,7 @@ def run_request(request: SimulationRequest) -> tuple[Result, Sequence[Span]]:
 
 @dataclass(frozen=True, slots=True)
 class ReproducedViolation:
-    """A violation that was reproduced, in the smallest case found."""
+    """A violation that was reproduced, in the smallest case that was found."""
 
     law: str
     what: str
@@ -87,7 +88,7 @@ class ReproducedViolation:
     """Every event and command up to the violation."""
 
     def sentence(self, shown: int = SHOWN_LINES) -> str:
-        """Return a text with the invariant, the seed, the faults and the last lines of the log."""
+        """Return a text with the invariant, the seed, the faults and the last `shown` lines of the log."""
         faults = "\n".join(f"  {f.model_dump(exclude_defaults=True)}" for f in self.faults) or "  none"
         left_out = max(0, len(self.log) - shown)
         lines = "\n".join(f"  {line}" for line in self.log[left_out:])
@@ -99,8 +100,8 @@ class ReproducedViolation:
 
 
 def broken_law(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
-    """Simulate with all invariants checked. Return None if they hold, otherwise the violation in the smallest case
-    found."""
+    """Simulate and check all invariants. Return None if they hold, otherwise the violation in the smallest case that
+    was found."""
     first = _try(setting, options)
     if first is None:
         return None

@@ -1,4 +1,4 @@
-"""The record of a simulated run by train step, and its summary in the figures that a live run reports."""
+"""The record of each train step of a simulated run, and a summary with the figures that a live run reports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from baton.simulator.inputs import Setting
 from baton.simulator.transport import EngineTime
 
 WARM_SHARE = 0.2
-"""Share of the steps, counted from the first, that steady-state figures exclude."""
+"""Share of the train steps at the start of the run that steady-state figures exclude."""
 STEADY_STEPS = 5
-"""Minimum number of steps after the pipeline is full. With fewer steps, the result has a note."""
+"""Minimum number of train steps after the pipeline is full. If a run has fewer steps, its result has a note."""
 
 
 @dataclass(slots=True)
@@ -30,11 +30,11 @@ class SimulatedStep:
     begin_s: float
     """Time at which training began."""
     tokens: int
-    """Prompt and response tokens of the batch."""
+    """Number of prompt and response tokens of the batch."""
     counts: StepCounts
-    """Counts of the scheduler since the previous batch."""
+    """Values that the scheduler has counted since the previous batch."""
     staleness: dict[int, int]
-    """Number of tokens by staleness."""
+    """Staleness → number of tokens of the batch."""
     end_s: float = 0.0
     is_trained: bool = False
     """False if a restart of the controller interrupted the step."""
@@ -48,13 +48,13 @@ class RunRecord(Ledger):
     steps: list[SimulatedStep] = field(default_factory=list)
     seconds: float = 0.0
     engines: dict[str, tuple[int, int, EngineTime]] = field(default_factory=dict)
-    """(slots, GPUs, use of time) by engine name."""
+    """Name of the engine → (slots, GPUs, use of time)."""
     carried: int = 0
-    """Tokens in open groups at the end."""
+    """Number of tokens in open groups at the end of the run."""
     unreported: int = 0
-    """Tokens that a worker generated but did not report before it ended."""
+    """Number of tokens that workers generated but did not report before they ended."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Number of faults and of reactions to them, by name."""
+    """Name of a fault, or of a reaction to a fault → how often it occurred."""
 
     def trained_step(self, now_s: float, train_s: float) -> None:
         step = self.steps[-1]
@@ -81,64 +81,67 @@ class RunRecord(Ledger):
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Use of time by one kind of engine, in shares of the run's time."""
+    """How one kind of engine used its time, in shares of the run's time."""
 
     name: str
     num: int
     """Number of engines."""
     gpus: int
-    """Number of GPUs of these engines together."""
+    """Total number of GPUs of these engines."""
     decode: float
     prefill: float
     load: float
     idle: float
     occupancy: float
-    """Share of the slot time in which a trajectory was decoded."""
+    """Share of the time, averaged over slots, in which a slot decoded a trajectory."""
     tokens_per_s: float
     preemptions: int
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Results of one simulated run. Times are in seconds. Token counts exclude prompts unless stated otherwise."""
+    """Results of one simulated run. Times are in seconds. Token counts exclude prompts unless their description
+    includes prompts."""
 
     mode: str
     steps: int
     seconds: float
     """Virtual time of the whole run."""
     warm_steps: int
-    """Number of first steps that steady-state figures exclude."""
+    """Number of train steps at the start that steady-state figures exclude."""
     step_s: float
     """Mean time from one version to the next."""
     step_s_spread: float
-    """Standard deviation of that time over steps."""
+    """Standard deviation, over train steps, of the time from one version to the next."""
     wait_s: float
-    """Mean time per step in which the trainer waits for its batch."""
+    """Mean time per train step in which the trainer waits for its batch."""
     train_s: float
     other_s: float
-    """Rest of the step, such as publication: time between a train step and the request for the next batch."""
+    """Mean time from the end of a train step to the request for the next batch, for example for publication."""
     trained_tokens_per_s: float
-    """Prompt and response tokens trained per second; the planner calls this throughput."""
+    """Number of prompt and response tokens trained per second. The planner calls this throughput."""
     generated_tokens_per_s: float
     trajectories_per_s: float
     trainer_busy: float
     """Share of the steady state in which the trainer trains."""
     rollout_occupancy: float
-    """Share of slot time in which a trajectory was leased; times in which none ran are excluded."""
+    """Share of the time, averaged over slots, in which a slot had a lease. Times in which no trajectory ran are
+    excluded."""
     engines: list[Shares]
-    """Use of time by kind of engine. Engines of one shape are one entry."""
+    """Use of time of each kind of engine. Engines of the same shape are one entry."""
     staleness: dict[int, float]
-    """Share of the batches' tokens by staleness."""
+    """Staleness → share of the batches' tokens."""
     mean_staleness: float
     masked_share: float
     """Share of the batches' tokens that were masked as stale."""
     carried_groups: float
     """Mean number of open groups when a batch is delivered."""
     carry_age: float
-    """Mean number of versions between the opening of a group and its batch."""
+    """Mean number of versions from the opening of a group to the delivery of its batch."""
     reprefilled_share: float
-    """Number of tokens prefilled again after an abort, per generated token."""
+    """Number of tokens prefilled again after an abort, divided by the number of generated tokens."""
     tokens: dict[str, int]
-    """Token counts with the keys generated, trained, masked, filtered, dropped, carried, unreported and `lost: CAUSE`.
+    """Number of tokens for each of the keys generated, trained, masked, filtered, dropped, carried, unreported and
+    `lost: CAUSE`.
     """
     price: float
     """Price of the whole run."""
@@ -146,9 +149,9 @@ class Result(msgspec.Struct, frozen=True):
     """Price of 10⁶ trained tokens in the steady state."""
     currency: str
     outcomes: dict[str, int]
-    """Number of faults and of reactions to them."""
+    """Name of a fault, or of a reaction to a fault → how often it occurred."""
     notes: list[str]
-    """Assumptions, one sentence each."""
+    """Assumptions and remarks, one sentence each."""
 
 
 def summarise(setting: Setting, record: RunRecord) -> Result:
@@ -200,7 +203,7 @@ def summarise(setting: Setting, record: RunRecord) -> Result:
 
 
 def _too_few(num_steps: int, rules: Rules) -> list[str]:
-    """Return a note if the run is too short for steady-state figures."""
+    """Return a note if the run is too short for steady-state figures, otherwise an empty list."""
     first = max(1, _first_full(rules))
     if num_steps >= first + STEADY_STEPS:
         return []
@@ -211,7 +214,7 @@ def _too_few(num_steps: int, rules: Rules) -> list[str]:
 
 
 def _first_full(rules: Rules) -> int:
-    """Return the number of first steps that fill the pipeline of versions."""
+    """Return the number of train steps at the start of a run in which the pipeline of versions fills."""
     return rules.max_staleness + 1 if rules.mode == "async" else 2
 
 
@@ -241,7 +244,7 @@ def _tokens(record: RunRecord) -> dict[str, int]:
 
 
 def _engines(record: RunRecord) -> list[Shares]:
-    """Return the use of time by kind: engines whose names differ only in their number."""
+    """Return the use of time of each kind of engine. Engines are of one kind if their names differ only in a number."""
     kinds: dict[str, list[tuple[int, int, EngineTime]]] = {}
     for name, engine in record.engines.items():
         kinds.setdefault(name.rstrip("0123456789").rstrip("#- "), []).append(engine)

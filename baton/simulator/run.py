@@ -1,4 +1,4 @@
-"""Builds a simulated run from a setting and options, runs it, and logs its events and commands."""
+"""Builds and runs a simulation of a setting, and logs its events and commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from baton.swarm.leases import LeaseTable
 
 
 class EventLog:
-    """The event log: every event and command as a line of JSON, in order. The same seed gives the same bytes."""
+    """The event log, with one line of JSON for each event and command, in order. Runs with the same seed have equal
+    logs."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []

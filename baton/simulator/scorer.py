@@ -1,5 +1,5 @@
-"""The reward scorer in virtual time. It scores at most `concurrency` trajectories at once; further trajectories wait in
-a queue."""
+"""The reward scorer in virtual time. It scores at most `concurrency` trajectories at the same time; further
+trajectories wait in a queue."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from baton.simulator.seeds import choices
 
 
 class SimulatedScorer:
-    """A reward scorer that calls back when a trajectory is scored."""
+    """A reward scorer that calls a function when a trajectory has been scored."""
 
     def __init__(self, spec: ScoringSpec, clock: VirtualClock, seed: int, tracer: Tracer | None = None) -> None:
         self._spec, self._clock, self._tracer = spec, clock, tracer
         self._random = choices(seed, "judges")
         self._sigma = math.sqrt(math.log1p(spec.cv**2))
         self._free_s: list[float] = []
-        """Heap of the times at which the scorers that were used so far become free."""
+        """Heap of the times when each of the concurrent scorers becomes free. Scorers that have not been used yet are
+        not in the heap."""
         self._since_s = self._until_s = 0.0
         """Begin and end of the current busy period."""
         self._num = 0
@@ -33,7 +34,7 @@ class SimulatedScorer:
             return
         seconds = spec.latency_s
         if self._sigma:
-            # the mean -sigma² / 2 keeps the mean of the factor at 1
+            # a normal score with mean -sigma² / 2 gives a lognormal factor with mean 1
             seconds *= math.exp(self._random.gauss(-(self._sigma**2) / 2, self._sigma))
         begin_s = now_s
         if len(self._free_s) >= spec.concurrency:
@@ -46,7 +47,7 @@ class SimulatedScorer:
         self._clock.at(begin_s + seconds, then)
 
     def close(self) -> None:
-        """Trace the current busy period: from its first submission to its last reward."""
+        """Write the span of the current busy period, from its first submission to its last reward, to the trace."""
         if self._tracer is not None and self._num:
             self._tracer.span("judge", "judges", 0, self._since_s, self._until_s, trajectories=self._num)
         self._num = 0

@@ -1,9 +1,9 @@
 """Prompt lengths, response lengths and rewards of trajectories. They depend only on the seed and on the trajectory's
-ids, so the scheduler's decisions do not change the work.
+ids, so two runs with different decisions of the scheduler have the same work.
 
-Lengths follow a `Lengths` distribution. The lengths within a group are correlated (`correlation`), because a hard
-prompt leads to long responses in all members. `drift` changes the lengths during training. Alternatively, the lengths
-are those of a recorded run's groups, in order, which include correlation and drift.
+Lengths follow a `Lengths` distribution. Lengths within a group are correlated (`correlation`), because a hard prompt
+leads to long responses of all members. `drift` changes the lengths during training. Alternatively, the lengths are
+those of the groups of a recorded run, in the same order; these include correlation and drift.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from baton.simulator.seeds import generator
 from baton.specs.workload import Lengths
 
 BLOCK = 256
-"""Number of groups drawn at once."""
+"""Number of groups that are drawn together."""
 KEPT_BLOCKS = 256
-"""Number of cached blocks. A block that was dropped is drawn again, with the same numbers, when it is needed."""
+"""Maximum number of cached blocks. A block that was dropped is drawn again when it is needed, with the same numbers."""
 _NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
 
 
@@ -32,23 +32,23 @@ class RecordedGroup:
     prompt: int
     lengths: tuple[int, ...]
     teaches: bool
-    """Whether the rewards of its members differ."""
+    """Whether the rewards of the group's members differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryWork:
-    """Distributions of trajectories."""
+    """Distributions of the lengths and rewards of trajectories."""
 
     prompt: Lengths
     output: Lengths
     correlation: float = 0.0
-    """Correlation of the normal scores of two members of a group, 0 to 1."""
+    """Correlation, from 0 to 1, of the normal scores from which the lengths of two members of a group are computed."""
     drift: float = 0.0
-    """Relative growth of the lengths per train step, up to the longest length."""
+    """Relative growth of all lengths per train step. Lengths never exceed the longest length."""
     trained_share: float = 1.0
     """Share of groups whose rewards differ."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """Groups of a recorded run, repeated in order. If given, they replace the distributions."""
+    """Groups of a recorded run. If given, they are used in order and repeatedly, instead of the distributions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Script:
         return self._block(group_id).lengths[group_id % BLOCK][sample_index]
 
     def reward(self, group_id: int, sample_index: int) -> float:
-        """Return 0 or 1; equal for all members of a group without an advantage."""
+        """Return a reward of 0 or 1. In a group without an advantage, all members have the same reward."""
         if not self._teaches(group_id):
             return float(group_id % 2)
         return float(sample_index % 2)
@@ -104,7 +104,7 @@ class Script:
         work, size = self.work, self._group_size
         shared = generator(self._seed, "length of groups", number).standard_normal(BLOCK)
         own = generator(self._seed, "length of trajectories", number).standard_normal((BLOCK, size))
-        # the two weights keep the variance of the score at 1
+        # the squares of the two weights sum to 1, so the score has variance 1
         score = work.correlation**0.5 * shared[:, None] + (1 - work.correlation) ** 0.5 * own
         step = (number * BLOCK + np.arange(BLOCK)) // self._batch_groups
         factor = np.maximum(1e-3, 1 + work.drift * step)[:, None]

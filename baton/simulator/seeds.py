@@ -1,5 +1,5 @@
-"""One random generator per concern. Additional draws for one concern therefore leave the draws of all others
-unchanged."""
+"""Each subject of random draws has its own generator. Additional draws for one subject therefore do not change the
+draws for the others."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Concern = Literal[
     "rewards",
     "victims",
 ]
-"""Subject of the draws. The text is part of the seed and must never change."""
+"""Subject of random draws. The text is part of the seed and must never change."""
 
 
 def generator(seed: int, concern: Concern, *place: int) -> Generator:
-    """Return the numpy generator of a concern and of an index (`place`) within the concern."""
+    """Return the numpy generator for a subject and, if given, for an index (`place`) within the subject."""
     return Generator(PCG64(SeedSequence([seed, zlib.crc32(concern.encode()), *place])))
 
 
 def choices(seed: int, concern: Concern) -> Random:
-    """Return the `random.Random` of a concern, which is faster than numpy for single draws."""
-    return Random(f"{seed}/{concern}")  # no cryptographic use
+    """Return the `random.Random` for a subject, which is faster than numpy for single draws."""
+    return Random(f"{seed}/{concern}")  # not used for cryptography

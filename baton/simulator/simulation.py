@@ -1,14 +1,14 @@
-"""The training loop in virtual time. The simulated engines take time and count tokens, but generate none.
+"""The training loop in virtual time. The simulated engines take time and count tokens, but generate no tokens.
 
       script ──lengths──▶ world ═ requests ═▶ port: pool or swarm ──▶ engines
                      events ▼ ▲ commands  ◀══ tokens, by count ══┘
                         RolloutScheduler ──Deliver──▶ trainer ──VersionTrained──▶ port.load
                             ▲── Rewarded ── scorer
 
-The control flow is that of `run/loop.py` and `rollout/controller.py`. Without overlap, a train step starts when no
-lease is left. In `async`, engines generate during the train step. The next batch is requested when the new version is
-loaded (pool) or when its publication is scheduled (swarm). The scheduler is the live run's: it decides which trajectory
-runs and which groups form a batch.
+The control flow is that of `run/loop.py` and `rollout/controller.py`. In mode `async`, engines generate during the
+train step. In all other modes, a train step starts when no lease is left. The next batch is requested when the new
+version is loaded (pool) or when its publication is scheduled (swarm). The scheduler is the same code as in a live run.
+It decides which trajectory runs and which groups form a batch.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from baton.simulator.transport import GenerationRequest, SimulatedTransport
 Key = tuple[int, int]
 _NOTHING = (0, -1)
 HANG_S = 24 * 3600.0
-"""Virtual time after which a run without a new token, reward or train step fails with NoProgress."""
+"""A run fails with NoProgress after this virtual time without a new token, reward or train step."""
 
 
 class NoProgress(Exception):
-    """Raised if no event is scheduled, or if the run made no progress for HANG_S."""
+    """Raised if no event is scheduled although the run is not complete, or if the run makes no progress for HANG_S."""
 
 
 class EventObserver(Protocol):
@@ -66,7 +66,7 @@ class EventObserver(Protocol):
         """Called before a command is applied."""
 
     def settled(self) -> None:
-        """Called when an event, and all events that it caused, are handled."""
+        """Called after an event, and all events that it caused, have been handled."""
 
 
 class Simulation:
@@ -94,23 +94,23 @@ class Simulation:
         self._key_of: dict[int, Key] = {}
         self._lease_of: dict[Key, int] = {}
         self._tokens: dict[Key, tuple[int, int]] = {}
-        """(number of tokens, version of the last token) of running and aborted trajectories."""
+        """Running or aborted trajectory → (number of tokens, version of the last token)."""
         self._made: dict[int, dict[int, int]] = {}
-        """Number of tokens by group and version."""
+        """Group id → version → number of tokens."""
         self._next_lease = 0
         self._batch: tuple[int, ...] | None = None
         self._is_training = False
         self._wanted_s = 0.0
         self._moved_s = 0.0
         self._since_checkpoint: list[float] = []
-        """Seconds of the train steps since the last checkpoint."""
+        """Duration in seconds of each train step since the last checkpoint."""
         self._depth = 0
         self.scheduler = self._new_scheduler(0, 0)
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> RunRecord:
-        """Run to the last step. Raises NoProgress."""
+        """Run until the last train step. Raises NoProgress if the run stops making progress."""
         self.begin()
         while not self.is_over:
             self.fire()
@@ -153,7 +153,7 @@ class Simulation:
     # ---- the scheduler -----------------------------------------------------------------------------------------------
 
     def dispatch(self, event: Event) -> None:
-        """Send the scheduler an event and apply its commands."""
+        """Send an event to the scheduler, and apply the commands that it returns."""
         if not self.watches:
             for command in self.scheduler.handle(event):
                 self._apply_command(command)
@@ -257,14 +257,14 @@ class Simulation:
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
     def _want(self) -> None:
-        """Request a batch. As in the live loop, the request begins the train step."""
+        """Request a batch. As in the live loop, a train step begins with this request."""
         if self.version < self.setting.num_steps:
             self._wanted_s = self.clock.now_s
             self.dispatch(BatchRequested(self.clock.now_s))
 
     def _train_when_free(self) -> None:
-        """Train the delivered batch. Without overlap, training waits until no lease is left, and the engines then wait
-        for the next request."""
+        """Train the delivered batch. Except in mode `async`, training waits until no lease is left, and the engines are
+        idle until the next request."""
         if self._batch is None or (self.rules.mode != "async" and self.scheduler.num_leased):
             return
         group_ids, self._batch = self._batch, None
@@ -273,7 +273,7 @@ class Simulation:
         made: dict[int, int] = {}
         for group_id in group_ids:
             prompt = script.prompt(group_id)
-            # the trainer computes whole trajectories, whatever was masked
+            # the trainer computes whole trajectories, even if some tokens are masked
             lengths += [prompt + script.length(group_id, index) for index in range(size)]
             for version, num_tokens in self._made.pop(group_id).items():
                 made[version] = made.get(version, 0) + num_tokens
@@ -329,7 +329,7 @@ class Simulation:
         delivered = self.version + (self._is_training or self._batch is not None)
         self.lineage += 1
         replay_s = sum(self._since_checkpoint)
-        if self._batch is not None:  # recorded, but training has not begun
+        if self._batch is not None:  # the batch is recorded, but its training has not begun
             for group_id in self._batch:
                 self._made.pop(group_id)
             self._batch = None
@@ -339,7 +339,7 @@ class Simulation:
         self.clock.after(down_s + replay_s, self._resume, self.lineage, delivered, old.next_group_id, groups)
 
     def _kept(self, group: TrackedGroup) -> TrackedGroup:
-        """Return a group as the journal restores it."""
+        """Return a group in the state that the journal would restore."""
         for member in group.members:
             if member.state is TrajectoryState.LEASED:
                 member.state = TrajectoryState.PENDING

@@ -1,4 +1,4 @@
-"""The transport of a swarm in virtual time: hub, workers, connections and injected faults."""
+"""The transport of a swarm in virtual time, with hub, workers, connections and injected faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.types import PolicyVersion
 
 
 class Swarm:
-    """A `SimulatedTransport` over workers that join and leave."""
+    """A `SimulatedTransport` that consists of workers, which may join and leave."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Swarm:
         self.watches: list[LeaseTableObserver] = []
         self.incarnation = -1
         self.is_down = True
-        """Whether the controller is down."""
+        """Whether the controller is stopped."""
         self._tracer, self._make_table = tracer, make_table
         self._published_s = 0.0
         self.hub: SimHub
@@ -46,7 +46,7 @@ class Swarm:
     # ---- methods of SimulatedTransport -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start a new incarnation of the hub. After a restart, the workers reconnect on their own."""
+        """Start a new incarnation of the hub. After a restart, the workers reconnect by themselves."""
         self.incarnation += 1
         self.is_down = False
         table = self._make_table(self.spec.rules)
@@ -65,8 +65,8 @@ class Swarm:
         self.hub.abort(lease)
 
     def load(self, version: int) -> None:
-        """Publish a version in the background, after all earlier versions, and announce it when its publication is
-        complete."""
+        """Publish a version in the background, after the publication of all earlier versions, and then announce the
+        version."""
         begin_s = max(self.clock.now_s, self._published_s)
         self._published_s = begin_s + self.setting.publish_s
         if self._tracer is not None:
@@ -80,7 +80,7 @@ class Swarm:
             worker.engine.slow(factor * worker.slowness)
 
     def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        """Return (slots, GPUs, use of time) by worker name. Workers of the same name are added up."""
+        """Return name of a worker → (slots, GPUs, use of time). The times of workers with the same name are added."""
         found: dict[str, tuple[int, int, EngineTime]] = {}
         for worker in self.workers:
             spec = worker.spec
@@ -155,7 +155,7 @@ class FaultInjector:
     """Applies faults to a swarm at their times."""
 
     def __init__(self, swarm: Swarm, faults: Sequence[FaultSettings], random: Random) -> None:
-        """Raises UserError for an unknown worker."""
+        """Raises UserError if a fault names an unknown worker."""
         self._swarm, self._random = swarm, random
         self._specs = {spec.name: spec for spec in swarm.setting.engines}
         for fault in faults:

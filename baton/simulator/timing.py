@@ -1,5 +1,5 @@
-"""Times of decode, prefill and training by the cost model. Decode times are tabulated because a simulation needs
-millions of them."""
+"""Computes the times of decode, prefill and training by the cost model. Decode times are tabulated, because a
+simulation needs millions of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 KNOTS = 64
-"""Number of contexts at which the time of a decode step is tabulated. Times between them are interpolated linearly."""
+"""Number of context lengths at which the time of a decode step is tabulated. Times for other lengths are interpolated
+linearly."""
 
 
 def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
-    """Return how many steps fit into `elapsed_s`, as a real number. The first step takes `step_s`, and each step takes
-    `slope_s` longer than the one before."""
+    """Return how many steps, as a real number, take `elapsed_s` seconds. The first step takes `step_s`, and each step
+    takes `slope_s` longer than the step before."""
     half = slope_s / 2
     first = step_s - half
     if abs(half) < 1e-15:
@@ -32,11 +33,11 @@ class Speed(Protocol):
 
     @property
     def trajectory_s(self) -> float:
-        """Engine time per trajectory, in addition to prefill and decode."""
+        """Seconds of engine time per trajectory, in addition to prefill and decode."""
 
     @property
     def prefill_overhead_s(self) -> float:
-        """Fixed time of one prefill, independent of the number of sequences."""
+        """Seconds that each prefill takes, independent of its number of sequences."""
 
     def step_s(self, rows: int, context: float) -> float:
         """Return the time of a decode step of `rows` trajectories with this mean context."""
@@ -47,7 +48,7 @@ class Speed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlatSpeed:
-    """A speed that is given by a few constants."""
+    """An engine speed that a few constants describe."""
 
     base_s: float = 0.01
     """Fixed time of a decode step."""
@@ -68,7 +69,7 @@ class FlatSpeed:
 
 
 class CostSpeed:
-    """Speed of a replica by the cost model."""
+    """Speed of a replica according to the cost model."""
 
     def __init__(self, model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> None:
         self._model, self._work, self._place, self._tp, self._layers = model, work, place, tp, layers
@@ -100,7 +101,7 @@ class CostSpeed:
 
 
 def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the number of tokens that fit into a replica's KV cache; infinite if every slot has a cache of fixed
+    """Return the number of tokens that fit into a replica's KV cache, or infinity if every slot has a cache of fixed
     size."""
     if work.engine_context_tokens:
         return math.inf
@@ -111,22 +112,22 @@ def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, lay
 
 @dataclass(frozen=True, slots=True)
 class TrainSpeed:
-    """Terms of a train step's time."""
+    """Terms whose sum is the time of a train step."""
 
     fixed_s: float
-    """Time that is independent of the batch: overheads, optimiser, gradients."""
+    """Time that does not depend on the batch, such as overheads, optimiser and gradients."""
     token_s: float
-    """Time per token of prompts and responses."""
+    """Seconds per token of prompts and responses."""
     squared_s: float
-    """Time per squared token count of each trajectory (attention)."""
+    """Seconds per squared number of tokens of a trajectory (attention)."""
 
     def step_s(self, lengths: Sequence[int]) -> float:
         return self.fixed_s + self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)
 
 
 def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
-    """Split the compute time of a mean batch into a term per token and a term per squared token count, in proportion to
-    their FLOPs."""
+    """Split the compute time of an average batch into a term per token and a term per squared number of tokens, in
+    proportion to the FLOPs of each term."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token

@@ -1,5 +1,5 @@
-"""The interface between controller and engines: the simulated counterpart of `WorkerTransport`. Messages have token
-counts in place of tokens."""
+"""The interface between controller and engines: the simulated counterpart of `WorkerTransport`. Messages contain
+numbers of tokens in place of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GenerationRequest:
     sample_index: int
     prompt: int
     tokens: int
-    """Number of response tokens that exist already."""
+    """Number of response tokens that the trajectory has already."""
     length: int
     """Number of response tokens of the complete trajectory."""
     version: int
@@ -33,11 +33,11 @@ class EngineTime:
     prefill_s: float = 0.0
     load_s: float = 0.0
     row_s: float = 0.0
-    """Seconds of decoding, summed over the slots in use."""
+    """Seconds of decoding, multiplied by the number of slots in use."""
     decoded: int = 0
     prefilled: int = 0
     reprefilled: int = 0
-    """Response tokens that were prefilled again."""
+    """Number of response tokens that were prefilled again."""
     preemptions: int = 0
 
     def plus(self, other: EngineTime) -> EngineTime:
@@ -45,10 +45,10 @@ class EngineTime:
 
 
 class SimulatedTransport(Protocol):
-    """Generates trajectories: a pool of engines or a swarm."""
+    """A pool of engines or a swarm, which generates trajectories."""
 
     def begin(self) -> None:
-        """Start the engines. Called again when the controller resumes after `restart`."""
+        """Start the engines. The controller calls this method again when it resumes after `restart`."""
 
     def want(self, generation_request: GenerationRequest) -> None:
         """Submit a trajectory to generate."""
@@ -67,4 +67,4 @@ class SimulatedTransport(Protocol):
         """Multiply all times of the engines by `factor` from now on."""
 
     def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        """Return (slots, GPUs, use of time) by engine name."""
+        """Return name of an engine → (slots, GPUs, use of time)."""

@@ -1,4 +1,4 @@
-"""A swarm worker in virtual time: one engine, one connection that the worker opens, one `VersionSync`.
+"""A swarm worker in virtual time, with an engine, a connection that the worker opens, and a `VersionSync`.
 
 It behaves like `swarm/worker/worker.py`. The engine continues while the connection is cut, and the worker sends
 unacknowledged reports again after it reconnects. If the hub has restarted, the worker drops all leases.
@@ -25,26 +25,26 @@ LONGEST_WAIT_S = 30.0
 
 
 class WorkerHost(Protocol):
-    """The hub and the network, as a worker uses them."""
+    """The hub and the network from a worker's point of view."""
 
     incarnation: int
-    """Incarnation of the hub."""
+    """Number of the hub's current incarnation."""
 
     def connects(self, worker: SimWorker) -> bool:
         """Return whether the worker can connect to the hub now."""
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
-        """Return why the fetch of a version failed, or an empty string."""
+        """Return the reason why the fetch of a version has failed, or an empty string if it has succeeded."""
 
     def cut(self, worker: SimWorker) -> None:
         """Called when the worker's connection is cut."""
 
     def lost(self, num_tokens: int) -> None:
-        """Called with the number of tokens that were lost with their worker."""
+        """Called when a worker ends, with the number of tokens that are lost because of this."""
 
 
 class SimWorker:
-    """One worker process, from start to end."""
+    """One worker process, from its start to its end."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class SimWorker:
         remembers: bool,
         tracer: Tracer | None,
     ) -> None:
-        """Keep unacknowledged reports if `remembers`; only runs with faults need them."""
+        """remembers: whether reports are kept until the hub acknowledges them. Only runs with faults need this."""
         assert setting.swarm is not None, "the setting has no swarm"
         self.spec, self.number = spec, -1
         self.is_up = self.is_connected = False
@@ -79,7 +79,7 @@ class SimWorker:
         self._resumes, self._remembers = setting.rules.on_new_version == "resume", remembers
         self._outbox: dict[int, list[SimulatedReport]] = {}
         self._said: dict[int, int] = {}
-        """Number of tokens by lease: the tokens that the lease started with, and the tokens reported since."""
+        """Lease → number of tokens that the lease started with, plus number of tokens reported since then."""
         self._incarnation = -1
         self._failures = 0
         self._beats = 0
@@ -92,7 +92,7 @@ class SimWorker:
         self._connect()
 
     def die(self) -> None:
-        """End the process without a message."""
+        """End the process without sending a message."""
         if not self.is_up:
             return
         self.is_up = False
@@ -103,7 +103,7 @@ class SimWorker:
         self._disconnect()
 
     def leave(self) -> None:
-        """Report all tokens, send `Leaving`, and end."""
+        """Report all tokens, send `Leaving`, and end the process."""
         if not self.is_up:
             return
         if self.is_connected and not self.is_frozen:
@@ -181,7 +181,8 @@ class SimWorker:
         if not self.is_up:
             return
         if self.is_frozen:
-            self._clock.after(1.0, self.on_message, message)  # the message waits in the socket's buffer
+            # a frozen worker reads no message, so the message waits in the socket's buffer
+            self._clock.after(1.0, self.on_message, message)
             return
         match message:
             case GenerationRequest():
@@ -201,7 +202,7 @@ class SimWorker:
 
     def _granted(self, generation_request: GenerationRequest) -> None:
         if generation_request.lease in self._said:
-            return  # duplicate message
+            return  # this lease is a duplicate message
         self._said[generation_request.lease] = generation_request.tokens
         if self._remembers:
             self._outbox[generation_request.lease] = []
