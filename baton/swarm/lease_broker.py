@@ -1,4 +1,5 @@
-"""Holds the payloads of the lease table: the prompt and tokens of each task, and the tokens of each lease.
+"""Holds the tokens that belong to the entries of the lease table: the prompt and tokens of each task, and the tokens of
+each lease.
 
     controller ──want, abort──▶ ┌─────────────┐ ──commands: SendToWorker, SendToController, Disconnect, …──▶ hub
     worker ──report, refuse───▶ │ LeaseBroker │ ◀─events / commands─▶ LeaseTable
@@ -24,11 +25,13 @@ from baton.swarm.throughput import ThroughputTracker
 from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked
 
 MAX_REFUSALS = 64
-"""Maximum number of leases that a worker may refuse in a row before it is disconnected."""
+"""Maximum number of consecutive leases that a worker may refuse. One more refusal disconnects the worker."""
 MAX_PROVENANCE = 200_000
-"""Number of the latest finished trajectories whose authors are kept, so that the trajectories can be revoked."""
+"""Maximum number of finished trajectories whose authors are remembered, so that the trajectories can be revoked. The
+latest are remembered."""
 MAX_REPLACEMENTS = 10_000
-"""Maximum number of replacement trajectories that are kept until the controller requests them again."""
+"""Maximum number of replacement trajectories that are kept until the controller requests the replaced trajectories
+again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index) of a trajectory."""
@@ -38,12 +41,13 @@ ToWorker = Lease | Abort | Dropped | Ack
 
 
 class ReportCheck(Protocol):
-    """Finds errors that a correct worker does not make; implemented by `verification.checks.check_report`."""
+    """A function that finds errors that a correct worker does not make. `verification.checks.check_report` implements
+    it."""
 
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
         """Return a sentence that names the error of a report, or None.
 
-        lease: as granted. grown: the lease's trajectory before the report.
+        lease: the lease as the hub granted it. grown: the lease's trajectory before the report.
         """
         ...
 
@@ -65,7 +69,7 @@ class SendToController:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """End a worker's connection. The worker may join again as a new worker."""
+    """Close a worker's connection. The worker may join again as a new worker."""
 
     worker: int
     cause: str
@@ -73,7 +77,7 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class ReportViolation:
-    """Report that a worker has sent a report that a correct worker cannot send."""
+    """Tell the hub that a worker has sent a report that a correct worker cannot send."""
 
     worker: int
     sentence: str
@@ -81,8 +85,8 @@ class ReportViolation:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTrajectory:
-    """Verify a finished trajectory. The broker holds its last report until `LeaseBroker.release` or
-    `LeaseBroker.remake`."""
+    """Verify a finished trajectory. The broker holds the trajectory's last report until `LeaseBroker.release` or
+    `LeaseBroker.remake` is called."""
 
     lease: Lease
     trajectory: Trajectory
@@ -100,7 +104,7 @@ class _Task:
     trajectory: Trajectory
     """The trajectory with the committed tokens."""
     spans: list[Span] = field(default_factory=list)
-    """Authors of the committed tokens."""
+    """Ranges of the committed tokens, with the worker that generated each range."""
     leases: list[int] = field(default_factory=list)
 
 
@@ -123,22 +127,22 @@ class LeaseBroker:
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
         self._held: dict[Key, Report] = {}
-        """Last reports of trajectories that are being verified."""
+        """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
-        """(trajectory, worker) that replaces a trajectory of the controller."""
+        """Trajectory of the controller → (trajectory that replaces it, worker that generated the replacement)."""
         self._refusals: Counter[int] = Counter()
-        """Number of leases refused since the worker's last accepted report, by worker."""
+        """Worker → number of leases that it has refused since its last accepted report."""
         self._busy_since_s = 0.0
-        """Start of the current period in which at least one lease is held."""
+        """Start of the current period in which workers hold at least one lease."""
         self.newest_version = -1
         """Number of the newest version that workers may serve; -1 before the first version."""
         self.refused = 0
-        """Number of messages that were late, repeated, or about another worker's lease."""
+        """Number of messages that were ignored because they were late, repeated, or about another worker's lease."""
 
     # ---- from the controller -----------------------------------------------------------------------------------------
 
     def want(self, lease: Lease) -> list[BrokerCommand]:
-        """Submit a trajectory to be generated."""
+        """Request the generation of a trajectory."""
         task = lease.lease_id
         found, worker = self._replacements.pop(key_of(lease), (None, 0))
         if found is not None and _answers(found, lease):
@@ -157,7 +161,7 @@ class LeaseBroker:
         )
 
     def abort(self, task: int) -> list[BrokerCommand]:
-        """Abort a trajectory. No effect if the trajectory has ended."""
+        """Abort a trajectory. Has no effect if the trajectory has ended."""
         return self._handle(ev.TaskAborted(self._clock(), task))
 
     # ---- from workers ------------------------------------------------------------------------------------------------
@@ -171,20 +175,21 @@ class LeaseBroker:
         owner: str | None = None,
         name: str = "",
     ) -> list[BrokerCommand]:
-        """Handle a worker that is ready. name: shown to users; the other arguments are those of `WorkerJoined`."""
+        """Handle a worker that is ready. name: name that is shown to users. The other arguments are those of
+        `WorkerJoined`."""
         return self._handle(ev.WorkerJoined(self._clock(), worker, slots, weight, kind, owner))
 
     def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
-        """Change the expected speed of a worker after a new plan."""
+        """Change the expected speed of a worker, because a new plan gives another value."""
         return self._handle(ev.WorkerWeightChanged(self._clock(), worker, weight))
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
-        """Handle a message of a worker. version: the number that the worker serves; None if it serves no version of
-        this lineage."""
+        """Record that a worker has sent a message. version: number of the version that the worker serves, or None if it
+        serves no version of this lineage."""
         return self._handle(ev.WorkerSeen(self._clock(), worker, version, decoded_tokens))
 
     def leave(self, worker: int, cause: str) -> list[BrokerCommand]:
-        """Handle the end of a worker."""
+        """Handle a worker that has left or is considered dead."""
         self._refusals.pop(worker, None)
         return self._handle(ev.WorkerLeft(self._clock(), worker, cause))
 
@@ -193,10 +198,10 @@ class LeaseBroker:
         return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
-        """Compare the leases that a worker names after a reconnection with the table.
+        """Compare the leases that a worker lists after a reconnection with the lease table.
 
-        A lease that the worker no longer has is granted again. A lease that is no longer valid is dropped. A lease that
-        was recalled is recalled again.
+        A lease that the worker has lost is granted again. A lease that is no longer valid is dropped. A lease that was
+        recalled is recalled again.
         """
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
@@ -210,7 +215,7 @@ class LeaseBroker:
         return [*found, *(SendToWorker(worker, Abort(lease)) for lease in recalled)]
 
     def report(self, worker: int, report: Report) -> list[BrokerCommand]:
-        """Handle a report of tokens of a lease, or of its end."""
+        """Handle a report of new tokens of a lease, or of the end of a lease."""
         number = report.lease_id
         progress = self._progress.get(number)
         if progress is None or progress.worker != worker or not self.table.knows(number):
@@ -242,7 +247,7 @@ class LeaseBroker:
         return [*found, self._acknowledge(worker, number, progress)]
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
-        """Handle a refusal: the worker does not serve the version that a lease requires."""
+        """Handle a refused lease: the worker does not serve the version that the lease requires."""
         progress = self._progress.get(retry.lease_id)
         if progress is None or progress.worker != worker or not self.table.knows(retry.lease_id):
             self.refused += 1
@@ -277,7 +282,8 @@ class LeaseBroker:
         return found
 
     def release(self, key: Key) -> list[BrokerCommand]:
-        """Send the held last report of a trajectory. No effect if the trajectory was revoked in the meantime."""
+        """Send the held last report of a trajectory to the controller. Has no effect if the trajectory was revoked in
+        the meantime."""
         last = self._held.pop(key, None)
         if last is None:
             return []
@@ -362,7 +368,7 @@ class LeaseBroker:
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
         """Revoke the controller's trajectory and keep its replacement. When the controller requests the trajectory
-        again, `want` sends the replacement at once."""
+        again, `want` sends the replacement immediately."""
         key = key_of(self._tasks[number].lease)
         self._forget(number)
         self._replacements[key] = progress.trajectory, progress.worker
@@ -381,7 +387,8 @@ class LeaseBroker:
     # ---- tokens that are generated twice -----------------------------------------------------------------------------
 
     def _agrees(self, progress: _LeaseProgress, start: int) -> bool:
-        """Return whether the new tokens of a lease equal the committed tokens of its task, as far as both exist."""
+        """Return whether the new tokens of a lease equal the task's committed tokens at all positions that both
+        have."""
         known = self._tasks[progress.task].trajectory
         end = min(known.num_tokens, progress.trajectory.num_tokens)
         return end <= start or known.token_ids[start:end] == progress.trajectory.token_ids[start:end]
@@ -389,8 +396,8 @@ class LeaseBroker:
     def _contradicted(self, progress: _LeaseProgress) -> list[BrokerCommand]:
         """Revoke a trajectory for which workers of one kind generated different tokens from the same noise.
 
-        Later checks find the worker at fault. Workers of other kinds, and engines with noise of their own, are not
-        compared.
+        Later checks find out which worker is at fault. Tokens of workers of different kinds are not compared, nor those
+        of engines with noise of their own.
         """
         return self._revoke_task(progress.task, "contradicted")
 
@@ -402,7 +409,7 @@ class LeaseBroker:
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:
-    """Return whether a finished trajectory satisfies a lease that starts at its prompt."""
+    """Return whether a finished trajectory is a valid result for a lease that starts at the prompt."""
     is_new = not lease.trajectory.num_tokens and lease.trajectory.prompt_ids == found.prompt_ids
     return is_new and lease.is_exact and set(found.policy_versions) <= {lease.version}
 

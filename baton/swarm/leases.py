@@ -1,7 +1,7 @@
-"""Assigns trajectories to workers, and decides when a lease ends and which worker continues its trajectory.
+"""Assigns trajectories to workers, and decides when a lease ends and which worker then continues the trajectory.
 
-The table receives events and returns commands. It uses no clock, no I/O and no tokens, so the live hub and the
-simulator drive the same class. A task is a trajectory that the scheduler wants generated. A lease is one worker's
+The table receives events and returns commands. It reads no clock, does no I/O and holds no tokens, so the live hub and
+the simulator use the same class. A task is a trajectory that the scheduler has requested. A lease is one worker's
 attempt at a task:
 
     TaskSubmitted ─▶ waiting ──GrantLease──▶ leased ──LeaseFinished──▶ FinishTask
@@ -9,11 +9,11 @@ attempt at a task:
                         └───── lease ends ◀─────┤ worker lost, refused, starved
                                                 └─ TaskAborted ─▶ RecallLease ─▶ LeaseReturned ─▶ ReturnTask
 
-Reported tokens stay in the trajectory when the worker leaves, and the next lease starts after them. With `restarts`
-(mode `sync`), the next lease starts at the prompt and generates the same tokens again, because sampling is
-deterministic. Only tokens beyond the committed ones are then new. A straggler gets a backup lease. Without `restarts`,
-the two leases of a task generate different tokens from the same prefix. No tokens are committed until one lease
-finishes, and the tokens of the other lease are then discarded.
+Reported tokens stay in the trajectory when the worker leaves, and the next lease starts after these tokens. With
+`restarts` (mode `sync`), the next lease starts at the prompt and generates the same tokens again, because sampling is
+deterministic. Only its tokens beyond the committed tokens are then new. A straggler gets a backup lease. Without
+`restarts`, the two leases of a task generate different tokens from the same prefix. No tokens are committed until one
+lease finishes, and the tokens of the other lease are then discarded.
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise. Tokens
 that one kind has committed stay, and a lease of another kind commits no tokens before it finishes. The first lease to
@@ -57,34 +57,37 @@ from baton.swarm.lease_events import (
 from baton.swarm.worker_index import TokenOwner, Worker, WorkerIndex
 
 Ask = tuple[int, bool]
-"""(version, True if exactly this version is required, False if a later version is also accepted)"""
+"""Version that a task requires: (number, True if exactly this version is required or False if a later version is also
+accepted)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRules:
-    """Options and time limits of the lease table; time limits are in seconds."""
+    """Options and time limits of the lease table. Time limits are in seconds."""
 
     restarts: bool = False
-    """True if the lease after a lost one starts at the prompt (`sync`) instead of after the last reported token."""
+    """True (mode `sync`): after a lost lease, the next lease starts at the prompt. False: it starts after the last
+    reported token."""
     heartbeat_timeout_s: float = 30.0
-    """Time without a message after which a worker is considered dead."""
+    """A worker that sends no message for this time is considered dead."""
     progress_timeout_s: float = 60.0
-    """Time without a change of the engine's token counter after which a worker that holds leases is considered
-    stuck."""
+    """A worker that holds leases is considered stuck if its engine's token counter does not change for this time."""
     starve_s: float = 600.0
-    """Time without new tokens after which a lease is granted to another worker, even if its worker is active."""
+    """A lease without new tokens for this time ends, and its task is granted to another worker, even if the worker is
+    active."""
     backup_lease_factor: float = 2.0
-    """Start a backup lease when the expected remaining time exceeds this multiple of a free worker's; 0 disables."""
+    """Start a backup lease if a lease's expected remaining time exceeds this multiple of the time that a free worker
+    would need. 0 disables backup leases."""
     backup_lease_after_s: float = 5.0
-    """Minimum age of a lease before it can get a backup lease."""
+    """Minimum age of a lease whose task may get a backup lease."""
     prefetch: float = 0.25
-    """Leases that a worker may hold beyond its slots, as a fraction of its slots, if no worker has a free slot. The
-    worker queues these leases."""
+    """If no worker has a free slot, a worker may hold more leases than it has slots. This is the maximum number of
+    these additional leases, as a fraction of the worker's slots. The worker queues them."""
 
 
 @dataclass(slots=True, eq=False)
 class TrackedLease:
-    """A worker's attempt at a task."""
+    """The table's record of a lease: one worker's attempt at a task."""
 
     number: int
     task: int
@@ -94,14 +97,14 @@ class TrackedLease:
     granted_s: float
     grew_s: float
     origin: str
-    """Identifier of the generated tokens: leases with equal origins generate the same tokens."""
+    """Identifier of the source of the tokens: leases of a task with equal origins generate the same tokens."""
     owner: TokenOwner | None = None
     recalled_s: float | None = None
     version: int = 0
-    """Version of the lease's last token."""
+    """Policy version of the lease's last token."""
 
     def forgive(self, delay_s: float, now_s: float) -> None:
-        """Shift all times by a delay of the hub, so that the delay does not count against the lease."""
+        """Shift all times by a delay of the hub, so that the delay does not count towards the lease's time limits."""
         self.granted_s = min(now_s, self.granted_s + delay_s)
         self.grew_s = min(now_s, self.grew_s + delay_s)
         if self.recalled_s is not None:
@@ -110,14 +113,14 @@ class TrackedLease:
 
 @dataclass(slots=True, eq=False)
 class TrackedTask:
-    """A trajectory to be generated."""
+    """The table's record of a task: a trajectory that must be generated."""
 
     number: int
     ask: Ask
     committed: int
     max_tokens: int
     leases: list[TrackedLease] = field(default_factory=list)
-    """Valid leases: none while the task waits, two while it has a backup lease."""
+    """Valid leases of the task: none while the task waits, two while it has a backup lease."""
     origin: str | None = None
     """Origin of the lease that generated the committed tokens; None while no token is committed."""
     returned: list[TrackedLease] = field(default_factory=list)
@@ -125,8 +128,8 @@ class TrackedTask:
     is_aborting: bool = False
 
     def commit(self, lease: TrackedLease) -> None:
-        """Commit the tokens of a lease. Versions never decrease along a trajectory, so a later lease must serve at
-        least the version of the last token."""
+        """Commit the tokens of a lease. Versions never decrease along a trajectory, so the worker of a later lease must
+        serve at least the version of the last token."""
         self.committed, self.origin = lease.length, lease.origin
         version, is_exact = self.ask
         if not is_exact:
@@ -139,27 +142,27 @@ class TrackedTask:
 
 
 class LeaseTable:
-    """Assigns tasks to workers, and ends the leases of workers that fail."""
+    """Grants tasks to workers, and ends the leases of workers that fail."""
 
     def __init__(self, rules: LeaseRules) -> None:
         self.rules = rules
         self.num_waiting = 0
         """Number of tasks without a lease."""
         self.wasted: Counter[str] = Counter()
-        """Number of discarded tokens, by cause."""
+        """Cause → number of discarded tokens."""
         self._tasks: dict[int, TrackedTask] = {}
         self._leases: dict[int, TrackedLease] = {}
         self._next_lease = 0
         self._owners: dict[str, TokenOwner] = {}
         self._index = WorkerIndex(rules.prefetch)
         self._waiting: dict[Ask, list[int]] = {}
-        """Heaps of task numbers; the smallest number is the oldest task. Outdated entries stay in a heap and are
-        skipped."""
+        """Required version → heap of the numbers of waiting tasks. The smallest number is the oldest task. Outdated
+        entries stay in a heap and are skipped."""
         self._may_grant = False
         """True if a task or a slot has become available since the last attempt to grant leases."""
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event and return the resulting commands in order. Events of ended leases are ignored."""
+        """Apply one event; return the resulting commands in order. Events of leases that have ended are ignored."""
         return [*self._apply_event(event), *self._grant_all(event.at_s)]
 
     def _apply_event(self, event: Event) -> Iterator[Command]:
@@ -218,7 +221,7 @@ class LeaseTable:
         return self._leases[lease].recalled_s is not None
 
     def is_comparable(self, lease: int) -> bool:
-        """Return whether a valid lease must generate the tokens that its task has committed."""
+        """Return whether a valid lease must generate the same tokens that its task has committed."""
         return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -230,7 +233,7 @@ class LeaseTable:
             worker.owner = self._owners.setdefault(event.owner, TokenOwner(LeaseCredit(0, event.at_s)))
             worker.owner.credit.resize(self._index.most(event.slots))
             worker.owner.credit.recover(event.at_s)
-            # a new worker raises the owner's limit, so the owner's other workers may have free slots too
+            # a new worker raises its owner's limit, so other workers of this owner may now have free slots too
             for number in worker.owner.workers:
                 self._offer(self.workers[number])
             worker.owner.workers.add(event.worker)
@@ -285,7 +288,8 @@ class LeaseTable:
             yield RecallLease(lease.worker, lease.number)
 
     def _on_task_revoked(self, event: TaskRevoked) -> Iterator[Command]:
-        """Remove a task. The caller counts the committed tokens; the table counts the others as discarded."""
+        """Remove a task. The table counts the tokens that are not committed as discarded; the caller accounts for the
+        committed tokens."""
         task = self._tasks.pop(event.task, None)
         if task is None:
             return
@@ -337,7 +341,7 @@ class LeaseTable:
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
-        # the worker refused the lease: without this line it would be granted the same task at once
+        # the worker refused the lease: without this line, the worker would immediately be granted the same task again
         if not task.is_aborting and worker.serves(*task.ask):
             worker.version = None
         yield from self._end_lease(lease)
@@ -347,7 +351,7 @@ class LeaseTable:
         task = self._tasks[lease.task]
         self._remove_lease(lease)
         task.leases.remove(lease)
-        if task.leases and not task.is_aborting:  # the other lease of the task continues alone
+        if task.leases and not task.is_aborting:  # the task's other lease continues
             yield from self._discard_tokens(task, lease, task.committed)
             if self._commits(task, task.leases[0]):
                 yield from self._commit(task, task.leases[0])
@@ -361,7 +365,7 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
-        """Commit the tokens of the longest returned lease and discard the tokens of the others."""
+        """Of the returned leases, commit the tokens of the longest and discard the tokens of all others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -373,18 +377,18 @@ class LeaseTable:
                 yield from self._discard_tokens(task, other, prefix)
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[Command]:
-        """Count the tokens of a lease beyond the shared prefix as discarded. With `restarts`, count all tokens of a
-        lease of another kind."""
+        """Count the tokens of a lease beyond the prefix that it shares as discarded. With `restarts`, count all tokens
+        if the lease has another origin than the committed tokens."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
     def _is_consistent(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether the tokens of a lease are, or start with, the committed tokens."""
+        """Return whether the tokens of a lease equal the committed tokens at all positions that both have."""
         return not self.rules.restarts or task.origin in (None, lease.origin)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether reported tokens are committed at once: only if no other lease can generate different
-        tokens."""
+        """Return whether the tokens of a lease are committed as soon as they are reported. They are if no other lease
+        can generate different tokens."""
         if self.rules.restarts:
             return self._is_consistent(task, lease)
         return len(task.leases) + len(task.returned) == 1
@@ -416,7 +420,8 @@ class LeaseTable:
             self._offer(worker)
 
     def _credit(self, worker: Worker, change: Callable[[LeaseCredit], None]) -> None:
-        """Change the credit of a worker and of its owner, and offer the slots that this frees."""
+        """Change the credit of a worker and of its owner, and update the index if they may now hold more or fewer
+        leases."""
         owner = worker.owner
         if worker.credit is None or owner is None:
             return
@@ -430,9 +435,11 @@ class LeaseTable:
             self._offer(worker)
 
     def _charge(self, lease: TrackedLease) -> None:
-        """Charge the worker for a lease without result, unless the lease was still queued for a slot of the worker."""
+        """Subtract the cost of a lease without result from the worker's credit, unless the lease was still queued in
+        the worker."""
         worker = self.workers[lease.worker]
-        # Workers run leases in the order of their numbers, so a lease beyond the first `slots` never ran.
+        # Workers run leases in the order of the lease numbers, so a lease that is not among the first `slots` leases
+        # never ran.
         if sorted(worker.leases).index(lease.number) < worker.slots:
             self._credit(worker, LeaseCredit.lose)
 
@@ -479,12 +486,14 @@ class LeaseTable:
         base = 0 if self.rules.restarts else task.committed
         number, self._next_lease = self._next_lease, self._next_lease + 1
         origin = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
-        # tokens that were committed before the task was submitted: the kind that generated them is unknown
+        # the trajectory had tokens before the task was submitted, and the kind of worker that generated these is
+        # unknown
         if self.rules.restarts and task.committed and task.origin is None:
             task.origin = "unknown" if worker.kind is None else origin
         lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, origin, worker.owner)
         if not worker.leases:
-            worker.last_progress_s = at_s  # time without leases does not count towards the progress timeout
+            # the time in which the worker had no lease does not count towards the progress timeout
+            worker.last_progress_s = at_s
         self._leases[number] = lease
         task.leases.append(lease)
         worker.leases.add(number)
@@ -525,7 +534,8 @@ class LeaseTable:
         yield from self._remove(worker)
 
     def _grant_backups(self, now_s: float) -> Iterator[Command]:
-        """Start backup leases for the slowest leases, on the fastest free workers first, if these may finish earlier.
+        """Start backup leases for the tasks of the slowest leases, on the fastest free workers first, if a backup lease
+        may finish earlier.
 
         Called after waiting tasks have been granted, so no waiting task could use these slots. The final length of a
         trajectory is unknown, so both workers are compared by their time to generate the maximum number of tokens.
@@ -545,8 +555,8 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """Return (expected remaining seconds, task) of each task that a backup lease on the fastest worker would speed
-        up."""
+        """Return (expected remaining seconds, task) of each task that a backup lease on the worker `fastest` would
+        probably finish earlier."""
         found = []
         for lease in self._leases.values():
             task, age_s = self._tasks[lease.task], now_s - lease.granted_s

@@ -1,1 +1,2 @@
-"""Checks that workers' reports agree with the policy and the keyed noise: report checks, policy, quarantine."""
+"""Checks that workers' reports agree with the policy and the keyed noise, and quarantines workers whose reports do
+not."""

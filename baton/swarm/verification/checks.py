@@ -1,9 +1,9 @@
-"""Checks a report without a model: shapes, ranges, versions, budgets and ends.
+"""Checks the shapes, value ranges, versions, token budgets and endings of a report. These checks need no model.
 
-The checks are pure functions. Every engine that follows `rollout/engines/slot_table.py` passes them. The lease broker
-drops repeated and late reports by their offset, because a correct worker may send them after a network failure. Only
-reports that are about to be appended reach these checks. The cheapest checks come first, so an oversized report costs
-only the check of its length.
+The checks are pure functions. Every engine that follows `rollout/engines/slot_table.py` passes the checks. After a
+network failure, a correct worker may send repeated or late reports. The lease broker drops these by their offset, so it
+checks only reports that it is about to append. The cheapest checks come first, so an oversized report costs only the
+check of its length.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from baton.rollout.engines.slot_table import StopText
 from baton.types import Author, FinishReason, Lease, Report, Segment, Trajectory
 
 MAX_LOGPROB = 1e-4
-"""Maximum of a reported log-probability; above 0 because of rounding."""
+"""Maximum of a reported log-probability. It is above 0 to allow for rounding."""
 MAX_SHOWN = 60
-"""Maximum number of characters of a worker's value in a message."""
+"""Maximum number of characters of a worker's value that a message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class ReportLimits:
     """Limits that all engines of a run share."""
 
     vocabulary: int
-    """Size of the vocabulary; token ids are below this number."""
+    """Size of the vocabulary. All token ids are below this number."""
     max_context_tokens: int
     """Maximum number of tokens of prompt and response together."""
     end_ids: tuple[int, ...] = ()
-    """Ids that end a trajectory, in addition to the lease's stop_token_ids."""
+    """Token ids that end a trajectory, in addition to the lease's stop_token_ids."""
     routing_bytes: int = 0
-    """Bytes of routing per token; 0 if the engines report none."""
+    """Number of bytes of routing per token; 0 if the engines report no routing."""
     max_segments: int = 64
     """Maximum number of segments of a report. A report has one segment for each version that the worker has served
     since the last report."""
@@ -49,7 +49,7 @@ def check_report(
     newest_version: int,
     text: Callable[[Sequence[int]], str],
 ) -> str | None:
-    """Return a sentence that names the violation, or None if a correct worker can have sent this report.
+    """Return a sentence that names the violation in a report, or None if a correct worker may have sent the report.
 
     grown: the lease's trajectory before the report. newest_version: number of the newest published version. text:
     converts ids to text with special tokens; called only if the lease has stop strings.
@@ -165,7 +165,7 @@ def _wrong_stop(
     lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
     """Search for stop strings token by token, as an engine does. The first token that completes a stop string must be
-    the last."""
+    the last token of the trajectory."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)

@@ -1,16 +1,17 @@
-"""Decides which finished trajectories are checked, and acts on the results. Receives events and returns commands.
+"""Decides which finished trajectories are checked, and what follows from the results. Receives events and returns
+commands.
 
     TrajectoryFinished ─┬─▶ not selected: nothing
                         └─▶ CheckTrajectory ─▶ held ──TrajectoryJudged──▶ ReleaseTrajectory, QuarantineWorker
                                                 └──CheckFailed, too late──▶ RemakeTrajectory or ReleaseTrajectory
 
-If the share p of the trajectories is checked, a worker that falsifies the share c of its trajectories remains
-undetected after n of them with probability (1 − p·c)^n. The worker cannot predict which trajectories are checked,
-because the draw depends on a secret.
+If the share p of the trajectories is checked and a worker falsifies the share c of its trajectories, the worker is
+still undetected after n trajectories with probability (1 − p·c)^n. The worker cannot predict which trajectories are
+checked, because the draw depends on a secret.
 
-A held trajectory is not used for training before its result, so a trajectory that fails its check is never trained on.
-A trajectory that cannot be checked is generated again, at most `MAX_REMADE` times. After that, or if all its authors
-are trusted, it is released.
+A held trajectory is not used for training before the result of its check, so a trajectory that fails its check is never
+trained on. If a trajectory cannot be checked, it is generated again, at most `MAX_REMADE` times. It is released
+unchecked after `MAX_REMADE` times, or if all its authors are trusted.
 """
 
 from __future__ import annotations
@@ -31,39 +32,40 @@ from baton.swarm.lease_broker import Key
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass, pooled, violation
 
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
-"""Maximum seconds of the wait for a result: a constant, and an addition per token of the trajectory."""
+"""Maximum number of seconds that a held trajectory waits for a result: the sum of a constant and a time per token."""
 MAX_REMADE = 2
 """Maximum number of times that a trajectory that cannot be checked is generated again."""
 REMEMBERED_REMADE = 10_000
-"""Number of trajectories for which these repetitions are counted."""
+"""Maximum number of trajectories for which the policy remembers how often they were generated again."""
 REMEMBERED_OPEN = 100_000
-"""Maximum number of finished trajectories of a worker that are tracked until they are trained on."""
+"""Maximum number of finished trajectories of a worker that the policy tracks until they are trained on."""
 REMEMBERED_TRAINED = 10_000
-"""Maximum number of trained trajectories that are listed per worker."""
+"""Maximum number of a worker's trained trajectories that its quarantine record lists."""
 EVALUATED_TOGETHER = 64
-"""Number of the newest checked trajectories of a worker that are evaluated together."""
+"""The results of this number of a worker's newest checked trajectories are evaluated together."""
 
 
 class InspectionSettings(Settings):
-    """[inspection] the share of the workers' output that is scored again."""
+    """[inspection] Checks of workers: which share of their trajectories is scored again."""
 
     share: float = Field(default=0.05, ge=0, le=1)
-    """Share of an untrusted worker's finished trajectories that is checked."""
+    """Share of each untrusted worker's finished trajectories that is checked."""
     trusted_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of a trusted worker's finished trajectories that is checked. The results calibrate the tolerances of its
-    class."""
+    """Share of each trusted worker's finished trajectories that is checked. The results calibrate the tolerances of the
+    worker's class."""
     first: int = Field(default=8, ge=0)
-    """Number of the first finished trajectories of a new worker, all of which are checked."""
+    """Number of finished trajectories at the start of a new worker that are all checked."""
     after_suspect: int = Field(default=16, ge=0)
-    """Number of trajectories after a suspect one, all of which are checked."""
+    """Number of a worker's trajectories after a suspect trajectory that are all checked."""
     own: bool = False
-    """True to also check the workers that the run has started itself, with `--workers` or on a cluster."""
+    """True: workers that the run itself started, with `--workers` or on a cluster, are also checked."""
     device: str = "cpu"
-    """Device on which trajectories are scored again. The default keeps the trainer's accelerator free."""
+    """Device on which trajectories are scored again. With the default, the checks do not use the trainer's
+    accelerator."""
 
 
 class QuarantineRecord(msgspec.Struct, frozen=True):
-    """The quarantine of a worker, with the evidence."""
+    """The record of a worker's quarantine, with the evidence."""
 
     worker: str
     """Id of the worker, from `identity.WorkerKeys`."""
@@ -71,31 +73,34 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     """Name of the trajectory whose check was decisive."""
     verdict: VerificationResult
     requeue: tuple[str, ...]
-    """The worker's finished trajectories that were not trained on. Other workers generate them again."""
+    """Names of the worker's finished trajectories that were not trained on. Other workers generate these trajectories
+    again."""
     trained: tuple[tuple[str, int], ...]
-    """(trajectory, train step) of the trajectories that were trained on: the newest `REMEMBERED_TRAINED`."""
+    """(trajectory, train step) of the worker's newest trajectories that were trained on, at most
+    `REMEMBERED_TRAINED`."""
     num_trained: int
     num_checked: int
     num_finished: int
     token: str = ""
-    """Digest of the worker's token; empty in old files, whose field `worker` contains the token's name."""
+    """Digest of the worker's token. It is empty in files of old versions, whose field `worker` contains the token's
+    name instead."""
     label: str = ""
-    """Name of the worker shown to users."""
+    """Name of the worker that is shown to users."""
 
     @property
     def shown(self) -> str:
-        """Name shown to users: the label, and the id with which a user ends the quarantine."""
+        """Text that names the worker to users: its label, and the id with which a user ends the quarantine."""
         return f"{self.label} ({self.worker})" if self.label else self.worker
 
 
 class SegmentAuthor(msgspec.Struct, frozen=True):
-    """The worker that generated a part of a trajectory."""
+    """The author of a part of a trajectory: the worker that generated the part."""
 
     worker: str
     """Id of the worker, from `identity.WorkerKeys`."""
     grant: AccessGrant
     label: str
-    """Name of the worker shown to users."""
+    """Name of the worker that is shown to users."""
     worker_class: WorkerClass
 
 
@@ -105,18 +110,18 @@ Part = tuple[SegmentAuthor, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """A finished trajectory that is checked."""
+    """A check of a finished trajectory."""
 
     key: Key
     claim: Claim
     parts: tuple[Part, ...]
-    """Parts that are checked."""
+    """Parts of the trajectory that are checked."""
     is_trusted: bool
-    """True if all authors are trusted. Only such a trajectory may calibrate tolerances."""
+    """True if all authors of the trajectory are trusted. Only such a trajectory may calibrate tolerances."""
 
     @property
     def name(self) -> str:
-        """Name of the trajectory, shown to users and used in the draw."""
+        """Name of the trajectory, which is shown to users and is an input of the draw."""
         return name_of(self.key)
 
 
@@ -131,29 +136,29 @@ class TrajectoryFinished(msgspec.Struct, frozen=True):
     claim: Claim
     parts: tuple[Part, ...]
     banned: frozenset[str] = frozenset()
-    """Ids of the authors that are quarantined, or whose token is quarantined."""
+    """Ids of the authors that are quarantined themselves or by their token."""
 
 
 class TrajectoryJudged(msgspec.Struct, frozen=True):
-    """A check has returned results on the parts of a trajectory."""
+    """A check of a trajectory has returned results for its parts."""
 
     case: Case
     verdicts: tuple[tuple[SegmentAuthor, VerificationResult, Tolerance], ...]
-    """(author, result, tolerance of the author's class). The author's newest results are also evaluated together under
-    this tolerance."""
+    """(author, result, tolerance of the author's class) for each part. This tolerance also applies when the author's
+    newest results are evaluated together."""
     is_whole: bool = True
-    """True if the tokens of all versions could be scored."""
+    """True if all tokens could be scored, whatever their version."""
 
 
 class CheckFailed(msgspec.Struct, frozen=True):
-    """Trajectories could not be scored."""
+    """Trajectories could not be scored, so they have no result."""
 
     cases: tuple[Case, ...]
     cause: str
 
 
 class ReportViolated(msgspec.Struct, frozen=True):
-    """A report violates a rule of `checks.py`. The trajectory may be unfinished."""
+    """A report violates a rule of `checks.py`. Its trajectory may be unfinished."""
 
     author: SegmentAuthor
     name: str
@@ -168,13 +173,13 @@ class BatchConsumed(msgspec.Struct, frozen=True):
 
 
 class QuarantineLifted(msgspec.Struct, frozen=True):
-    """A user has ended the quarantine of workers, which then count as new."""
+    """A user has ended the quarantine of workers. These workers then count as new workers."""
 
     workers: tuple[str, ...]
 
 
 class VerificationTick(msgspec.Struct, frozen=True):
-    """Time has passed."""
+    """Periodic event that gives the current time."""
 
     at_s: float
     delay_s: float = 0.0
@@ -213,7 +218,7 @@ class RemakeTrajectory(msgspec.Struct, frozen=True):
 
 
 class QuarantineWorker(msgspec.Struct, frozen=True):
-    """Exclude a worker."""
+    """Exclude a worker from the run."""
 
     quarantine_record: QuarantineRecord
 
@@ -231,7 +236,7 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 class _CheckedWorker:
     verdicts: deque[VerificationResult]
     checks_owed: int
-    """Number of the worker's next finished trajectories that are checked without a draw."""
+    """Number of the worker's next finished trajectories that are certainly checked, without a draw."""
     num_finished: int = 0
     num_checked: int = 0
     open: dict[str, None] = field(default_factory=dict)
@@ -241,23 +246,23 @@ class _CheckedWorker:
 
 
 class VerificationPolicy:
-    """The decisions about the checks of one run."""
+    """Decides about the checks of one run."""
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
-        """secret: random bytes of the run, unknown to workers. After a restart with the same secret, the draws are the
-        same."""
+        """secret: random bytes that belong to the run and that workers do not know. After a restart with the same
+        secret, draws give the same results."""
         self.num_unchecked = 0
-        """Number of trajectories that were selected for a check, but were not checked or only in part."""
+        """Number of trajectories that were selected for a check, but of which not all tokens could be checked."""
         self._settings = settings
         self._secret = secret
         self._workers: dict[str, _CheckedWorker] = {}
         self._owner: dict[str, str] = {}
-        """Author of each open trajectory, by name."""
+        """Name of an open trajectory → id of its author."""
         self._quarantined: set[str] = set()
         self._held: dict[Key, tuple[Case, float]] = {}
-        """(check, deadline in seconds) of each held trajectory."""
+        """Held trajectory → (check, deadline in seconds)."""
         self._remade: OrderedDict[Key, int] = OrderedDict()
-        """Number of times that a trajectory was generated again because it could not be checked."""
+        """Trajectory → number of times that it was generated again because it could not be checked."""
 
     def restore(self, workers: Iterable[str]) -> None:
         """Restore the quarantine from before a restart. Called before the first event."""
@@ -305,7 +310,7 @@ class VerificationPolicy:
     def _finished(self, event: TrajectoryFinished) -> Iterator[VerificationCommand]:
         key, excluded = event.key, self._quarantined | event.banned
         chosen: dict[str, bool] = {}
-        for author, _, _ in event.parts:  # an author of several parts still counts as one trajectory
+        for author, _, _ in event.parts:  # for an author of several parts, the trajectory is counted once
             if author.worker not in chosen and author.worker not in excluded and self._concerns(author.grant):
                 chosen[author.worker] = self._is_drawn(author, name_of(key)) or key in self._remade
         wanted = tuple(part for part in event.parts if chosen.get(part[0].worker))
@@ -340,7 +345,8 @@ class VerificationPolicy:
         )
 
     def _is_held(self, case: Case) -> bool:
-        """Return whether a result of this check still counts. A trajectory that was generated again has a new check."""
+        """Return whether the result of this check still counts. It does not count if the trajectory was generated
+        again, because it then has a new check."""
         held = self._held.get(case.key)
         return held is not None and held[0] is case
 
@@ -360,7 +366,8 @@ class VerificationPolicy:
         account = self._of(author.worker)
         self._taken(name)
         self._owner[name] = author.worker
-        # trajectories of filtered groups are never reported as consumed, so the oldest ones are removed
+        # trajectories of filtered groups are never reported as consumed, so the oldest trajectories must be removed
+        # here
         while len(account.open) >= REMEMBERED_OPEN:
             self._taken(next(iter(account.open)))
         account.open[name] = None
@@ -402,7 +409,7 @@ class VerificationPolicy:
         return QuarantineWorker(quarantine_record)
 
     def _taken(self, name: str) -> _CheckedWorker | None:
-        """Remove a trajectory that was trained on or never will be. Return the state of its author."""
+        """Stop tracking a trajectory, because it was trained on or never will be. Return the state of its author."""
         owner = self._owner.pop(name, None)
         account = None if owner is None else self._workers.get(owner)
         if account is not None:
@@ -415,7 +422,7 @@ class VerificationPolicy:
         return self._workers[worker]
 
     def _draw(self, worker: str, name: str) -> float:
-        """Return a number in [0, 1) that cannot be predicted without the secret."""
+        """Return a number in [0, 1) that is unpredictable without the secret."""
         digest = hashlib.blake2b(f"{worker}\n{name}".encode(), key=self._secret[:64], digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 

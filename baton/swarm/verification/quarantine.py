@@ -1,4 +1,4 @@
-"""Stores the quarantine of a run: a file of JSON lines in the run's directory, which survives a restart.
+"""Stores the quarantine records of a run in a JSON lines file in the run's directory, so that they survive a restart.
 
     hub ──QuarantineRecord──▶ quarantine.jsonl ◀──LiftRecord── baton token unquarantine
           └────────── follow, at every tick ──────┘
@@ -23,8 +23,8 @@ from baton.swarm.verification.policy import QuarantineRecord
 logger = logging.getLogger(__name__)
 
 MAX_QUARANTINED = 3
-"""Number of quarantined workers of one token at which the whole token is quarantined. Otherwise a worker could discard
-its key and join again as a new worker."""
+"""If a token has this number of quarantined workers, the token itself is quarantined. Otherwise a worker could discard
+its key and join again as a new worker any number of times."""
 
 
 class LiftRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +47,7 @@ class Quarantine:
         self.follow()
 
     def follow(self) -> tuple[str, ...]:
-        """Read the file again if it has changed. Return the workers that are no longer quarantined."""
+        """Read the file again if it has changed. Return the ids of the workers whose quarantine has ended."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size == self._size:
             return ()
@@ -60,11 +60,11 @@ class Quarantine:
         self.quarantine_records.append(quarantine_record)
         self._size += self._append(
             quarantine_record
-        )  # if another process also wrote, `_size` is less than the file's and `follow` reads it again
+        )  # if another process also wrote, `_size` is less than the file's size, and `follow` reads the file again
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End the quarantine of a worker, given its id or label, or of all workers of a token, given the token's name.
-        Return the ids of these workers.
+        """End quarantines, and return the ids of the workers. name: id or label of one worker, or name of a token to
+        end the quarantine of all workers that use it.
 
         at: Unix seconds. Raises UserError if no quarantined worker has this name.
         """
@@ -78,9 +78,10 @@ class Quarantine:
         return found
 
     def reason(self, grant: AccessGrant, worker: str = "") -> str | None:
-        """Return why a worker or its whole token is quarantined; None if neither is."""
+        """Return the reason why a worker or its token is quarantined, or None if neither is quarantined."""
         for one in self.quarantine_records:
-            # an old file contains names of tokens instead of workers, never those of the run's own workers
+            # a file of an old version contains names of tokens in place of ids of workers, but no names of tokens for
+            # the run's own workers
             is_old = not one.token and not grant.is_own
             if one.worker == worker or (is_old and one.worker == grant.name):
                 return f"in quarantine: {one.verdict.reason}"
@@ -95,7 +96,8 @@ class Quarantine:
         handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             size = os.fstat(handle).st_size
-            if size and os.pread(handle, 1, size - 1) != b"\n":  # a power failure has truncated the last line
+            # a power failure has truncated the last line; begin a new line
+            if size and os.pread(handle, 1, size - 1) != b"\n":
                 data = b"\n" + data
             os.write(handle, data)
             os.fsync(handle)
@@ -109,10 +111,10 @@ def _names(one: QuarantineRecord) -> tuple[str, ...]:
 
 
 def unquarantine(run: Path, name: str) -> tuple[str, ...]:
-    """End the quarantine of a run's workers of this name, and write it to the audit log. Return the ids of these
-    workers.
+    """End the quarantine of the workers with this name in a run, record this in the audit log, and return the ids of
+    the workers.
 
-    Raises UserError if the run has no such workers.
+    Raises UserError if the run has no quarantined workers with this name.
     """
     if not run.is_dir():
         raise UserError(f"the directory {run} does not exist: give the directory of a run, such as runs/NAME")

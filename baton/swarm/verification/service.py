@@ -3,9 +3,9 @@
     hub's thread                          this thread          hub's thread
       finished ─▶ VerificationPolicy ─▶ queue ─▶ score, judge ─▶ VerificationPolicy ─▶ release, remake, quarantine
 
-Each segment is scored under its own version; the service keeps the last versions. With `keep`, weights change under
-running trajectories, so no single version explains their tokens. In that case only trusted workers are admitted, and no
-trajectory is scored.
+Each segment is scored under the policy version that generated it, for which the service keeps the last versions. With
+`on_new_version = "keep"`, weights change while a trajectory runs and its KV cache is kept, so no single version
+explains its tokens. In that case only trusted workers are admitted, and no trajectory is scored.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class LogprobScorer(Protocol):
         ...
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """Return the scores of the claims' tokens of the loaded version."""
+        """Return scores of those tokens of the claims that the loaded version has generated."""
         ...
 
 
 class VerificationClient(Protocol):
-    """Interface of the hub for the policy's commands. All methods must be called in the hub's thread."""
+    """The part of the hub that executes the policy's commands. All methods must be called in the hub's thread."""
 
     say: Callable[[str], None]
 
@@ -73,17 +73,17 @@ class VerificationClient(Protocol):
         ...
 
     def remake(self, key: Key) -> None:
-        """Have a held trajectory generated again."""
+        """Discard a held trajectory, so that it is generated again."""
         ...
 
     def quarantined(self, quarantine_record: QuarantineRecord) -> None:
-        """Exclude a quarantined worker."""
+        """Exclude a quarantined worker from the run."""
         ...
 
 
 @dataclass(slots=True)
 class VerificationCounters:
-    """Counters since the service started."""
+    """Numbers of events since the service started."""
 
     checked: int = 0
     tokens: int = 0
@@ -92,8 +92,8 @@ class VerificationCounters:
 
 
 class VerificationService:
-    """The checks of one hub. Every method except `published`, `consumed` and `close` must be called in the hub's
-    thread."""
+    """Executes the checks of one hub. Every method except `published`, `consumed` and `close` must be called in the
+    hub's thread."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class VerificationService:
         keep_versions: int,
         noise_seed: int,
     ) -> None:
-        """make_scorer: called in the service's thread before the first check. keep_versions: number of versions kept
-        for scoring; 0 disables scoring. noise_seed: the seed of training batches."""
+        """make_scorer: function that the service's thread calls before the first check. keep_versions: number of
+        versions kept for scoring; 0 disables scoring. noise_seed: the seed of training batches."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.counters = VerificationCounters()
         self._make_scorer, self._keep, self._noise_seed = make_scorer, keep_versions, noise_seed
@@ -119,14 +119,14 @@ class VerificationService:
         verification_policy.restore(quarantine_record.worker for quarantine_record in quarantine.quarantine_records)
 
     def attach(self, client: VerificationClient, call: Callable[[Callable[[], None]], None]) -> None:
-        """Set the client that executes commands, before any other method is called. call: runs an action in the hub's
-        thread."""
+        """Set the client that executes commands. Must be called before any other method. call: function that runs an
+        action in the hub's thread."""
         self._client, self._call = client, call
 
     # ---- from the controller and the publisher -----------------------------------------------------------------------
 
     def published(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
-        """Keep a version for scoring, and drop the oldest version beyond the limit."""
+        """Keep a version for scoring. If more than `keep_versions` versions are kept, drop the oldest."""
         if not self._keep:
             return
         self._tensors[version.number] = tensors
@@ -162,7 +162,7 @@ class VerificationService:
         return next((command.quarantine_record for command in found if isinstance(command, QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
-        """Apply the deadlines of checks and lifted quarantines. delay_s: delay of the hub's tick."""
+        """Apply the deadlines of checks, and quarantines that a user has ended. delay_s: delay of the hub's tick."""
         if lifted := self.quarantine.follow():
             self._handle_event(QuarantineLifted(lifted))
         self._handle_event(VerificationTick(time.monotonic(), delay_s))

@@ -2,14 +2,14 @@
 
     claim ──rescoring──▶ Rescored ──judge (tolerance of the worker's class)──▶ VerificationResult ──▶ policy.py
 
-The hub assigns prompts and noise, so a reported token can be wrong in two ways. Its logprob may not be the logprob
-under the weights, or the keyed draw may not select the token. Both errors are measured as differences in nats; for a
-correct worker, both are rounding errors. The distribution of these rounding errors depends on the worker's class and is
-estimated from trusted workers. A single token slightly beyond a tolerance has no consequence. A token that rounding
-cannot explain leads to quarantine.
+The hub assigns prompts and noise, so a reported token can be wrong in two ways: its logprob may differ from the logprob
+under the weights, or the keyed draw may select another token. Both deviations are measured in nats. A correct worker
+deviates only by rounding errors. The distribution of rounding errors depends on the worker's class and is estimated
+from trusted workers. A single token slightly beyond a tolerance has no consequence. A token that rounding cannot
+explain leads to quarantine.
 
-Differences are multiplied by min(1, temperature): sampling at a lower temperature divides the logits, and therefore
-their rounding errors, by the temperature.
+Deviations are multiplied by min(1, temperature), because sampling divides the logits, and with them their rounding
+errors, by the temperature.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from baton.rollout.engine import OWN_NOISE
 from baton.rollout.rescoring import Rescored
 
 HEADROOM = 1.5
-"""Ratio of a calibrated tolerance to the observed quantile."""
+"""A calibrated tolerance is this multiple of the observed quantile."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""Upper bounds on the probability that a correct trajectory is classified as suspect or bad because of its number of
-tokens beyond a tolerance."""
+"""Upper bounds on the probability that a correct trajectory has so many tokens beyond a tolerance that it is classified
+as suspect or as bad."""
 _MAX_FACTOR = 10.0
-"""Maximum ratio between a calibrated tolerance and the default of its dtype, in both directions."""
+"""A calibrated tolerance is at most this factor larger or smaller than the default for its dtype."""
 _FLOAT32_ROUNDING = 1e-6
-"""Difference in nats between logprobs in float32 that rounding alone can cause."""
+"""Difference between two float32 logprobs, in nats, that rounding alone can cause."""
 _TYPICAL_QUANTILE = 0.8
-"""Quantile of the differences of correct workers that gives `Tolerance.typical`, before the headroom."""
+"""`Tolerance.typical` is this quantile of the logprob differences of correct workers, multiplied by `HEADROOM`."""
 
 
 class WorkerClass(msgspec.Struct, frozen=True):
-    """The properties of a worker that determine its rounding."""
+    """The properties of a worker that determine its rounding errors."""
 
     device: str
-    """Full name of the processor or GPU, not just "cpu", because its kernels determine the order of sums."""
+    """Full name of the processor or GPU, such as its model number. The kernels for this device determine the order of
+    sums."""
     dtype: str
     """Dtype of weights and KV cache."""
     engine: str
-    """Kind of engine. For the kinds in `OWN_NOISE`, only logprobs are compared."""
+    """Kind of engine. For an engine kind in `OWN_NOISE`, only logprobs are compared."""
 
     @property
     def noise(self) -> str | None:
-        """Kind in `WorkerJoined`: equal for workers that generate the same tokens from the same noise; None for engines
-        with noise of their own."""
+        """Value of `WorkerJoined.kind`. It is equal for workers that generate the same tokens from the same noise, and
+        None for workers whose engine uses noise of its own."""
         return None if self.engine in OWN_NOISE else str(self)
 
     def __str__(self) -> str:
@@ -62,27 +63,30 @@ class WorkerClass(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed differences between a correct worker's tokens and their rescoring. Differences of logprobs are in
-    nats."""
+    """Allowed differences between the values that a worker reports and the rescored values. Logprobs and draw gaps are
+    in nats."""
 
     logprob: float
-    """|behavior − rescored logprob| that the share `beyond` of a correct worker's tokens exceeds."""
+    """Bound on |behavior − rescored logprob|. Of a correct worker's tokens, at most the share `beyond` exceeds it."""
     draw_gap: float
-    """Distance of a token from the token that its draw selects, which the share `beyond` exceeds."""
+    """Bound on a token's draw gap, which is its distance from the token that the draw selects. Of a correct worker's
+    tokens, at most the share `beyond` exceeds it."""
     typical: float = math.inf
-    """|behavior − rescored logprob| that less than the share `often` of a correct worker's tokens exceeds. Infinite
-    until a class is calibrated, which disables the test, because the value depends on the exact order of sums."""
+    """Second bound on |behavior − rescored logprob|. Of a correct worker's tokens, less than the share `often` exceeds
+    it. The bound depends on the exact order of sums, so it is infinite (the test is disabled) until the worker's class
+    is calibrated."""
     beyond: float = 0.002
-    """Share of a correct worker's tokens that may exceed `logprob`, and that may exceed `draw_gap`."""
+    """Share of a correct worker's tokens that may exceed `logprob`, and share that may exceed `draw_gap`."""
     often: float = 0.4
     """Share of a correct worker's tokens that may exceed `typical`."""
     wild: float = 5.0
-    """Multiple of a tolerance beyond which rounding cannot explain a token."""
+    """Rounding cannot explain a token that exceeds this multiple of a tolerance."""
     judges_draws: bool = True
-    """True if the keyed noise must select the sampled tokens. Greedy tokens must be the likeliest in any case."""
+    """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must be the most likely tokens
+    in any case."""
     tail: float = 1e-9
-    """Minimum tail mass (`Rescored.tail_masses`) of a token that the draw does not exactly select. A correct worker's
-    token is below this minimum with probability `tail`."""
+    """Minimum tail mass (`Rescored.tail_masses`) of a token that is not exactly the token that the draw selects. The
+    tail mass of a correct worker's token is below this minimum with probability `tail`."""
 
 
 DEFAULTS = {
@@ -90,7 +94,7 @@ DEFAULTS = {
     "bfloat16": Tolerance(logprob=0.25, draw_gap=0.5),
     "float16": Tolerance(logprob=0.03, draw_gap=0.06),
 }
-"""Tolerances before calibration, by dtype; any other dtype uses bfloat16's."""
+"""dtype → tolerances before calibration. All other dtypes use those of bfloat16."""
 
 
 class CheckOutcome(StrEnum):
@@ -98,21 +102,21 @@ class CheckOutcome(StrEnum):
 
     HONEST = "honest"
     SUSPECT = "suspect"
-    """Unlikely for a correct worker, but possible. More of its trajectories are checked."""
+    """The result is unlikely, but possible, for a correct worker. More of the worker's trajectories are checked."""
     BAD = "bad"
 
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
-"""The decisive test. unlikely: a token of very low probability that its draw does not select. typical: too many tokens
-differ slightly, as under slightly different weights."""
+"""The test that was decisive. unlikely: a token has very low probability and the draw does not select it. typical: too
+many logprobs differ slightly, as they would under slightly different weights."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
-    """The result on one trajectory or on several together, with the numbers behind it."""
+    """The result for one trajectory, or for several trajectories together, with the numbers from which it follows."""
 
     outcome: CheckOutcome
     reason: str
-    """Reason as a sentence; empty if the outcome is honest."""
+    """Reason for the outcome as a sentence; empty if the outcome is HONEST."""
     test: Test | None = None
     num_tokens: int = 0
     beyond_logprob: int = 0
@@ -122,15 +126,16 @@ class VerificationResult(msgspec.Struct, frozen=True):
     beyond_typical: int = 0
     """Number of tokens whose logprob difference exceeds `Tolerance.typical`."""
     worst_place: int | None = None
-    """Position of the decisive token after the prompt; None if no single token is decisive."""
+    """Position, counted after the prompt, of the decisive token; None if no single token is decisive."""
 
 
 def judge(
     scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: int | None = None
 ) -> VerificationResult:
-    """Check one trajectory by its rescored tokens of all versions together.
+    """Check one trajectory. scores: its rescored tokens, one element per policy version.
 
-    first, end: check only the token positions first … end − 1, if other workers generated the other tokens.
+    first, end: only the tokens at positions first … end − 1 are checked, because other workers generated the other
+    tokens.
     """
     num_tokens = beyond_logprob = beyond_draw = beyond_typical = 0
     for rescored in scores:
@@ -151,8 +156,8 @@ def judge(
 
 
 def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> VerificationResult:
-    """Check several trajectories of one worker together: small differences that are not significant in one trajectory
-    add up."""
+    """Check several trajectories of one worker together, because differences that are not significant in one trajectory
+    may be significant in several."""
     found = list(verdicts)
     return _decided(
         f"{len(found)} trajectories together",
@@ -165,12 +170,12 @@ def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> Veri
 
 
 def violation(sentence: str) -> VerificationResult:
-    """Return the result on a report that violates a rule of `checks.py`."""
+    """Return the result for a report that violates a rule of `checks.py`."""
     return VerificationResult(CheckOutcome.BAD, sentence, "report")
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """Return a token's draw gap; 0 for a sampled token with noise that only the worker knows."""
+    """Return a token's draw gap, or 0 for a sampled token if only the worker knows the noise."""
     return rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
 
 
@@ -181,11 +186,11 @@ def _scale(temperature: float) -> float:
 def _wild_token(
     rescored: Rescored, i: int, difference: float, gap: float, tolerance: Tolerance
 ) -> VerificationResult | None:
-    """Return the result on a token that rounding cannot explain, or None. NaN exceeds every tolerance."""
+    """Return a result if rounding cannot explain the token, otherwise None. NaN exceeds every tolerance."""
     where = f"trajectory {rescored.name}: token {rescored.places[i]} (id {rescored.token_ids[i]}) under version "
     where += str(rescored.version)
     test: Test
-    # `not … <=` rather than `>`, so that NaN fails
+    # `not … <=` instead of `>`, so that NaN fails the test
     if not difference <= tolerance.wild * tolerance.logprob:
         test = "logprob"
         said = (
@@ -209,7 +214,7 @@ def _wild_token(
 def _decided(
     what: str, num_tokens: int, beyond_logprob: int, beyond_draw: int, beyond_typical: int, tolerance: Tolerance
 ) -> VerificationResult:
-    """Return the result from the numbers of tokens beyond each tolerance."""
+    """Return the result that follows from the numbers of tokens beyond each tolerance."""
     numbers = num_tokens, beyond_logprob, beyond_draw, beyond_typical
     tests: tuple[tuple[Test, int, float, str], ...] = (
         ("logprob", beyond_logprob, tolerance.beyond, "have another logprob than reported"),
@@ -235,7 +240,7 @@ def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
     """Return an upper bound on the probability that at least `beyond` of `num_tokens` tokens exceed a tolerance, each
     with probability `share`.
 
-    This is the Chernoff bound exp(−n · KL(beyond / n ‖ share)); 1 if `beyond` does not exceed the mean.
+    This is the Chernoff bound exp(−n · KL(beyond / n ‖ share)), or 1 if `beyond` does not exceed the mean n · share.
     """
     if not num_tokens or beyond <= share * num_tokens:
         return 1.0
@@ -246,29 +251,30 @@ def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
 
 @dataclass(slots=True)
 class _Seen:
-    """The rescored tokens of trusted workers of one class."""
+    """Samples and sums over the rescored tokens of trusted workers of one class."""
 
     differences: list[float] = field(default_factory=list)
-    """Uniform sample of |behavior − rescored logprob|, in nats."""
+    """Values of |behavior − rescored logprob|, in nats, for a uniform sample of the tokens."""
     gaps: list[float] = field(default_factory=list)
     """Draw gaps of the same tokens, in nats."""
     num_tokens: int = 0
     sum_mismatch: float = 0.0
-    """Σ e^r − 1 − r with r = rescored − behavior logprob: an estimate of KL(behavior ‖ rescored), never negative."""
+    """Σ (e^r − 1 − r) over tokens, with r = rescored − behavior logprob. Divided by the number of tokens, it is an
+    estimate of KL(behavior ‖ rescored) that is never negative."""
 
 
 class Calibration:
     """Estimates the tolerances of worker classes from the trajectories of trusted workers."""
 
     def __init__(self, *, max_mismatch_kl: float = 1e-2, min_tokens: int = 4000, sample: int = 20_000) -> None:
-        """min_tokens: number of tokens of a class before its tolerance is calibrated. sample: number of values kept per
-        class."""
+        """min_tokens: number of tokens of a class from which on its tolerance is calibrated. sample: maximum number of
+        values kept for each class."""
         self._max_mismatch_kl, self._min_tokens, self._sample = max_mismatch_kl, min_tokens, sample
         self._seen: dict[WorkerClass, _Seen] = {}
         self._random = random.Random(0)
 
     def observe(self, worker_class: WorkerClass, scores: Iterable[Rescored]) -> None:
-        """Add the tokens of a trusted worker."""
+        """Add rescored tokens of a trusted worker."""
         seen = self._seen.setdefault(worker_class, _Seen())
         judges_draws = worker_class.engine not in OWN_NOISE
         for rescored in scores:
@@ -280,7 +286,7 @@ class Calibration:
                 self._keep(seen, scale * abs(ratio), scale * _gap(rescored, i, judges_draws=judges_draws))
 
     def _keep(self, seen: _Seen, difference: float, gap: float) -> None:
-        # reservoir sampling: every token so far is in the sample with the same probability
+        # reservoir sampling: every observed token is in the sample with the same probability
         if len(seen.differences) < self._sample:
             seen.differences.append(difference)
             seen.gaps.append(gap)
@@ -288,12 +294,12 @@ class Calibration:
             seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
-        """Return a class's tolerance: the default of its dtype until enough tokens are known, afterwards a calibrated
-        value within a limited factor of the default.
+        """Return the tolerance of a class. Until `min_tokens` tokens have been observed, this is the default for its
+        dtype; afterwards a calibrated value, which differs from the default by a limited factor.
 
-        The calibrated tolerance is `HEADROOM` times the quantile that all tokens except the share `beyond` do not
-        exceed. A draw gap lies between two bounds that rounding may move in opposite directions, so its tolerance is at
-        least twice the tolerance of the logprob.
+        The calibrated tolerance is `HEADROOM` times the (1 − `beyond`) quantile of the observed values. A draw gap is
+        measured between two bounds that rounding may move in opposite directions, so the tolerance of the draw gap is
+        at least twice the tolerance of the logprob.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
@@ -316,13 +322,13 @@ class Calibration:
         return self._seen[worker_class].num_tokens if worker_class in self._seen else 0
 
     def mismatch_kl(self, worker_class: WorkerClass) -> float | None:
-        """Return KL(behavior ‖ rescored) in nats per token at staleness 0; None before the first token."""
+        """Return KL(behavior ‖ rescored) in nats per token at staleness 0, or None if no token has been observed."""
         seen = self._seen.get(worker_class)
         return seen.sum_mismatch / seen.num_tokens if seen is not None and seen.num_tokens else None
 
     def refusal(self, worker_class: WorkerClass) -> str | None:
-        """Return why a class is not admitted, or None. A class is refused if its trusted workers' policy differs too
-        much from the trained policy."""
+        """Return the reason why a class of workers is refused, or None. A class is refused if the policy of its trusted
+        workers differs too much from the trained policy."""
         mismatch = self.mismatch_kl(worker_class)
         if mismatch is None or self.num_tokens(worker_class) < self._min_tokens or mismatch <= self._max_mismatch_kl:
             return None
@@ -333,10 +339,10 @@ class Calibration:
 
 
 def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
-    """Return why untrusted workers of a class are not admitted, or None. They are refused if their engine's draws
-    cannot be checked.
+    """Return the reason why untrusted workers of a class are refused, or None. They are refused if the draws of their
+    engine cannot be checked.
 
-    kind: the recipe's engine.kind. A recipe that names such an engine accepts its unchecked draws.
+    kind: the recipe's engine.kind. If the recipe itself names such an engine, its draws are accepted unchecked.
     """
     if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:
         return None
@@ -347,5 +353,6 @@ def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
 
 
 def _near(value: float, default: float) -> float:
-    """Limit a value to a factor of the default, so that no outlier or faulty class makes a tolerance useless."""
+    """Limit the factor by which a value differs from the default, so that no outlier or faulty class makes a tolerance
+    useless."""
     return min(max(value, default / _MAX_FACTOR), default * _MAX_FACTOR)
