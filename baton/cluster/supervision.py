@@ -149,7 +149,7 @@ class _MachineChanges:
     lost: set[str] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
     last_s: float | None = None
-    """Time when a machine last joined or left; None if no machine has."""
+    """Time when a machine last joined or left; None if no machine has joined or left."""
 
 
 class Supervision:

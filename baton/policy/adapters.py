@@ -147,7 +147,7 @@ def is_adapter(tensors: Mapping[str, Any]) -> bool:
 
 
 class BaseWeights:
-    """Copies of an engine's base weights, which are needed to replace one merged adapter by another."""
+    """Copies of an engine's base weights. They are needed when another adapter replaces the merged adapter."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}

@@ -25,8 +25,8 @@ _lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
 
 
 def prefer_packed_attention(model: PreTrainedModel) -> None:
-    """If the model uses SDPA, replace its attention by one that separates packed rows. Passes over padded rows are
-    unaffected."""
+    """If the model uses SDPA, replace its attention by an attention that separates packed rows. Passes over padded rows
+    are unaffected."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED, _attend)
         AttentionMaskInterface.register(PACKED, _mask)

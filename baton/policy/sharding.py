@@ -103,8 +103,7 @@ def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors by their device mesh, because a call of torch's foreach functions accepts tensors of one mesh
-    only."""
+    """Group tensors by their device mesh, because torch's foreach functions refuse tensors of different meshes."""
     found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)

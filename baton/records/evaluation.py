@@ -34,7 +34,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     accuracy: Interval | None
     """Share of correct responses (avg@k); None if no response has a reward."""
     pass_at_k: Interval | None
-    """Share of prompts with at least one correct response among k; equals accuracy for k = 1."""
+    """Share of prompts with at least one correct response among their k responses. For k = 1, this is the accuracy."""
     mean_length_tokens: float
     clip_ratio: float
     """Share of responses that ended at the maximum length."""

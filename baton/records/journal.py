@@ -75,9 +75,9 @@ class OpenGroup(msgspec.Struct, frozen=True):
     members: tuple[Trajectory, ...]
     """Trajectories of the group, with the tokens reported so far; shape [group_size]."""
     judged: dict[int, ScoredTrajectory]
-    """Rewards by sample index."""
+    """Sample index → trajectory with its reward."""
     episodes: dict[int, Episode] = msgspec.field(default_factory=dict)
-    """Exchanges of open multi-turn episodes by sample index."""
+    """Sample index → exchanges of the open multi-turn episode."""
     ended_turns: tuple[int, ...] = ()
     """Sample indices of the episodes whose environment has not answered the last turn."""
 

@@ -56,7 +56,8 @@ class Isolation:
 
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment of a scorer process: from `run`, the variables that `_ALLOWED` matches or `names` lists.
+    """Return the environment of a scorer process: the variables in `run` whose names `_ALLOWED` matches or `names`
+    lists.
 
     Raises UserError if a variable of `names` is not set.
     """

@@ -1,10 +1,10 @@
 """The run's side of the worker processes for reward scorers. A process starts when it is first needed and is killed
 when a call exceeds its deadline.
 
-While a synchronous scorer executes a call, no other call runs in its worker process. It is therefore known which call
-hangs or crashes. Asynchronous scorers share one worker process. If the shared process is killed, each of its unfinished
-calls is repeated in a separate process, which shows which call is at fault. All code of this file runs in the thread of
-one event loop.
+While a synchronous scorer executes a call, no other call runs in its worker process. If the process hangs or crashes,
+it is therefore known which call is at fault. Asynchronous scorers share one worker process. If the shared process is
+killed, each of its unfinished calls is repeated in a separate process, which shows which call is at fault. All code of
+this file runs in the thread of one event loop.
 
 Process pools of libraries were considered. Tests of pebble 5.2 showed three faults: the whole pool breaks when an idle
 worker dies, the cause of a failed import is lost, and processes that a killed scorer had started keep running.

@@ -25,7 +25,7 @@ from baton.simulator.timing import steps_within
 from baton.simulator.transport import EngineTime, GenerationRequest
 
 WATERMARK = 0.01
-"""Share of the KV cache that admission leaves free, as in vLLM."""
+"""A sequence is admitted only if this share of the KV cache stays free, as in vLLM."""
 # seconds by which two times may differ and still count as equal, because of rounding errors
 _CLOSE = 1e-9
 

@@ -96,9 +96,9 @@ class FaultsSettings(Settings):
     fault: tuple[FaultSettings, ...] = ()
     """The listed faults, in any order."""
     random: RandomSettings | None = None
-    """Faults that are drawn at random; None for none."""
+    """Faults that are drawn at random; None if no fault is drawn."""
     spot: SpotSettings | None = None
-    """Faults that a trace contains; None for none."""
+    """Preemptions that a trace contains; None if there is no trace."""
 
     def schedule(self, seed: int) -> list[FaultSettings]:
         """Return all faults sorted by time. Raises UserError for a trace that cannot be read."""

@@ -156,7 +156,7 @@ class SimHub:
                 raise AssertionError(f"unexpected message from a worker: {type(message).__name__}")
 
     def cut(self, worker: SimWorker) -> None:
-        """Mark a worker as disconnected. It keeps its leases and gets no new leases."""
+        """Mark a worker as disconnected. The worker keeps its leases, but gets no new leases."""
         peer = self.peers.get(worker.number)
         if peer is None or peer.worker is not worker:
             return

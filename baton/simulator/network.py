@@ -58,7 +58,7 @@ class MessageFault:
 
 @dataclass(slots=True, eq=False)
 class SimulatedConnection:
-    """One direction of a worker's connection."""
+    """One of the two directions of a worker's connection."""
 
     clock: VirtualClock
     link_s: float

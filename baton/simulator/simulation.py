@@ -7,8 +7,8 @@
 
 The control flow is that of `run/loop.py` and `rollout/controller.py`. In mode `async`, engines generate during the
 train step. In all other modes, a train step starts when no lease is left. The next batch is requested when the new
-version is loaded (pool) or when its publication is scheduled (swarm). The scheduler is the same code as in a live run.
-It decides which trajectory runs and which groups form a batch.
+version is loaded (pool) or when its publication is scheduled (swarm). The scheduler, which decides which trajectory
+runs and which groups form a batch, is the same code as in a live run.
 """
 
 from __future__ import annotations

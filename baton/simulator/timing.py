@@ -126,8 +126,8 @@ class TrainSpeed:
 
 
 def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
-    """Split the compute time of an average batch into a term per token and a term per squared number of tokens, in
-    proportion to the FLOPs of each term."""
+    """Split the compute time of an average batch into a time per token and a time per squared number of tokens, in
+    proportion to their FLOPs."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token

@@ -200,7 +200,7 @@ def read_token_file(path: Path) -> str:
 
 
 class TokenFile:
-    """The file with the tokens of a hub. It is a JSON file and is written atomically."""
+    """The JSON file with the tokens of a hub. The file is written atomically."""
 
     def __init__(self, path: Path, clock: Clock = time.time) -> None:
         self.path, self._clock = path, clock

@@ -86,7 +86,7 @@ class TaskRevoked(msgspec.Struct, frozen=True, tag="TaskRevoked", gc=False):
 
 
 class LeaseProgressed(msgspec.Struct, frozen=True, tag="LeaseGrew", gc=False):
-    """New tokens of a lease have arrived, checked and in order."""
+    """New tokens of a lease have arrived. They have been checked and follow the earlier tokens without a gap."""
 
     at_s: float
     lease: int
@@ -103,7 +103,7 @@ class LeaseFinished(msgspec.Struct, frozen=True, tag="LeaseFinished", gc=False):
 
 
 class LeaseReturned(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
-    """The worker has aborted the trajectory, or refused the lease.
+    """The worker has aborted the trajectory of a lease, or has refused the lease.
 
     If a worker refuses a lease although it should serve the lease's version, the table grants the worker no lease
     before the worker's next message. Otherwise the table would immediately grant the same task to the same worker, in

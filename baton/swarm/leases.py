@@ -15,10 +15,10 @@ deterministic. Only its tokens beyond the committed tokens are then new. A strag
 `restarts`, the two leases of a task generate different tokens from the same prefix. No tokens are committed until one
 lease finishes, and the tokens of the other lease are then discarded.
 
-With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise. Tokens
-that one kind has committed stay, and a lease of another kind commits no tokens before it finishes. The first lease to
-finish determines the tokens. If its kind differs from the committed kind, its tokens replace the committed tokens
-(`ReplaceTokens`).
+With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
+Committed tokens of a worker of one kind stay committed, and a lease of a worker of another kind commits no tokens
+before it finishes. The lease that finishes first determines the tokens. If its worker's kind differs from the kind that
+generated the committed tokens, its tokens replace the committed tokens (`ReplaceTokens`).
 """
 
 from __future__ import annotations

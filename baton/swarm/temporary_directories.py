@@ -15,7 +15,8 @@ class TemporaryDirectories:
     memory even after a kill."""
 
     def __init__(self, notes: Path) -> None:
-        """Remove the directories that an earlier process of the run has left. notes: file with one path per line."""
+        """Remove the directories that an earlier process of the run has left. notes: file that records the paths, one
+        per line."""
         self._notes = notes
         self._directories: list[Path] = []
         if notes.exists():

@@ -124,7 +124,7 @@ def _reduce_once(tree: ast.expr, working: _Working) -> ast.expr:
 
 
 def _literal(tree: ast.expr) -> int | None:
-    """Return the value of a literal, which is digits with at most one minus sign; None for any other expression."""
+    """Return the value of an integer literal (digits with at most one minus sign), or None for any other expression."""
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
         return tree.value
     if (

@@ -66,7 +66,8 @@ class EnvironmentTask:
             self._local = EnvironmentInstances({spec.name: load_environment(spec)}, settings.max_observation_chars)
 
     def draw(self, seed: int, index: int) -> Problem:
-        """Return the problem of a draw. Raises UserError if the environment fails."""
+        """Return the problem at position `index` of the stream with this seed. Raises UserError if the environment
+        fails."""
         digest = blake3(f"environment:{self.name}:{seed}:{index}".encode()).digest(length=4)
         reset_seed = int.from_bytes(digest, "big")
         row = dict(self._rows[index % len(self._rows)]) if self._rows else {}

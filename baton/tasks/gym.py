@@ -28,7 +28,8 @@ from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 from baton.tasks.task import Problem
 
 BLOCK = 500
-"""Number of draws per reasoning-gym dataset object; some generators prepare all items of a dataset at once."""
+"""Number of items of each reasoning-gym dataset object. It is limited because some generators prepare all items of a
+dataset in advance."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({"chain_sum", "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
@@ -46,7 +47,8 @@ class GymTask:
     """One reasoning-gym task with its parameters."""
 
     def __init__(self, name: str, gym_name: str, params: dict[str, Any], *, is_compact: bool) -> None:
-        """Generate one item as a check. Raises UserError for an unknown task, invalid params or a missing form."""
+        """Check the arguments by generating one item. Raises UserError for an unknown task, invalid params or a missing
+        form."""
         self.name = name
         self._gym_name = gym_name
         self._params = params

@@ -62,7 +62,7 @@ class BitWriter:
         self.stream(np.packbits(bits))
 
     def block(self) -> bytes:
-        """Return the bytes of everything appended so far."""
+        """Return the block, which contains all appended numbers and streams."""
         return bytes(self._block)
 
 

@@ -1,4 +1,4 @@
-"""The flat buffer: all tensors of a version in one array of bytes, which publisher and fetcher process in pieces."""
+"""The flat buffer is one array of bytes with all tensors of a version. Publisher and fetcher process it in pieces."""
 
 from __future__ import annotations
 

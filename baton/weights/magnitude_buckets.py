@@ -1,4 +1,4 @@
-"""Groups elements into buckets by the magnitude of the base's element, because small weights change more often than
+"""Groups elements into buckets by their magnitude in the base version, because small weights change more often than
 large weights.
 
 An optimiser moves every weight by about the learning rate, and representable numbers are closer together near zero. In

@@ -40,7 +40,7 @@ _NAMES: Final = {
 class SharedMemory:
     """Stores versions in a directory in memory, such as /dev/shm/…
 
-    Only one publisher may use the directory: it deletes old `*.safetensors` files and unfinished ones.
+    Only one publisher may use the directory, because a publisher deletes old and unfinished `*.safetensors` files.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:

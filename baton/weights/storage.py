@@ -67,7 +67,7 @@ class Storage(Protocol):
         """Return a file's size in bytes, or None if there is no such file."""
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of all files below a folder, including unfinished ones."""
+        """Return the names of all files below a folder, including unfinished files."""
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""

@@ -4,7 +4,7 @@
     versions/<lineage>/000000012       a manifest; a version exists as soon as this file does
 
 One process writes to a store; any number read. Chunks without a manifest belong to a version that is being written, or
-were left by a process that died; `collect` removes the leftovers. It does not touch files with other names.
+were left by a process that died; `collect` removes the leftovers. `collect` never removes files with other names.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Store:
             return len(doomed)
 
     def _needed(self, live: list[PolicyVersion], keep: int) -> dict[tuple[str, int], Manifest]:
-        """Return the manifests of all versions to keep, by lineage and number."""
+        """Return (lineage, number) → manifest, for all versions to keep."""
         by_lineage: dict[str, list[int]] = {}
         for version in self.versions():
             by_lineage.setdefault(version.lineage, []).append(version.number)

@@ -1,4 +1,4 @@
-"""`FakeEngine`: an engine without a model, for tests. It has the slots, queue and reports of a real engine."""
+"""`FakeEngine`: an engine without a model, for tests. Its slots, queue and reports work as in a real engine."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return one uniform draw in [0, 1) per row, with 53 random bits.
+    """Return a uniform random number in [0, 1), with 53 random bits, for each row.
 
     keys: [W] results of `noise_key`. positions: [W] number of tokens after the prompt.
     """

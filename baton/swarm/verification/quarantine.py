@@ -31,7 +31,7 @@ class LiftRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A user has ended the quarantine of workers."""
 
     lifted: tuple[str, ...]
-    """Ids of the workers, as in `QuarantineRecord.worker`."""
+    """Ids of the workers, in the form of `QuarantineRecord.worker`."""
     at: float
     """Time in Unix seconds, UTC."""
 
