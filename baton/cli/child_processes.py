@@ -10,14 +10,14 @@ Descriptor = Annotated[int, typer.Argument(help="File descriptor of the socket t
 
 
 def engine(descriptor: Descriptor) -> None:
-    """Serve a parent process as its engine."""
+    """Run as an engine of the parent process."""
     from baton.rollout.processes.engine_process import serve
 
     serve(descriptor)
 
 
 def rank(descriptor: Descriptor) -> None:
-    """Serve a parent process as a rank of its trainer."""
+    """Run as a trainer rank of the parent process."""
     from baton.trainer.parallel.rank_process import serve
 
     serve(descriptor)

@@ -1,4 +1,4 @@
-"""The commands that list the possible contents of recipes: `baton keys`, `baton tasks` and `baton algorithms`."""
+"""The commands that list what a recipe may contain: `baton keys`, `baton tasks` and `baton algorithms`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The `baton` command: registers the subcommands, and reports an error as one sentence and an exit code.
 
-Each subcommand is a function in a module of this folder. The function reads its options, calls one function that
+Each subcommand is a function in a module of this folder. Such a function reads its options, calls a function that
 returns a record, and prints the record. It imports other modules in its body, so that `baton --help` imports neither
 torch nor the planner.
 """
@@ -13,7 +13,7 @@ import sys
 import traceback
 from typing import Annotated, NoReturn
 
-# Set before torch is imported: how long a waiting OpenMP thread spins before it sleeps. Sleeping immediately
+# How long a waiting OpenMP thread spins before it sleeps; must be set before torch is imported. Sleeping immediately
 # (OMP_WAIT_POLICY=passive) doubles the time of a train step on two threads; longer spinning slows engine processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.run.loop import Loop, Observer
 
 Start = Callable[["Observer", StopRequest], "Loop"]
-"""Function that runs a recipe to the end, or until a stop is requested."""
+"""Function that runs a recipe until the run is complete or a stop is requested."""
 
 
 def train(
@@ -101,7 +101,7 @@ def train(
 
 
 def _run(start: Start, steps: int, as_json: bool) -> None:
-    """Run until the end or a signal, and print the report."""
+    """Run until the run is complete or a signal arrives, and print the report."""
     from baton.run.summary import write_summary
     from baton.views.terminal.progress import TerminalObserver
     from baton.views.terminal.report import print_report
@@ -126,7 +126,8 @@ def _run(start: Start, steps: int, as_json: bool) -> None:
 
 
 def _exit_code(stop: StopRequest) -> int:
-    """Return the exit code of an incomplete run: 143 after SIGTERM, so that a supervisor restarts it; else 0."""
+    """Return the exit code of an incomplete run: 143 after SIGTERM, so that a supervisor restarts the run; otherwise
+    0."""
     return 128 + signal.SIGTERM if stop.signal == signal.SIGTERM else 0
 
 

@@ -54,7 +54,7 @@ def worker(
 ) -> None:
     """Join a run's hub, fetch its weights and generate trajectories for it.
 
-    The worker opens the only connection, so it works behind NAT. It reconnects after an outage. Ctrl-C aborts the
+    The worker opens all connections, so it works behind NAT. It reconnects after a network failure. Ctrl-C aborts the
     running trajectories, reports their tokens and exits.
     """
     from aiohttp import Fingerprint
@@ -109,7 +109,7 @@ async def _run(one: SwarmWorker, is_tied: bool) -> None:
 
 
 def _device_name(device: str) -> str:
-    """Return the name of the GPU or processor. Devices with equal names are expected to round equally."""
+    """Return the name of the GPU or processor. Devices with equal names are expected to compute with equal rounding."""
     from baton.records.run_directory import processor_name
 
     if device == "cpu":

@@ -20,9 +20,11 @@ class Efficiency(Settings):
     backward: float = Field(default=2.0, gt=0)
     """Time of a backward pass divided by the time of a forward pass; 2 by FLOP count."""
     train_beside: float = Field(default=1.0, gt=0)
-    """Slowdown of a train step while engines use the same cores, in addition to the smaller share of the cores."""
+    """Factor by which a train step is slower while engines use the same cores, beyond the effect of having fewer
+    cores."""
     engine_beside: float = Field(default=1.0, gt=0)
-    """Slowdown of engines while the trainer uses the same cores, in addition to the smaller share of the cores."""
+    """Factor by which engines are slower while the trainer uses the same cores, beyond the effect of having fewer
+    cores."""
     prefill: float = Field(default=0.5, gt=0, le=1)
     """Share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)
@@ -38,8 +40,8 @@ class Efficiency(Settings):
     trajectory_overhead_s: float = Field(default=0.0, ge=0)
     """Engine time per trajectory in addition to prefill and decode: slot allocation, reports and messages."""
     handover_s: float = Field(default=0.0, ge=0)
-    """Time from an engine's report until the engine receives the next trajectory. Meanwhile it decodes with an empty
-    slot. 0 for an engine with a local queue."""
+    """Time from an engine's report until the engine receives the next trajectory. Meanwhile the engine decodes with an
+    empty slot. The value is 0 for an engine with a local queue."""
     link: float = Field(default=0.7, gt=0, le=1)
     """Share of link bandwidth in collectives."""
     publish: float = Field(default=0.25, gt=0, le=1)

@@ -23,7 +23,7 @@ BACKWARD = 0.5, 10.0
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """A measured time, and the cost model's prediction of it."""
+    """A measured time, and the time that the cost model predicts."""
 
     phase: str
     """`decode`, `prefill`, `train`, or `rollout` (a whole batch)."""
@@ -104,7 +104,7 @@ def with_beside(
     model: ModelSpec, work: Workload, place: DeviceClass, engines: int, cores: int, beside: OverlapMeasurement
 ) -> tuple[Efficiency, list[Measurement]]:
     """Fit `train_beside` and `engine_beside`, the slowdowns on shared cores. Return the efficiencies and two
-    measurements that they reproduce: a train step, and a decode step of all slots."""
+    measurements that the efficiencies reproduce: a train step, and a decode step of all slots."""
     share = max(1.0, (beside.threads + engines) / cores)
     tokens = work.prompt.mean + work.output.mean
     train_s = train_step_s(model, work, place, beside.threads, work.num_trajectories, tokens, 1.0) * share
@@ -128,8 +128,8 @@ def with_beside(
 def fit(
     model: ModelSpec, work: Workload, place: DeviceClass, devices: int, points: Sequence[Measurement]
 ) -> tuple[Efficiency, list[Measurement]]:
-    """Fit the efficiencies of decode, prefill and training by least squares of relative errors. Return them, and the
-    measurements with predictions."""
+    """Fit the efficiencies of decode, prefill and training by least squares of relative errors. Return the
+    efficiencies, and the measurements with their predictions."""
 
     def errors(efficiency: Efficiency, phase: str) -> float:
         tried = msgspec.structs.replace(place, efficiency=efficiency)
@@ -180,7 +180,8 @@ def _fit_train(
 
 
 def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
-    """Return the coefficients of the columns with the least squared relative errors. The first is at least 0."""
+    """Return the coefficients of the columns that minimise the squared relative errors. The first coefficient is at
+    least 0."""
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     ones = np.ones(len(seconds))
     found = [float(value) for value in np.linalg.lstsq(matrix, ones, rcond=None)[0]]

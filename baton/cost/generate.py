@@ -83,7 +83,7 @@ def replica_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
 
 
 def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the bytes of weights on the GPU of a replica that has most."""
+    """Return the bytes of weights on that GPU of a replica that holds the most weights."""
     full = []
     for stage, count in enumerate(layers):
         tables = (stage == 0) + (stage == len(layers) - 1)
@@ -94,8 +94,8 @@ def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, .
 
 
 def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
-    """Return the bytes of KV cache of a trajectory of `tokens` tokens, on the GPU that has most. If tp exceeds the
-    number of KV heads, the heads are replicated."""
+    """Return the bytes of KV cache that a trajectory of `tokens` tokens takes on the GPU that holds the largest part of
+    it. If tp exceeds the number of KV heads, the heads are replicated."""
     per_layer = model.seen(tokens) * model.kv_values_per_token * work.kv_bytes
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
@@ -113,8 +113,8 @@ def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int,
 def decode_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: float, context: float
 ) -> float:
-    """Return the time of a decode step of `batch` trajectories. Each pipeline stage processes `batch / pp` of them
-    at once."""
+    """Return the time of a decode step of `batch` trajectories. Each pipeline stage processes `batch / pp` trajectories
+    at a time."""
     pp, eff, gpu = len(layers), place.efficiency, place.gpu
     rows = batch / pp
     seen = model.seen(context)
@@ -206,8 +206,8 @@ def prefills_per_trajectory(work: Workload, batch: float) -> float:
 def drain_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: int
 ) -> float:
-    """Return the time until the last of `batch` trajectories that start at the same time has ended. Steps get faster
-    when trajectories end."""
+    """Return the time to generate `batch` trajectories that all start at the same time, until the last one has ended.
+    Steps become faster as trajectories end."""
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
     alive = work.output.survival(list(middle))

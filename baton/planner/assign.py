@@ -43,7 +43,7 @@ def seat(
     counts: Sequence[int],
     prefer: dict[str, str] | None = None,
 ) -> GpuAssignment:
-    """Assign GPUs to every training group and replica, or, if `row` is None, to replicas only.
+    """Assign GPUs to every training group and replica; if `row` is None, only to replicas.
 
     Large groups are placed first, so that all groups fit. Training groups are placed on nodes with many free GPUs,
     replicas on nodes with few. `prefer` maps GPUs to their current roles (`train` or `rollout`), which they keep if

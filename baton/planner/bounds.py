@@ -1,9 +1,9 @@
 """Lower bounds of the step time, cheap enough to order and discard hundreds of thousands of candidates.
 
-If replicas may be fractional, the optimum does not get worse. A pool of n GPUs therefore generates at most n · φ(T)
-tokens in time T. φ(T) is the largest number of tokens per GPU that any shape generates in T. The staleness gate enters
-with a price λ per running trajectory. By weak duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least
-the optimum of the integer program, for every λ ≥ 0.
+Allowing fractional replicas can only improve the optimum. A pool of n GPUs therefore generates at most n · φ(T) tokens
+in time T, where φ(T) is the largest number of tokens per GPU that any shape generates in T. The staleness gate is
+included as a price λ per running trajectory. By weak duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at
+least the optimum of the integer program, for every λ ≥ 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RolloutBound:
         return [0.0, *(highest * 2.0**-power for power in range(PRICES - 1))]
 
     def _table(self, price: float) -> Floats:
-        """Return φ(T) less the price of the running trajectories, [pools, times]."""
+        """Return φ(T) minus the price of the running trajectories, shape [pools, times]."""
         best = np.zeros((self._num_pools, GRID))
         for column in self._columns:
             work = column.cost.tokens_per_s * np.maximum(0.0, self.times - column.cost.pause_s)
@@ -54,14 +54,15 @@ class RolloutBound:
         return best
 
     def times_s(self, gpus: NDArray[np.int64]) -> Floats:
-        """Return lower bounds on the time to generate a step's tokens, [candidates]. `gpus` is [candidates, pools]."""
+        """Return lower bounds on the time to generate a step's tokens, shape [candidates]. `gpus` has shape
+        [candidates, pools]."""
         least = np.zeros(len(gpus))
         for price, table in zip(self.prices, self.tables, strict=True):
             least = np.maximum(least, self._root(gpus.astype(float), table, price * self.gate if price else 0.0))
         return least
 
     def work(self, time_s: float) -> list[Floats]:
-        """Return an upper bound of the work per GPU in this time: [pools] for each price."""
+        """Return, for each price, an upper bound on the work per GPU in this time, shape [pools]."""
         return [np.array([np.interp(time_s, self.times, row) for row in table]) for table in self.tables]
 
     def _root(self, gpus: Floats, table: Floats, constant: float) -> Floats:
@@ -80,11 +81,12 @@ class RolloutBound:
 
 
 def division_bound_s(problem: AssignmentProblem) -> float:
-    """Return a lower bound on the step time of every division of the GPUs between trainer and rollout. Takes
-    milliseconds.
+    """Return a lower bound on the step time of every division of the GPUs between trainer and rollout. The computation
+    takes milliseconds.
 
-    In time T, a GPU of pool k either trains ρ_k·T batches or generates the fraction φ_k(T)/tokens of a batch. Both sums
-    must reach 1, so for every weight w in [0, 1]: Σ n_k · max(w·ρ_k·T, (1 − w)·φ_k(T)/tokens) ≥ 1.
+    In time T, a GPU of pool k either trains ρ_k·T batches or generates the fraction φ_k(T)/tokens of a batch. The sums
+    of trained and of generated batches must both reach 1. For every weight w in [0, 1], it follows that
+    Σ n_k · max(w·ρ_k·T, (1 − w)·φ_k(T)/tokens) ≥ 1.
     """
     bound = RolloutBound(problem)
     count = np.array([pool.num_gpus for pool in problem.pools.pools], dtype=float)

@@ -1,8 +1,8 @@
 """Plans in which trainer and engines use the same GPUs alternately, without overlap.
 
-All GPUs generate, then the training shape trains. The trainer's state (weights, gradients, optimiser) either stays
-in GPU memory, which leaves less for the KV cache, or is moved to host memory and back. Both are planned; the faster
-one is used.
+All GPUs generate, then the training shape trains. The trainer's state (weights, gradients, optimiser) either stays in
+GPU memory, which leaves less memory for the KV cache, or is moved to host memory and back. The planner tries both and
+uses the faster plan.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
 
 
 def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats:
-    """Return the bytes that the trainer keeps on each GPU of a pool between steps, without activations, [pools]."""
+    """Return the bytes, without activations, that the trainer keeps between steps on each GPU of a pool, shape
+    [pools]."""
     table, model = problem.table, inputs.model
     found = np.zeros(len(problem.pools.pools))
     if inputs.rates is not None:
@@ -70,8 +71,8 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
 
 
 def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> tuple[RolloutAllocation, float] | None:
-    """Return the fastest replicas on all GPUs beside the trainer's state (`kept` bytes), and the time to publish to
-    them."""
+    """Return the fastest replicas that fit on all GPUs beside the trainer's state (`kept` bytes), and the time to
+    publish weights to these replicas."""
     pools = problem.pools.pools
     columns = tuple(
         column

@@ -38,15 +38,16 @@ Bools = NDArray[np.bool_]
 ROUNDS = 12
 """Maximum number of bisection steps on the step time."""
 TARGET_GAP = 0.002
-"""Gap to the bound below which the search ends."""
+"""The search ends when the gap between the best plan and the bound is below this value."""
 MOST_CANDIDATES = 40_000
 """Maximum number of candidates that a round turns into training shapes."""
 MOST_SPLITS = 4000
-"""Maximum number of splits of the layers per set of pools; more are thinned."""
+"""Maximum number of splits of the layers per set of pools. A larger set of splits is thinned."""
 SPARE = (0, 1, 2)
 """Numbers of additional groups that each pool is tried with when a candidate is turned into training shapes."""
 PASSES = 4
-"""Repetitions that let mutually dependent numbers of groups grow. With fewer, the bound is valid but weaker."""
+"""Number of passes in which the mutually dependent numbers of groups are increased. With fewer passes the bound is
+valid but weaker."""
 
 
 class _Family(msgspec.Struct, frozen=True):
@@ -71,7 +72,7 @@ class _Family(msgspec.Struct, frozen=True):
 def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the solution, improved if a crossing pipeline gives a better one, with a bound over all crossing
+    """Return the solution, or a better solution with a crossing pipeline, together with a bound over all crossing
     pipelines.
 
     The row of the solution refers to the table of the returned problem.
@@ -92,7 +93,7 @@ def improve(
             continue
         found = _realise(inputs, problem, families, passing, solved_s, time_limit_s / 4)
         if found is None:
-            high = middle  # neither found nor excluded: only a shorter time can raise the bound
+            high = middle  # this time is neither reached nor excluded, so only a shorter time can raise the bound
             continue
         problem, best = found
         solved_s = best.step_s
@@ -101,7 +102,7 @@ def improve(
 
 
 def _enumerated_bound_s(inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound) -> float:
-    """Return a lower bound on the step time of pipelines on a single pool; the table has all of them."""
+    """Return a lower bound on the step time of pipelines on a single pool, all of which are in the table."""
     alone = (problem.table.stages > 0).sum(axis=1) == 1
     if not alone.any():
         return np.inf
@@ -181,7 +182,7 @@ def _passing(
     """Return the candidates (rows) that a step time does not exclude, and the groups (dp) that each pool needs.
 
     The first pass uses the shortest publication time of each row. The remaining rows are tested once per pool: with the
-    publication time to this pool, and with engines only on pools that weights reach in this time.
+    publication time to this pool, and with engines only on the pools to which weights can be published in this time.
     """
     sync_s = _sync_s(inputs, problem, family)
     rows: Ints = np.arange(len(sync_s), dtype=np.int64)
@@ -205,7 +206,8 @@ def _passing(
 
 
 def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
-    """Return publication times, [candidates, pools]. A pool's share of the layers is its share of the weights."""
+    """Return publication times, shape [candidates, pools]. A pool's share of the weights is taken to be its share of
+    the layers."""
     pools = problem.pools
     shares = np.zeros((len(family.split[0]), len(pools.pools)))
     for place, k in enumerate(family.order):
@@ -271,7 +273,8 @@ def _generating(
 def _least_groups(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
-    """Return the least dp with which each stage of a pool takes at most `pace`. `groups` is a known lower bound."""
+    """Return the smallest dp with which each stage of a pool takes at most the time `pace`. `groups` is a known lower
+    bound."""
     pool = problem.pools.pools[family.order[place]]
     rate = stage_link(problem.pools, family.order, place, family.stages[place][alive])
     node, tp = max(pool.sizes), family.tp[place][alive]

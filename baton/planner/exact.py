@@ -1,10 +1,10 @@
 """Phase 2, `exact`: best-first search over training shapes, each with its best rollout. It proves that the plan is
 optimal, or reports a gap.
 
-The GPUs that a training shape leaves free give a lower bound on the step time. Shapes are visited in the order of this
-bound, and an integer program decides whether a shape beats the best plan so far. The search ends when the next bound is
-not below the best step time. `division_bound_s` covers the shapes that were not enumerated, which happens with many
-GPUs of many types.
+The GPUs that a training shape leaves free give a lower bound on the step time. Shapes are visited in ascending order of
+this bound, and an integer program decides whether a shape gives a better plan than the best plan so far. The search
+ends when the next bound is not below the best step time. `division_bound_s` covers the shapes that were not enumerated,
+which happens with many GPUs of many types.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -
 
 
 class _Entries(msgspec.Struct, frozen=True):
-    """Candidates: a training shape and a maximum publication time. Engines run only on pools that weights reach in
-    that time."""
+    """Candidates: a training shape and a maximum publication time. Engines run only on the pools to which weights can
+    be published in that time."""
 
     rows: Ints
     sync_s: Floats
@@ -103,8 +103,8 @@ def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:
 def _try(
     problem: AssignmentProblem, program: RolloutProgram, entries: _Entries, place: int, step_s: float
 ) -> tuple[Solution | None, float]:
-    """Return the candidate's solution, or None if it is not faster than `step_s`, and a lower bound on its step
-    time."""
+    """Return the candidate's solution and a lower bound on its step time. The solution is None if it is not faster than
+    `step_s`."""
     table, step = problem.table, problem.step
     row, sync_s = int(entries.rows[place]), float(entries.sync_s[place])
     train_s, lower = float(table.time_s[row]), float(entries.bound_s[place])

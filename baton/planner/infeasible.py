@@ -18,7 +18,7 @@ GB = 1e9
 
 
 def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise the UserError for a model of which no replica shape fits into memory on any pool."""
+    """Raise the UserError for a model that fits into the memory of no pool with any replica shape."""
     lines = []
     for pool in pools.pools:
         needs = [
@@ -44,7 +44,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
 
 
 def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise the UserError for a model of which no training shape fits into memory on any pool."""
+    """Raise the UserError for a model that fits into the memory of no pool with any training shape."""
     lines = [_training_need(model, work, pool) for pool in pools.pools]
     raise UserError(
         f"infeasible: training memory. {model.name} with microbatches of {work.longest_tokens:,.0f} tokens fits in no "
@@ -74,8 +74,8 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
 
 
 def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
-    """Raise the UserError for trainer and rollout that fit separately but not together, or for a staleness gate that
-    admits too few trajectories."""
+    """Raise the UserError if trainer and rollout fit separately but not together, or if the staleness gate admits too
+    few trajectories."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:

@@ -87,7 +87,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
 
 
 def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
-    """Return the problem of a table of rates: a replica is one GPU, and the training rates of GPUs add up.
+    """Return the problem of a table of rates. A replica is one GPU, and the training rate is the sum over GPUs.
 
     Memory and shapes are not modelled, because the rates were measured with shapes that fit.
     """
@@ -144,8 +144,8 @@ def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:
 
 
 def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:
-    """Return the divisions in which all pools except one train completely or not at all: the basic solutions of the
-    LP."""
+    """Return the divisions in which all pools except one train completely or not at all: these are the basic solutions
+    of the linear program."""
     rows = set()
     for split in range(len(pools)):
         others = [(0, pool.num_gpus) if k != split else (0,) for k, pool in enumerate(pools)]

@@ -33,7 +33,8 @@ def check_solver() -> None:
 def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
     """Solve one integer program. `rows` is [constraints, columns]; `gains`, `rows` and `limits` are non-negative.
 
-    The solution is optimal (relative gap 10⁻⁹) unless the solver reaches its time limit; then `bound` exceeds `value`.
+    The solution is optimal (relative gap 10⁻⁹) unless the solver reaches its time limit. In that case `bound` exceeds
+    `value`.
     """
     check_solver()
     import highspy

@@ -120,8 +120,8 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
 
 
 def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
-    """Return the number of layers of each stage, in order. If the balance has more layers than the model, the stages
-    with the most layers get fewer."""
+    """Return the number of layers of each stage, in order. If the stages of the balance have more layers in total than
+    the model, the stages with the most layers get fewer layers."""
     found: list[int] = []
     for place, count in enumerate(stages):
         first, between, last = (int(each[0]) for each in balance.stage_layers[place])
@@ -212,8 +212,9 @@ def _idle(problem: AssignmentProblem, seats: GpuAssignment, breakdown: Breakdown
 def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Breakdown) -> float:
     """Estimate the number of versions between a trajectory's first token and its training, by Little's law.
 
-    If training is slower than rollout, the staleness gate is full and the estimate is `max_staleness`. Otherwise it is
-    the number of running trajectories per trajectory of a batch, plus half a step in the buffer.
+    If training is slower than rollout, the staleness gate is full and the estimate is `max_staleness`. Otherwise the
+    estimate is the number of running trajectories divided by the number of trajectories in a batch, plus half a step
+    for the time in the buffer.
     """
     work = inputs.work
     if not breakdown.overlaps:

@@ -1,12 +1,13 @@
-"""Pools of interchangeable GPUs of one type. A search over pools counts GPUs and does not name them.
+"""Pools of interchangeable GPUs of one type. A search over pools only counts GPUs and does not distinguish single GPUs.
 
 Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. If the nodes of
 a type are not alike, a pool can still contain the whole type. A pessimistic pool has the slowest links, so its plans
 are feasible. An optimistic pool has the fastest links, so the step time of its best plan is a lower bound.
 
-Tensor-parallel groups have 2^i GPUs of one node. Groups of these sizes fit into the nodes if and only if, for every
-size g, the GPUs in groups of at least g are at most g · Σ_nodes ⌊GPUs / g⌋. (Proof: place large groups first; each uses
-a multiple of g GPUs of a node.) Packing therefore needs no node names either.
+Tensor-parallel groups have 2^i GPUs of one node. Such groups fit into the nodes if and only if a condition holds for
+every size g: all groups of size g or larger together have at most g · Σ_nodes ⌊GPUs / g⌋ GPUs. (Proof: place large
+groups first; each uses a multiple of g GPUs of a node.) Whether groups fit can therefore be decided without a choice of
+nodes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from baton.specs.cluster import Cluster, Node
 
 View = Literal["alike", "pessimistic", "optimistic"]
 MAX_POOLS = 6
-"""Maximum number of pools of nodes that are alike. With more, only pools of whole types are planned, because a
-search over subsets of pools takes too long."""
+"""Maximum number of pools of nodes that are alike. If a cluster has more such pools, only pools of whole types are
+planned, because a search over subsets of so many pools takes too long."""
 
 
 class GpuPool(msgspec.Struct, frozen=True):

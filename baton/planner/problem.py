@@ -105,7 +105,7 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     step: StepModel
     trained_tokens: float
     train_rate_bound: Floats
-    """[pools] upper bound on the batches per second and GPU of any training shape. It serves bounds if the table is
+    """[pools] upper bound on the batches per second and GPU of any training shape. Used for bounds if the table is
     incomplete."""
     sync_bound_s: float
     """Lower bound on the publication time."""

@@ -19,12 +19,13 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """Iterations without improvement after which the search stops (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Maximum number of divisions. If single GPUs give more, whole nodes are divided, then groups of nodes."""
+"""Maximum number of divisions. If a division by single GPUs has more possibilities, the cluster is divided by whole
+nodes, or else by groups of nodes."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:
-    """Return equation 3 of each division: the training side's share of link bandwidth plus the rollout side's share of
-    memory bandwidth.
+    """Return the value of equation 3 for each division: the training side's share of link bandwidth plus the rollout
+    side's share of memory bandwidth.
 
     The link bandwidth is summed over all pairs of GPUs. The first `rows[:, k]` GPUs of each pool train, node by node.
     """
@@ -71,7 +72,8 @@ def divisions(problem: AssignmentProblem) -> Ints:
 
 
 def propose(problem: AssignmentProblem, gamma: float, rows: Ints, scores: Floats) -> Ints:
-    """Return the division with the highest equation 3 among the divisions whose share of FLOP/s is nearest to γ."""
+    """Return the division with the highest value of equation 3, among the divisions whose training share of FLOP/s is
+    nearest to γ."""
     flops = np.array([pool.place.gpu.flops for pool in problem.pools.pools])
     share = rows @ flops / (np.array([pool.num_gpus for pool in problem.pools.pools]) @ flops)
     reach = np.sort(np.unique(np.round(share, 9)))
@@ -121,7 +123,7 @@ def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[in
 
 
 def taken_sizes(pool: GpuPool, count: int) -> list[int]:
-    """Return the GPUs of each node among the pool's first `count`."""
+    """Return how many of the pool's first `count` GPUs each node has."""
     found, left = [], count
     for size in pool.sizes:
         found.append(min(size, left))

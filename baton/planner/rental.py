@@ -1,8 +1,8 @@
 """Chooses machines to rent: the highest throughput for a budget, or the lowest price for a throughput.
 
 An offer is a machine type with a price. A combination of machine counts is a cluster. Bounds on the throughput of all
-combinations are computed at once, with fractional GPUs. They give the order of the search and exclude combinations that
-need not be planned.
+combinations are computed at once, with fractional GPUs. These bounds determine the order of the search and exclude
+combinations that need not be planned.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class RentalChoice(msgspec.Struct, frozen=True):
     num_choices: int
     num_planned: int
     bound: float
-    """For a budget: upper bound on the throughput of every affordable choice. For a target: lower bound on the price
-    of every choice that reaches it."""
+    """For a budget: upper bound on the throughput of every affordable choice. For a target: lower bound on the price of
+    every choice that reaches the target."""
 
 
 class _Market(msgspec.Struct, frozen=True):
@@ -190,8 +190,8 @@ def _most(limit: int | None, budget: float, price: float) -> int:
 
 
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
-    """Return the machine counts within a budget, [choices, offers]. If `only_full`, choices are left out to which
-    the budget allows another machine."""
+    """Return the machine counts within a budget, [choices, offers]. With `only_full`, omits choices for which the
+    budget would suffice for another machine."""
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(
@@ -210,7 +210,7 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int], prices:
     whole = inputs.on(offers.cluster_settings(most).build())
     problem = make_problem(whole, "optimistic")
     links = [pool.place.link_bytes_per_s * pool.place.efficiency.publish for pool in problem.pools.pools]
-    if inputs.rates is None:  # within a single machine, weights are published over its own link
+    if inputs.rates is None:  # if the cluster is a single machine, weights are published over the link of this machine
         size = inputs.model.params * inputs.work.weight_bytes
         latency = min(pool.place.efficiency.publish_latency_s for pool in problem.pools.pools)
         problem = msgspec.structs.replace(problem, sync_bound_s=min(problem.sync_bound_s, latency + size / max(links)))

@@ -1,10 +1,10 @@
 """Replanning after machines were lost or added: a good new plan that moves few GPUs.
 
-Up to three plans are made. The first ignores the running plan. If the training shape still fits, the second keeps it,
-and the third keeps it and the surviving replicas and places more replicas on the free GPUs. Otherwise the second keeps
-the surviving replicas and trains on the other GPUs. Of the plans within `slack` of the fastest, the plan with the
-fewest moves is chosen. A GPU moves if it was in the cluster before and now has another role, training shape or replica
-shape.
+Up to three plans are made. The first plan ignores the running plan. If the training shape still fits, the second plan
+keeps the training shape. The third plan keeps the training shape and the surviving replicas, and places more replicas
+on the free GPUs. If the training shape does not fit, the second plan keeps the surviving replicas and trains on the
+other GPUs. Of the plans within `slack` of the fastest, the plan with the fewest moves is chosen. A GPU moves if it was
+in the cluster before and now has another role, training shape or replica shape.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
 
 
 def jobs(plan: Plan) -> dict[str, str]:
-    """Return a text for each GPU. The texts of a GPU in two plans are equal if its role and shape are the same."""
+    """Return a text for each GPU that describes its job. If a GPU has the same role and shape in two plans, its two
+    texts are equal."""
     found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
     shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)
     for replica in plan.replicas:

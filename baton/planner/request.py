@@ -27,7 +27,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     price_per_h: float | None = None
     tokens_per_s: float | None = None
     running: Plan | None = None
-    """Running plan. The new plan gives few of its GPUs another role."""
+    """Running plan to replace. Few GPUs of the running plan get another role in the new plan."""
     slack: float = 0.02
     """Relative increase of the step time that is accepted to move fewer GPUs; used with `running`."""
     is_colocated: bool = False
@@ -93,7 +93,7 @@ class PlanResult(msgspec.Struct, frozen=True):
 
 
 def run_request(request: PlanRequest) -> PlanResult:
-    """Carry out a request. Raises UserError if no plan is feasible."""
+    """Compute the result of a request. Raises UserError if no plan is feasible."""
     result = _plan(request)
     if not request.compares:
         return result

@@ -28,9 +28,10 @@ CROSSING_STAGES = (1, 2)
 MAX_CROSSED = 3
 """Maximum number of pools in one pipeline."""
 MAX_SHAPES = 400_000
-"""Maximum number of shapes that are evaluated for a set of pools. If more exist, only some are evaluated."""
+"""Maximum number of shapes that are evaluated for a set of pools. If a set of pools has more shapes, only some of them
+are evaluated."""
 SATURATED_SHAPES = 3
-"""Number of shapes of each pool that trains with all its GPUs, if only some shapes are evaluated."""
+"""If only some shapes are evaluated: number of shapes that are tried on each pool that trains with all its GPUs."""
 
 
 Rows = tuple[Ints, Ints, Ints, Floats, Floats]
@@ -118,8 +119,8 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
 
 
 def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield combinations of the pools' shapes: all, or those in which all pools except one train with all their
-    GPUs."""
+    """Yield combinations of the pools' shapes: either all combinations, or only those in which all pools except one
+    train with all their GPUs."""
     if count <= MAX_SHAPES:
         yield _product(alone)
         return
@@ -157,7 +158,7 @@ def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[in
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """A group of `count` equal stages. Each takes `base_s + layers · per_layer_s`."""
+    """A group of `count` equal stages. Each stage takes the time `base_s + layers · per_layer_s`."""
 
     count: Ints
     base_s: Floats
@@ -250,7 +251,8 @@ def _kinds(
 
 
 def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> Floats:
-    """Return the bandwidth of the slowest link between stages of a pool, or from it to its neighbours, [candidates]."""
+    """Return the bandwidth of the slowest link between stages of a pool, or between the pool and its neighbours, shape
+    [candidates]."""
     index = order[place]
     pool = pools.pools[index].place
     slowest = np.where(stages > 1, pool.inter_bytes_per_s, np.inf)

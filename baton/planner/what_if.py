@@ -13,7 +13,7 @@ from baton.planner.solve import make_plan, restricted
 from baton.specs.cluster import Cluster
 
 NOTHING = 1e-6
-"""Relative gain below which a gain counts as 0."""
+"""A relative gain below this value counts as 0."""
 MOST_CLUSTERS = 60
 """Approximate maximum number of clusters on the price curve."""
 CURVE_LIMIT_S = 20.0

@@ -26,7 +26,7 @@ RENAMED = {
     "swarm.relief": "swarm.backup_lease_factor",
     "weights.anchor_every": "weights.keyframe_every",
 }
-"""Keys of earlier recipes, each with its new name. A recipe may not use the old name; an old run's recipe may."""
+"""Keys of earlier recipes, each with its new name. Only the recipe of an old run may contain an old name."""
 
 
 MAY_CHANGE = (
@@ -99,7 +99,7 @@ def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
 def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a sentence for each change that makes a resumed run differ from an uninterrupted run.
 
-    Both arguments are resolved recipes. Raises UserError if a key differs that may not change.
+    Both arguments are resolved recipes. Raises UserError if a key that may not change differs.
     """
     said, refused = [], []
     for key, (old, new) in changes_of(before, now).items():
@@ -121,7 +121,8 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 
 def with_current_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the resolved recipe of a run with the current names of its keys; an earlier Baton may have written it."""
+    """Return the resolved recipe of a run, which an earlier version of Baton may have written, with the current names
+    of its keys."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):

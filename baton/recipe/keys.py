@@ -31,7 +31,7 @@ class RecipeKey(msgspec.Struct, frozen=True):
 
 
 def recipe_keys(section: str | None = None) -> list[RecipeKey]:
-    """Return the keys of one section, or of all sections. Keys that only `baton sft` reads are last.
+    """Return the keys of one section, or of all sections. The keys that only `baton sft` reads are at the end.
 
     Raises UserError for an unknown section.
     """

@@ -47,8 +47,8 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
 
 
 def _checkpoint_of_run(run: Path) -> str:
-    """Return the path of a run's newest intact checkpoint. Raises UserError if it has none."""
-    from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because it imports torch
+    """Return the path of a run's newest intact checkpoint. Raises UserError if the run has no intact checkpoint."""
+    from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because this module imports torch
 
     found = newest_intact_checkpoint(run / "checkpoints", logger.warning)
     if found is None:
@@ -115,6 +115,7 @@ def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> list[str
 
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of a section, also of one that is optional or in a list; None for a key that is a value."""
+    """Return the class of a section, even if the section is optional or an element of a list. Return None if the key is
+    not a section."""
     candidates: list[Any] = [field.annotation, *get_args(field.annotation)]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

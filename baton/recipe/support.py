@@ -44,7 +44,7 @@ class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def why(self) -> str:
-        """Name of the test, or the sentence that states the reason."""
+        """Name of the test if the status is `tested`; otherwise a sentence that states the reason."""
         return self.test or self.experimental or self.refused
 
     def describes(self, axis: str, value: str) -> bool:
@@ -98,6 +98,6 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
 
 
 def is_single(entry: SupportEntry, axis: str) -> bool:
-    """Return True if an entry has this axis and no other axis, or has default values on all axes."""
+    """Return True if the entry names only this axis, or has default values on all axes."""
     defaults = {each.name: (each.default,) for each in support_table().axis}
     return axis in entry.when and (len(entry.when) == 1 or entry.when.items() <= defaults.items())

@@ -69,10 +69,10 @@ def recipe_workload(recipe: Recipe) -> Workload:
 
 
 def workload_of_run(path: Path) -> Workload:
-    """Return the workload of a run, measured where possible, and otherwise from its recipe.
+    """Return the workload of a run: measured values if the run has recorded them, otherwise values of its recipe.
 
-    Measured are the lengths of all recorded trajectories, the reward latency, and the share of groups whose rewards are
-    not all equal.
+    The measured values are the lengths of all recorded trajectories, the reward latency, and the share of groups whose
+    rewards are not all equal.
     """
     run = RunDirectory.open(path)
     steps = run.recorded_steps()

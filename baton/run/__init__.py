@@ -1,1 +1,1 @@
-"""A running system made from a recipe: assembly, loop, evaluation, resume, dry run, hub, supervised warm start."""
+"""From a recipe to a running system: assembly, loop, evaluation, resume, dry run, hub, supervised warm start."""

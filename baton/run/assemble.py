@@ -64,13 +64,14 @@ from baton.types import PolicyVersion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 StartRanks = Callable[[int, int], Ranks]
-"""Function from (number of ranks, torch threads per rank) to the started ranks of a trainer."""
+"""Function that starts the ranks of a trainer and returns them. Its arguments are the number of ranks and the number of
+torch threads per rank."""
 
 
 def set_up_torch(threads: int, *, busy: int = 0) -> int:
     """Set the number of torch threads and enable deterministic algorithms; return the number of threads.
 
-    If `threads` is 0, torch gets all available cores except `busy`, which is the number used by other processes.
+    If `threads` is 0, torch gets all available cores except `busy` cores, which other processes use.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = threads or max(1, allowed - busy)
@@ -79,7 +80,7 @@ def set_up_torch(threads: int, *, busy: int = 0) -> int:
 
 
 def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
-    """Construct the recipe's engine, which loads its own copy of the model at `path`."""
+    """Construct the recipe's engine. The engine loads a copy of the model at `path`."""
     return engine_of_model(path, recipe.engine, version, device=recipe.model.device, attention=recipe.model.attention)
 
 
@@ -107,11 +108,11 @@ def build_loop(
     worker_supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
 ) -> Loop:
-    """Construct all parts of a run, in its initial state or in the state of its latest checkpoint.
+    """Construct all parts of a run. The run is in its initial state, or in the state of its latest checkpoint.
 
     A request through `stop` ends every wait of the loop. `worker_supervisor` and `start_ranks` start workers and
-    trainer ranks on other machines. Raises UserError for mistakes that can be detected before the first step, and then
-    leaves the run's directory unchanged.
+    trainer ranks on other machines. Raises UserError for mistakes that can be detected before the first step. In this
+    case the run's directory stays unchanged.
     """
     path = recipe.run.path
     if not resume:
@@ -119,7 +120,8 @@ def build_loop(
     lock = RunLock.take(path, observer.said)
     try:
         if not resume or not (path / "run.json").exists():
-            RunDirectory.check_free(path, overwrite=overwrite)  # again: another process may have used it until now
+            # checked again, because another process may have used the directory in the meantime
+            RunDirectory.check_free(path, overwrite=overwrite)
         return _build_loop(
             recipe,
             observer,
@@ -135,7 +137,7 @@ def build_loop(
 
 
 def train_here(recipe: Recipe, observer: Observer, stop: StopRequest, *, resume: bool, overwrite: bool) -> Loop:
-    """Run a recipe from this process until it ends or `stop` is requested; return the loop, closed."""
+    """Run a recipe from this process until the run ends or `stop` is requested; return the closed loop."""
     with stop.interrupting():
         loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
     try:
@@ -213,7 +215,8 @@ def _build_loop(
 def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observer: Observer) -> list[Prompt]:
     """Exclude prompts that are too long from the tasks, and return the held-out prompts.
 
-    Tells the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` are held out.
+    Reports to the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held
+    out.
     """
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
@@ -229,7 +232,8 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observe
 
 
 def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
-    """Return the trainer; if it shares its device, put it to sleep first, because the engine is constructed next."""
+    """Return the trainer. If the trainer shares its device, put the trainer to sleep first, because the engine is
+    constructed next."""
     if recipe.rollout.is_colocated:
         assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
         trainer.sleep()
@@ -259,8 +263,8 @@ def _open(
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
     """Start engines or the hub, and open the run's directory and files.
 
-    Local engines are constructed before the directory is changed, so that their errors leave it unchanged. A hub starts
-    afterwards, because it keeps files in the directory.
+    Local engines are constructed before the directory is changed, so that errors of their construction leave the
+    directory unchanged. A hub starts afterwards, because the hub keeps files in the directory.
     """
     with ExitStack() as undo:
         undo.callback(trainer.close)
@@ -287,7 +291,8 @@ def _rollout_side(
     stop: StopRequest,
     episodes: EpisodeSetup | None,
 ) -> tuple[EvalRollout, RolloutController]:
-    """Make the two objects that lease trajectories to the workers: one for evaluations, one for training."""
+    """Construct the two objects that lease trajectories to the workers: the first for evaluations, the second for
+    training."""
     worker = WorkerClient(
         port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens, stop=stop
     )
@@ -300,7 +305,7 @@ def _rollout_side(
 def open_episodes(
     recipe: Recipe | TaskRecipe, mixture: TaskMixture, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> EpisodeSetup | None:
-    """Start the environments of a recipe's multi-turn tasks; None if it has none.
+    """Start the environments of a recipe's multi-turn tasks. Return None if the recipe has no multi-turn task.
 
     Raises UserError if the chat template does not allow turns, or if an environment cannot be loaded.
     """

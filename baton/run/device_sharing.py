@@ -5,8 +5,9 @@
                                             switch                 switch
 
 Engine and trainer are never awake at the same time: one part leaves the device before the other part returns. The peak
-memory is therefore the larger of the two, not their sum. When the engine goes to sleep it has no leases, because it has
-reported its aborted trajectories. It wakes without weights, and serves the version that it loads next.
+memory is therefore the larger of the memory of the engine and the memory of the trainer, not their sum. When the engine
+goes to sleep, it has no leases, because its trajectories have been aborted and reported. After `wake_up` the engine has
+no weights until it loads the next version.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class Resident(Protocol):
     """A part that can leave the device and return to it."""
 
     def sleep(self) -> None:
-        """Free the part's device memory. Has no effect on a part that sleeps."""
+        """Free the part's device memory. Has no effect if the part already sleeps."""
         ...
 
     def wake_up(self) -> None:
-        """Move back to the device. Has no effect on a part that is awake."""
+        """Move the part back to the device. Has no effect if the part is already awake."""
         ...
 
     @property
@@ -35,7 +36,8 @@ class DeviceOwner(Resident, Protocol):
     """A part that can also measure the memory of its device."""
 
     def take_peak_bytes(self) -> int | None:
-        """Return this process's peak device memory since the last call, bytes; None on devices without this counter."""
+        """Return the peak device memory of this process since the last call, bytes; None on devices that do not measure
+        it."""
         ...
 
 

@@ -56,8 +56,8 @@ class Footprint(msgspec.Struct, frozen=True):
 def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     """Estimate the memory and work of a recipe.
 
-    Opens the tasks as a start of the run does, but reads only the headers of the weights. `is_here` states whether
-    trainer and engine run on this machine. Raises UserError for every recipe that a start refuses.
+    Opens the tasks as at the start of a run, but reads only the headers of the weights. `is_here` states whether
+    trainer and engine run on this machine. Raises UserError for every recipe with which a run would not start.
     """
     trainer = recipe.trainer
     check_schedule(warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
@@ -127,7 +127,7 @@ def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _rank_bytes(recipe: Recipe, trainer_bytes: int, gradient_bytes: int) -> int:
-    """Return the bytes of one rank: its shard of everything, and the gradients of the other ranks' shards.
+    """Return the bytes of one rank: its shard of the trainer's tensors, and the gradients of the other ranks' shards.
 
     A rank keeps whole gradients until the end of an update, unless `trainer.shard_gradients` is set.
     """

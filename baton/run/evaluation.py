@@ -11,7 +11,8 @@ from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 EVAL_NOISE = 0x5EED_E7A1
-"""Noise seed of all evaluations. Two checkpoints get the same sampling noise, so only their weights differ."""
+"""Noise seed of all evaluations. Two checkpoints are evaluated with the same sampling noise, so their results differ
+only because of their weights."""
 
 
 def evaluate(
@@ -32,7 +33,7 @@ def evaluate(
     members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
     finished: list[list[Trajectory]] = [[] for _ in prompts]
     for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
-        if isinstance(trajectory, ScoredTrajectory):  # a multi-turn episode, which its environment has rewarded
+        if isinstance(trajectory, ScoredTrajectory):  # multi-turn: the environment has already given the reward
             members[trajectory.trajectory.group_id].append(trajectory)
             continue
         ready = finished[trajectory.group_id]

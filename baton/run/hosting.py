@@ -66,10 +66,9 @@ HEARTBEATS = 6
 
 
 def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = None) -> ListenAddress:
-    """Check the swarm's settings before a run starts, and return the hub's address. Raises UserError.
-
-    With a worker supervisor the token file may be missing, because the supervisor's workers need no token from it.
-    """
+    """Check the swarm's settings before a run starts, and return the hub's address. Raises UserError for invalid
+    settings. With a worker supervisor the token file may be missing, because the supervisor's workers need no token
+    from this file."""
     swarm = recipe.swarm
     address = swarm.serve or "127.0.0.1:0"
     certificate = Path(swarm.certificate) if swarm.certificate else None
@@ -81,7 +80,8 @@ def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = Non
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # the hub sets this option too: the port of a run that has just ended is free although it is in TIME_WAIT
+        # the hub sets this option too: without it, the port of a run that has just ended (TIME_WAIT) would count as in
+        # use
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((listen.host, listen.port))
@@ -149,7 +149,7 @@ def _start_workers(
     local_tokens: Sequence[Path],
     worker_supervisor: WorkerSupervisor | None,
 ) -> list[LocalWorkers | WorkerSupervisor]:
-    """Start this machine's workers and those of the worker supervisor."""
+    """Start this machine's workers and the workers of the worker supervisor."""
     assert hub.port is not None, "the hub listens"
     url = hub.listen.url(hub.port)
     if _lets_others_join(recipe, worker_supervisor):
@@ -187,7 +187,7 @@ class _Files:
         return own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
 
     def local_tokens(self, count: int) -> list[Path]:
-        """Make a token for each worker of this machine; return the files with the tokens."""
+        """Create a token for each worker of this machine; return the files that contain the tokens."""
         # at least one, because the hub refuses to start without a token file
         paths = [self.scratch / f"local-{index}" for index in range(max(1, count))]
         for path in paths:
@@ -195,7 +195,7 @@ class _Files:
         return paths[:count]
 
     def secret(self) -> bytes:
-        """Return the run's secret, which the first start generates.
+        """Return the run's secret, which is generated at the first start of the run.
 
         With the same secret, a restarted hub recognises its workers and verifies the same reports.
         """

@@ -38,7 +38,7 @@ from baton.trainer.trainer import Trainer
 from baton.types import Batch, Group, Prompt, SamplingParams
 
 PUT_DOWN_S = 5.0
-"""Maximum seconds that the end of a run waits for the workers to report their remaining tokens."""
+"""Maximum time in seconds that a run, at its end, waits for the workers to report their remaining tokens."""
 
 
 class LoopState(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class LoopState(msgspec.Struct, frozen=True):
     best_step: int = 0
     """Train step with the best held-out accuracy so far; 0 is the initial model."""
     best_accuracy: float = -1.0
-    """Accuracy after `best_step`: sampled responses, all tasks. -1 before the first evaluation."""
+    """Accuracy of sampled responses after `best_step`, over all tasks; -1 before the first evaluation."""
 
 
 class SavedCheckpoint(msgspec.Struct, frozen=True):
@@ -120,7 +120,7 @@ class Loop:
     stop: StopRequest = field(default_factory=StopRequest)
     last_checkpoint: Path | None = None
     turns: DeviceSharing | None = None
-    """Switch between trainer and engine if they share a device; else None."""
+    """Object that switches the device between trainer and engine; None if they do not share a device."""
     clock: StageTimer = field(default_factory=StageTimer)
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters at the end of the last train step."""
@@ -145,8 +145,8 @@ class Loop:
         """Run from the current state to the last train step, and return the results of the last evaluation.
 
         Returns earlier if `stop` is requested. Raises TrainingDiverged and StorageFault, which name the last good
-        checkpoint. If the process is killed, a resume from this checkpoint repeats the steps after it: the files of
-        these steps are cut or overwritten.
+        checkpoint. If the process is killed, a resume from the last checkpoint repeats the steps after this checkpoint:
+        the files of these steps are cut or overwritten.
         """
         try:
             return self._train()
@@ -207,14 +207,15 @@ class Loop:
         best = self.state.best_step
         results = self.evaluate()
         if self.state.best_step != best:
-            self.saved_step = -1  # also replaces a checkpoint of this step, which names an earlier step as the best
+            # replace an existing checkpoint of this step, because that checkpoint names an earlier step as the best
+            self.saved_step = -1
             self._save()
         return results
 
     def close(self) -> None:
         """Stop the workers and the trainer, and close all files. An error here does not replace an error of `train`."""
         try:
-            with ExitStack() as parts:  # calls them in reverse order; the lock is released last
+            with ExitStack() as parts:  # the functions are called in reverse order, so the lock is released last
                 parts.callback(self.lock.release)
                 parts.callback(self.journal.close)
                 parts.callback(self.metrics.close)
@@ -275,7 +276,7 @@ class Loop:
         return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
 
     def _recorded(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
-        """Return the batch and the counts that an earlier process recorded for a step; None if it recorded no batch."""
+        """Return the batch and the counts that an earlier process recorded for a step; None if no batch is recorded."""
         if self.has_begun or not self.run.has_groups(step):
             return None
         groups = self.run.groups(step)
@@ -299,7 +300,8 @@ class Loop:
         counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
         if self.controller.rules.is_adaptive:
             counted["rollout/overprovision"] = self.controller.scheduler.overprovision
-        self.journal.counted(step, counted)  # before the batch: after a kill, a recorded batch always has its counts
+        # the counts are written before the batch, so a recorded batch has its counts even after a kill
+        self.journal.counted(step, counted)
         self.run.write_groups(step, groups)
         self._consumed(step, groups)
         return groups, counted
@@ -310,7 +312,8 @@ class Loop:
         self.journal.consumed(step, group_ids)
 
     def _catch_up(self) -> None:
-        """Repair a journal that has lost its end: mark the groups as consumed on which the checkpoint was trained."""
+        """Repair a journal whose last entries are lost: mark the groups on which the checkpoint was trained as
+        consumed."""
         known, trained = self.journal.last_step(), self.state.step
         if known >= trained:
             return
@@ -331,7 +334,8 @@ class Loop:
         self.stream.position.update(place.position)
         carried = self.journal.open_groups(self.state.step)
         newest = self.newest_group_id
-        if newest >= place.next_group_id:  # the journal has lost its end: skip the prompts of the recorded batches
+        # true if the journal's last entries are lost: skip the prompts of the recorded batches
+        if newest >= place.next_group_id:
             self.stream.take(newest + 1 - place.next_group_id)
             place = StreamCursor(newest + 1, dict(self.stream.position))
         if carried:
@@ -363,7 +367,7 @@ class Loop:
     def _save(self) -> None:
         """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint.
 
-        Flushes the journal first, so that no group which the checkpoint contains can be trained again.
+        Flushes the journal first, so that no group on which the checkpoint was trained can be trained again.
         """
         if self.saved_step == self.state.step or not self.state.step:
             return
@@ -404,7 +408,7 @@ class Loop:
         }
         if "environment" in waited:
             values["env/wait_frac"] = waited["environment"] / step_time_s
-        if rows:  # zero if the batch was recorded by an earlier process, or generated in earlier steps
+        if rows:  # zero if an earlier process recorded the batch, or if the batch was generated in earlier steps
             values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
         if self.rollout.mode == "async":
@@ -441,7 +445,8 @@ class Loop:
         self.clock.trace.flush()
         self.stats = self.port.stats()
         sampled = [r.accuracy for r in results if r.temperature]
-        overall = None if None in sampled else sampled[-1]  # without one task's scores, "all" is another average
+        # if one task has no scores, "all" would be the average over other tasks than before
+        overall = None if None in sampled else sampled[-1]
         if overall is not None and overall.value > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
         self.observer.evaluated(self.state.step, results)

@@ -68,10 +68,8 @@ def checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Ca
 
 
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
-    """Return the state of the run's latest intact checkpoint, or the initial state if the run has no checkpoint.
-
-    Raises UserError for a recipe that the run cannot resume with, and for a run that is complete.
-    """
+    """Return the state of the run's latest intact checkpoint, or the initial state if the run has no checkpoint. Raises
+    UserError if the run is complete, or if the recipe has changes with which the run cannot resume."""
     path = recipe.run.path
     if not (path / "run.json").exists():
         observer.said(f"{path} does not exist yet: the run starts from the beginning")
@@ -104,11 +102,11 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
 
 
 def _recorded(run: RunDirectory) -> dict[str, Any]:
-    """Return the resolved recipe of a run. Keys that did not exist when it was written have their defaults."""
+    """Return the resolved recipe of a run. Keys that did not exist when the recipe was written have their defaults."""
     recorded = with_current_keys(run.recipe())
     try:
         return without_none(Recipe.model_validate(recorded).model_dump(mode="json"))  # type: ignore[no-any-return]
-    except ValidationError:  # a value is no longer allowed; the comparison names its key
+    except ValidationError:  # a value is no longer allowed; the later comparison of the recipes names its key
         return recorded
 
 
@@ -117,7 +115,7 @@ def open_run(
 ) -> RunDirectory:
     """Create the run's directory, or restore the directory and the trainer to the resume point.
 
-    This is the last action of a start: earlier errors leave the directory unchanged.
+    This is the last action at the start of a run, so that errors of earlier actions leave the directory unchanged.
     """
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:
@@ -145,8 +143,9 @@ def open_run(
 def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
     """Remove the recorded batch of a train step, for example because the trainer cannot process it.
 
-    A resume then generates a new batch. The journal discards the groups with the cause "skipped", and the file with the
-    trajectories is renamed. Raises UserError if the batch does not exist, or if a checkpoint was trained on it.
+    A resume then generates a new batch. The groups are discarded in the journal with the recorded cause "skipped", and
+    the file with their trajectories is renamed. Raises UserError if the batch does not exist, or if a checkpoint was
+    trained on it.
     """
     lock = RunLock.take(path, say)
     try:
@@ -170,7 +169,7 @@ def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
         journal = Journal(run.journal, keeps_partials=True, before_commit=lock.check)
         try:
             group_ids = set(journal.groups_of(step))
-            with suppress(Damaged):  # a damaged batch is a reason to skip it
+            with suppress(Damaged):  # the batch may be skipped because its file is damaged
                 group_ids |= {group.group_id for group in run.groups(step)}
             for group_id in group_ids:
                 journal.discarded(group_id, "skipped")

@@ -1,4 +1,5 @@
-"""Run a supervised warm start, `baton sft`: fine-tune a model as a recipe says, and write a Hugging Face directory."""
+"""Run a supervised warm start, `baton sft`: fine-tune a model as a recipe describes, and write the model to a Hugging
+Face directory."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class WarmStartReport(msgspec.Struct, frozen=True):
 
 
 def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = False) -> WarmStartReport:
-    """Fine-tune a model as the recipe says, and write the model to `recipe.output` atomically.
+    """Fine-tune a model as the recipe describes, and write the model to `recipe.output` atomically.
 
     Raises UserError if the run or the output exists and `overwrite` is False.
     """
@@ -86,7 +87,7 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> WarmStartReport:
-    if recipe.task:  # raises errors of the tasks before the training, not in the evaluation after it
+    if recipe.task:  # errors of the tasks are raised before the training, not in the evaluation after the training
         TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
     threads = set_up_torch(recipe.run.threads)

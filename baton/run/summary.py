@@ -16,7 +16,7 @@ from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
 
 WINDOW = 5
-"""Number of train steps averaged at each end of the reward curve."""
+"""Number of train steps over which the reward is averaged, at the start and at the end of the run."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -24,7 +24,7 @@ class Change(msgspec.Struct, frozen=True):
 
     before: Evaluation
     after: Evaluation | None
-    """Latest evaluation; None if the run has only one."""
+    """Latest evaluation; None if the run has only one evaluation."""
 
     @property
     def points(self) -> float | None:
@@ -136,7 +136,8 @@ def _key(result: Evaluation) -> tuple[str, float]:
 
 
 def _total(rows: Sequence[dict[str, Any]], name: str) -> float:
-    """Return the sum of a metric over the rows that have a number; values that are not finite were written as null."""
+    """Return the sum of a metric over the rows in which it has a number. Values that are not finite were written as
+    null."""
     return float(sum(row[name] for row in rows if row.get(name) is not None))
 
 

@@ -12,7 +12,8 @@ from baton.tasks.stream import PromptStream
 from baton.types import Prompt, ScoredTrajectory, Trajectory
 
 MAX_SPAN_S = 1.0
-"""Longer periods of scoring are written as several spans, so that little is missing if the process ends."""
+"""Maximum length of a span of scoring, seconds. A longer period is written as several spans, so that the trace lacks
+little if the process ends."""
 
 
 class TokenizedPrompts:

@@ -102,7 +102,8 @@ class ShownTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: dict[str, float]
     is_correct: bool
     failure: str | None
-    """Cause of a failed scoring; the trajectory is then neither correct nor wrong. None if it was scored."""
+    """Cause of a failed scoring, after which the trajectory is neither correct nor wrong; None if the trajectory was
+    scored."""
     finish_reason: str
     num_tokens: int
     policy_versions: tuple[int, int]

@@ -107,7 +107,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return (1 - share) * context_tokens + share * min(context_tokens, self.window)
 
     def experts_read(self, num_tokens: float) -> float:
-        """Return the share of a layer's routed experts that a batch uses, if each token chooses independently."""
+        """Return the share of a layer's routed experts that a batch uses, if each token selects its experts
+        independently."""
         if self.num_experts <= 1:
             return 1.0
         return float(1 - (1 - self.experts_per_token / self.num_experts) ** max(num_tokens, 0.0))

@@ -92,7 +92,7 @@ class Workload(msgspec.Struct, frozen=True):
     epochs: int = 1
     minibatches: int = 1
     trained_share: float = 1.0
-    """Share of trajectories with a nonzero advantage. Trajectories without one need only a forward pass."""
+    """Share of trajectories with a nonzero advantage. Trajectories whose advantage is zero need only a forward pass."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False
@@ -158,7 +158,7 @@ class Workload(msgspec.Struct, frozen=True):
         With staleness bound η and batch size B, the gate enforces running + buffered + in training ≤ (η + 1)·B. B
         trajectories are in training, and B/2 are buffered on average, which leaves (η − ½)·B. A finished trajectory
         counts until its group is complete, so only the share E[L] / E[longest of the group] is running. Without overlap
-        (η = 0), the value is B.
+        (η = 0), all B trajectories of a batch may run.
         """
         if self.max_staleness == 0:
             return float(self.num_trajectories)
@@ -210,7 +210,7 @@ class WorkAlgorithmSettings(Settings):
     minibatches: int = Field(default=1, ge=1)
     """Optimiser updates per pass."""
     trained_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of trajectories with a nonzero advantage. Trajectories without one need only a forward pass."""
+    """Share of trajectories with a nonzero advantage. Trajectories whose advantage is zero need only a forward pass."""
     proximal_forward: bool = True
     """Compute proximal log-probabilities in a forward pass."""
     reference_model: bool = False

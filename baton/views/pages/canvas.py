@@ -34,7 +34,7 @@ LEGEND_CHARACTERS = 58
 """Maximum number of characters per line of the legend; a marker counts as four."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "baton",  # ids are random without a salt, and equal runs would give different pages
+    "svg.hashsalt": "baton",  # without a fixed salt the ids are random, and equal runs would give different pages
     "text.parse_math": False,  # a "$" in a task's or metric's name is text
     "font.size": 10.5,
     "text.color": INK,
@@ -115,7 +115,8 @@ def draw(
 def stack_bars(
     axes: Axes, lefts: NDArray[np.float64], bars: Iterable[tuple[str, str, NDArray[np.float64]]], **style: Any
 ) -> None:
-    """Draw bars at the same places on top of each other. `bars` has the label, the colour and the heights of each."""
+    """Draw bars at the same places on top of each other. `bars` has the label, the colour and the heights of each
+    series."""
     bottom = np.zeros(len(lefts))
     for label, colour, heights in bars:
         axes.bar(lefts, heights, bottom=bottom, color=colour, label=label, **style)

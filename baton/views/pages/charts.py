@@ -1,4 +1,5 @@
-"""Draw the charts of a report: metrics by train step, held-out accuracy and time per stage; none without data."""
+"""Draw the charts of a report: metrics by train step, held-out accuracy and time per stage. Charts without data are
+omitted."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, 
 from baton.views.pages.history import Curve, History
 
 MARKED = 40
-"""Maximum number of points of a curve that is drawn with markers."""
+"""Maximum number of points with which a curve is drawn with markers."""
 STAGES = {"generate": BLUE, "judge": YELLOW, "train": ORANGE, "weight_sync": GREEN}
 """Colours of the stages of a train step. The remaining time of the step is drawn as `other`."""
 
@@ -148,7 +149,7 @@ SPEED = (
 
 
 def learning_charts(history: History) -> Iterator[Chart]:
-    """Draw held-out accuracy, the reward, and the parts of the reward if it has several."""
+    """Draw held-out accuracy, the reward, and the parts of the reward if the reward has several parts."""
     yield from accuracy_charts(history)
     yield from line_charts(history, LEARNING)
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
@@ -161,7 +162,7 @@ def learning_charts(history: History) -> Iterator[Chart]:
 
 
 def line_charts(history: History, charts: Sequence[LineChart]) -> Iterator[Chart]:
-    """Draw those of the charts whose metrics have at least one value."""
+    """Draw the charts whose metrics have at least one value."""
     for chart in charts:
         curves = [(line, history.curve(line.metric)) for line in chart.lines]
         curves = [(line, curve) for line, curve in curves if len(curve.steps)]

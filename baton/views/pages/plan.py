@@ -14,7 +14,7 @@ from baton.views.terminal.plan import gpu_names, memory, money, plan_cells, repl
 
 
 def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint]) -> None:
-    """Write the page of a plan. `curve` has the throughput at each price."""
+    """Write the page of a plan. `curve` has the points of the chart of throughput by price."""
     write_rendered(path, _rendered(result, curve))
 
 

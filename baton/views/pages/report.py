@@ -216,7 +216,8 @@ def _accuracy(result: Evaluation) -> str:
 
 
 def _examples(run: RunDirectory) -> list[tuple[int, list[tuple[str, ReadableTrajectory]]]]:
-    """Return the examples of each step, each with the order in which it is first, and with readable texts."""
+    """Return the examples of each step with readable texts. Each example has the name of the order (best, worst or
+    longest) in which it comes first."""
     by_step: dict[int, list[tuple[str, ReadableTrajectory]]] = {}
     for order, found in choose_examples(run):
         readable = ReadableTrajectory(
@@ -248,7 +249,8 @@ def _range(history: History, name: str) -> MetricRange:
 
 
 def _circumstances(facts: dict[str, Any]) -> Iterator[Fact]:
-    """Yield command and versions of run.json. Absolute paths are cut to their last part: a page may be published."""
+    """Yield the command line and the package versions of run.json. Absolute paths are cut to their last part: a page
+    may be published."""
     command = [re.sub(r".*[/\\]", "", part) if os.path.isabs(part) else part for part in facts.get("command", ())]  # noqa: PTH117
     yield Fact("command", " ".join(command))
     for key in ("baton", "python", "platform"):

@@ -39,7 +39,7 @@ _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206
 
 
 def slot_pictures(spans: Sequence[Span]) -> list[Chart]:
-    """Draw all steps of a short trace; of a longer trace, draw the first, the slowest and the last steps."""
+    """Draw all steps of a short trace, or the first, the slowest and the last steps of a longer trace."""
     return [Chart(w.title, slot_picture(w), _occupancy_note(w)) for w in choose_windows(spans)]
 
 
@@ -92,7 +92,7 @@ def _occupancy_note(window: Window) -> str:
 
 
 def _lanes(spans: Sequence[Span]) -> list[tuple[str, int]]:
-    """Return the workers, each with its number of slots up to the highest slot that was used."""
+    """Return the workers, each with its number of slots: the index of the highest slot that was used, plus 1."""
     highest: dict[str, int] = {}
     for span in spans:
         if span.name == "generate":
@@ -295,7 +295,7 @@ def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
 
 
 def _chosen_rows(spans: Sequence[Span]) -> list[tuple[str, list[int]]]:
-    """Return the workers and slots to draw: all, or an evenly spaced subset if there are too many to distinguish."""
+    """Return the workers and slots to draw: all, or an evenly spaced subset if a chart of all would be unreadable."""
     lanes = _lanes(spans)
     lanes = evenly(lanes, MAX_WORKERS)
     share = min(1.0, MAX_ROWS / max(1, sum(count for _, count in lanes)))

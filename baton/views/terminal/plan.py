@@ -113,7 +113,8 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def plan_cells(plan: Plan, reference: Plan) -> tuple[str, str, str, str]:
-    """Return a plan's throughput, its ratio to the reference's, its price per hour and per million trained tokens."""
+    """Return a plan's throughput, the ratio of this throughput to the reference's, and the plan's price per hour and
+    per million trained tokens."""
     return (
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.tokens_per_s / reference.tokens_per_s:.2f} ×",
@@ -141,7 +142,8 @@ def memory(part: Stage | Replica) -> str:
 
 
 def gpu_names(gpu_ids: Sequence[str]) -> str:
-    """Return the GPUs by node, consecutive indices as a range: `h800:0-7`. At most four nodes are named."""
+    """Return the names of the GPUs by node, such as `h800:0-7`: consecutive indices are written as a range. At most
+    four nodes are named."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpu_ids:
         node, _, index = gpu.rpartition(":")
