@@ -26,8 +26,8 @@ _ENTROPY_ROWS = 4096
 summed."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Key of a model's configuration that scales its logits (Cohere, Falcon-H1, Granite) → 1 if logits are multiplied by
-the value, −1 if they are divided by it."""
+"""Key of a model's configuration whose value scales the logits (Cohere, Falcon-H1, Granite) → 1 if the logits are
+multiplied by the value, −1 if they are divided."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Keys of a model's configuration with a cap c: the model changes a logit x to c · tanh(x / c) (Gemma, RecurrentGemma,

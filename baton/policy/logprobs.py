@@ -140,8 +140,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
             f"trainer.activation_checkpointing: {type(model).__name__} has no blocks that can recompute their "
             "activations; allowed is false"
         )
-    # transformers recomputes activations only in training mode. Not `model.train()`, which would also enable dropout in
-    # the blocks' modules.
+    # transformers recomputes activations only in training mode. `model.train()` is not called, because it would also
+    # enable dropout in the blocks' modules.
     for block in blocks:
         block.training = True
 

@@ -83,7 +83,7 @@ def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor) or tensor.ndim == 0:
         return tensor
     own = tensor
-    # Tensor parallelism, the last dimension of the mesh, splits first; FSDP shards the result.
+    # Tensor parallelism, which is the last dimension of the mesh, splits the tensor first. FSDP shards the result.
     for place, count, index in reversed(
         list(zip(like.placements, like.device_mesh.shape, like.device_mesh.get_coordinate() or (), strict=True))
     ):

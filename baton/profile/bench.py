@@ -111,8 +111,8 @@ class ModeResult(msgspec.Struct, frozen=True):
     of_bound: float
     """Time of the bound divided by the measured time."""
     full_step_ms: float | None
-    """Time of a decode step with all slots in use; None if this mode had no such step. In a step, all rows attend over
-    the longest row's context length."""
+    """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
+    over the context length of the longest row."""
     reprefilled_frac: float
     """Number of tokens prefilled again after an abort, divided by the number of generated tokens."""
     mean_staleness: float

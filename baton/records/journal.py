@@ -37,14 +37,14 @@ CREATE TABLE IF NOT EXISTS entries (
 _GROUP_KINDS = (
     "group",  # key: group id; content: IssuedGroup
     "segments",  # key: group id, sample index, token offset; content: reported segments of an unfinished trajectory
-    "finished",  # key: group id, sample; content: Trajectory
+    "finished",  # key: group id, sample index; content: Trajectory
     "judged",  # key: group id, sample index; content: ScoredTrajectory
     "episode",  # key: group id, sample index; content: Episode with the exchanges of an open multi-turn episode
     # key: group id, sample index; content: Trajectory that starts a later path of an episode with its new prompt
     "path",
     "turn",  # key: group id, sample index; content: number of tokens of the trajectory when its last turn ended
     "consumed",  # key: group id; content: step whose batch contains the group
-    "discarded",  # key: group id; content: cause why the group was discarded
+    "discarded",  # key: group id; content: reason why the group was discarded
 )
 """Kinds of journal entries that belong to a group.
 

@@ -75,8 +75,7 @@ class LeaseTrace:
         if isinstance(message, Retry):
             self.ended(message.lease_id, "refused")
             return
-        # the lease got a slot that this process does not know to be free, because the report that ends the slot's last
-        # lease has not arrived
+        # the engine has given the lease a slot, but this process has not yet received the report that freed the slot
         if message.segments and held.lane is None:
             self._open_span(held, self.clock())
         for segment in message.segments:

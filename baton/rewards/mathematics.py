@@ -22,7 +22,7 @@ def check_installed() -> None:
 def load() -> None:
     """Import math-verify in advance, so that the import does not count towards the deadline of the first call."""
     check_installed()
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppresses its warning about disabled timeouts
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppresses math-verify's warning about disabled timeouts
     _parsed("1")
 
 

@@ -54,9 +54,9 @@ class InspectionSettings(Settings):
     """Share of each trusted worker's finished trajectories that is checked. The results calibrate the tolerances of the
     worker's class."""
     first: int = Field(default=8, ge=0)
-    """Number of finished trajectories at the start of a new worker that are all checked."""
+    """The first finished trajectories of a new worker, up to this number, are all checked."""
     after_suspect: int = Field(default=16, ge=0)
-    """Number of a worker's trajectories after a suspect trajectory that are all checked."""
+    """After a suspect trajectory, this number of the worker's next trajectories are all checked."""
     own: bool = False
     """True: workers that the run itself started, with `--workers` or on a cluster, are also checked."""
     device: str = "cpu"
@@ -252,7 +252,7 @@ class VerificationPolicy:
         """secret: random bytes that belong to the run and that workers do not know. After a restart with the same
         secret, draws give the same results."""
         self.num_unchecked = 0
-        """Number of trajectories that were selected for a check, but of which not all tokens could be checked."""
+        """Number of trajectories that were selected for a check, but could not be checked completely."""
         self._settings = settings
         self._secret = secret
         self._workers: dict[str, _CheckedWorker] = {}
