@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -44,20 +45,19 @@ def main() -> None:
     parser.add_argument("--pair", action="append", default=[])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    found, start_s = [], time.monotonic()
-    everything = list(cases(args.pair))
-    for place, (template, tokenizer, loaded) in enumerate(everything):
-        bench = BridgeBench(loaded)
-        for seed in range(place, args.episodes, len(everything)):
-            bench.play(seed)
-        new_paths = bench.counted_paths()
-        assert new_paths == bench.counts["new paths"]
-        row = {"template": template, "tokenizer": tokenizer, **bench.counts, "largest difference": bench.worst}
-        print(json.dumps(row), flush=True)
-        found.append(row)
-    args.out.write_text(
-        json.dumps({"machine": machine(), "seconds": round(time.monotonic() - start_s), "rows": found}, indent=1) + "\n"
-    )
+    start_s = time.monotonic()
+    played = [(template, tokenizer, BridgeBench(loaded)) for template, tokenizer, loaded in cases(args.pair)]
+    with suppress(KeyboardInterrupt):  # the episodes so far are written
+        for seed in range(args.episodes):
+            played[seed % len(played)][2].play(seed)
+    rows = []
+    for template, tokenizer, bench in played:
+        rows.append({"template": template, "tokenizer": tokenizer, **bench.counts, "largest difference": bench.worst})
+        print(json.dumps(rows[-1]))
+        assert bench.counted_paths() == bench.counts["new paths"]
+    sums = {key: sum(row.get(key, 0) for row in rows) for key in ("episodes", "turns", "tokens", "new paths")}
+    result = {"machine": machine(), "seconds": round(time.monotonic() - start_s), "sums": sums, "rows": rows}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -141,12 +141,12 @@ class Model:
         torch.manual_seed(0)
         config = Qwen3Config(
             vocab_size=self.VOCABULARY,
-            hidden_size=32,
-            num_hidden_layers=2,
+            hidden_size=16,
+            num_hidden_layers=1,
             num_attention_heads=2,
             num_key_value_heads=1,
-            head_dim=16,
-            intermediate_size=64,
+            head_dim=8,
+            intermediate_size=32,
             max_position_embeddings=8192,
         )
         self._model = Qwen3ForCausalLM(config).eval()
@@ -156,11 +156,10 @@ class Model:
     @torch.no_grad()
     def continued(self, before: Sequence[int], turn: Sequence[int]) -> list[float]:
         """Return the logprobs of a turn; only ids that the cache does not hold are computed."""
-        if self._cache is None or list(before[: len(self._ids)]) != self._ids:
+        if self._cache is None or list(before[: len(self._ids)]) != self._ids or len(self._ids) == len(before):
             self._ids, self._cache = [], DynamicCache()
         ids = [*before, *turn]
         held = len(self._ids)
-        assert held < len(before)
         logits = self._model(self._inputs(ids[held:-1]), past_key_values=self._cache).logits[0]
         self._ids = ids[:-1]
         return self._pick(logits[len(before) - 1 - held :], turn)
