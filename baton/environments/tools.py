@@ -128,7 +128,7 @@ class ToolEnvironment:
         max_turns: int = 10,
     ) -> None:
         """`tools`: functions or import paths. `reward`: path of a function of (response, **row) that scores the last
-        turn; without one the reward is 0, and [[reward]] functions score the episode. Raises UserError."""
+        turn; without it the reward is 0. Raises UserError."""
         if family not in FAMILIES:
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
         functions = [import_function(one, what="tool") if isinstance(one, str) else one for one in tools]

@@ -239,6 +239,9 @@ def test_the_examples_of_a_multi_turn_run_are_transcripts_and_its_metrics_by_tur
     ):
         assert fact in text
     assert "Train step spent waiting for environments" not in text, "the run has no such metric"
+    assert "environment</text>" not in page, "no stage of the time chart either"
+    write_rows(run, [row(step, **{"time/environment": 0.25}) for step in (1, 2)])
+    assert "environment</text>" in render(run)
     assert not any(tag in ("script", "img") for tag, _ in elements.found)
     assert "\x1b" not in page
 

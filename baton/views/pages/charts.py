@@ -18,7 +18,7 @@ from baton.views.pages.history import Curve, History
 
 MARKED = 40
 """Maximum number of points with which a curve is drawn with markers."""
-STAGES = {"generate": BLUE, "judge": YELLOW, "train": ORANGE, "weight_sync": GREEN}
+STAGES = {"generate": BLUE, "judge": YELLOW, "environment": SKY, "train": ORANGE, "weight_sync": GREEN}
 """Colours of the stages of a train step. The remaining time of the step is drawn as `other`."""
 
 
@@ -272,9 +272,10 @@ def speed_charts(history: History) -> Iterator[Chart]:
     whole = history.curve("perf/step_time")
     if not len(whole.steps):
         return
-    by_stage = {stage: _on(history.curve(f"time/{stage}"), whole.steps) for stage in STAGES}
+    curves = {stage: history.curve(f"time/{stage}") for stage in STAGES}
+    by_stage = {stage: _on(curve, whole.steps) for stage, curve in curves.items() if len(curve.steps)}
     by_stage["other"] = np.maximum(0, whole.values - sum(by_stage.values()))
-    colours = [*STAGES.values(), GREY]
+    colours = [STAGES.get(stage, GREY) for stage in by_stage]
     window = smoothing_window(len(whole.steps)) if len(whole.steps) > MARKED else 1
     stacked = [Curve(whole.steps, seconds).smoothed(window) for seconds in by_stage.values()]
 
