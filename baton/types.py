@@ -191,6 +191,15 @@ class Trajectory(msgspec.Struct, frozen=True):
         return sum(len(s.token_ids) for s in self.segments if s.author is Author.POLICY)
 
     @property
+    def turn_offset(self) -> int:
+        """Number of tokens before the current turn, up to the end of the last observation; 0 without one."""
+        offset = found = 0
+        for s in self.segments:
+            offset += len(s.token_ids)
+            found = offset if s.author is Author.ENVIRONMENT else found
+        return found
+
+    @property
     def token_ids(self) -> list[int]:
         """[L]"""
         return list(chain.from_iterable(s.token_ids for s in self.segments))

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from baton.errors import EngineFault
 from baton.records.journal import IssuedGroup, Journal, OpenGroup, StreamCursor
-from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer
+from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, path_seeds
 from baton.rollout.events import (
     AbortTrajectory,
     Assign,
@@ -320,18 +320,21 @@ class RolloutController:
                 self._on_lease_message(message)
 
     def _on_revoked(self, revoked: WorkRevoked) -> None:
-        """Restart a trajectory whose tokens are not trusted.
+        """Restart a trajectory, or an episode one of whose paths it is, whose tokens are not trusted.
 
         Ignore the message if the group is already in a batch, or if the noise seed is that of an evaluation.
         """
-        group = self._groups.get(revoked.group_id)
-        if group is None or revoked.noise_seed != self._sampling.noise_seed:
+        group, index = self._groups.get(revoked.group_id), revoked.sample_index
+        if group is None or revoked.noise_seed not in self._noise_seeds(group, index):
             return
-        index = revoked.sample_index
         lease_id = self._lease_of.get((revoked.group_id, index))
         if lease_id is not None:
+            self._worker.transport.send(AbortLease(lease_id))  # it continues if it is of another path
             self._end_lease(lease_id)
-        group.scored.pop(index, None)
+        scored = group.scored.pop(index, None)
+        if scored is not None and scored.episode is not None and self._player is not None:
+            # `begin_again` counts its attempts, because an environment never gets two actions of one key
+            self._player.restore(group.issued.prompt, scored.trajectory, scored.episode)
         if self._journal is not None:
             self._journal.revoked(revoked.group_id, index)
         self._dispatch(Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
@@ -381,6 +384,15 @@ class RolloutController:
                 self._journal.turn_ended(grown)
 
     # ---- multi-turn episodes -----------------------------------------------------------------------------------------
+
+    def _noise_seeds(self, group: _Group, index: int) -> list[int]:
+        """Return the noise seeds of a trajectory, or of the paths of its episode."""
+        scored, num_paths = group.scored.get(index), 1
+        if scored is not None:
+            num_paths = len(scored.paths)
+        elif self._player is not None:
+            num_paths = self._player.num_paths((group.issued.group_id, index))
+        return path_seeds(self._sampling.noise_seed, num_paths)
 
     def _plays(self, group: _Group) -> bool:
         return self._player is not None and self._player.plays(group.issued.prompt)

@@ -165,6 +165,10 @@ class EpisodePlayer:
         """Whether a prompt belongs to a multi-turn task."""
         return self._setup.plays(prompt)
 
+    def is_acting(self, key: tuple[int, int]) -> bool:
+        """Whether the environment of an episode has not answered yet."""
+        return key in self._acting
+
     def episode(self, key: tuple[int, int]) -> Episode:
         """Return the exchanges of an episode so far."""
         opened = self._open.get(key)
@@ -173,6 +177,10 @@ class EpisodePlayer:
     def may_replay(self, prompt: Prompt) -> bool:
         """Whether an episode of an earlier process continues; if not, it begins again from its prompt."""
         return not self.plays(prompt) or self._setup.tasks[prompt.task].may_replay
+
+    def num_paths(self, key: tuple[int, int]) -> int:
+        """Return the number of paths of an episode so far, at least 1."""
+        return 1 + len(self.episode(key).earlier)
 
     def restore(self, prompt: Prompt, trajectory: Trajectory, episode: Episode) -> None:
         """Take over an episode of an earlier process."""
@@ -187,8 +195,7 @@ class EpisodePlayer:
             self._setup.tasks[prompt.task].max_turn_tokens - len(_turn_ids(trajectory)), self._tokens_left(trajectory)
         )
         params = msgspec.structs.replace(self._sampling.params, max_new_tokens=trajectory.num_tokens + left)
-        path = len(self.episode(_key(trajectory)).earlier)
-        return SeededSampling(params, (self._sampling.noise_seed + _PATH_SEED * path) % 2**63)
+        return SeededSampling(params, path_seeds(self._sampling.noise_seed, self.num_paths(_key(trajectory)))[-1])
 
     def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
         """Send the action of a turn that ended; return the episode if it is over instead.
@@ -373,6 +380,11 @@ class EpisodePlayer:
 
     def _context_left(self, trajectory: Trajectory) -> int:
         return self._setup.max_context_tokens - len(trajectory.prompt_ids) - trajectory.num_tokens
+
+
+def path_seeds(noise_seed: int, num_paths: int) -> list[int]:
+    """Return the noise seed of each path of an episode; that of the first is `noise_seed`."""
+    return [noise_seed, *((noise_seed + _PATH_SEED * path) % 2**63 for path in range(1, num_paths))]
 
 
 _PATH_SEED = 0x9E3779B97F4A7C15

@@ -10,9 +10,19 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from baton.errors import EngineFault
-from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, EpisodeSetup
+from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, EpisodeSetup, path_seeds
 from baton.rollout.worker_client import SeededSampling, WorkerClient
-from baton.types import FromPort, Prompt, Retry, SamplingParams, ScoredTrajectory, Trajectory, WorkLost, WorkRevoked
+from baton.types import (
+    Abort,
+    FromPort,
+    Prompt,
+    Retry,
+    SamplingParams,
+    ScoredTrajectory,
+    Trajectory,
+    WorkLost,
+    WorkRevoked,
+)
 
 LONG_WAIT_S = 1.0
 SHORT_WAIT_S = 0.02
@@ -138,10 +148,15 @@ class _EvalLeases:
 
     def _revoke(self, revoked: WorkRevoked) -> None:
         key = (revoked.group_id, revoked.sample_index)
-        if revoked.noise_seed == self._sampling.noise_seed:
-            for lease_id in [i for i, t in self.growing.items() if (t.group_id, t.sample_index) == key]:
-                del self.growing[lease_id]
-                self._begin_again(*key)
+        num_paths = 1 if self._player is None else self._player.num_paths(key)
+        if revoked.noise_seed not in path_seeds(self._sampling.noise_seed, num_paths):
+            return
+        leases = [i for i, t in self.growing.items() if (t.group_id, t.sample_index) == key]
+        for lease_id in leases:
+            self._worker.transport.send(Abort(lease_id))  # it continues if it is of another path
+            del self.growing[lease_id]
+        if leases or (self._player is not None and self._player.is_acting(key)):
+            self._begin_again(*key)
 
     def _begin_again(self, group_id: int, sample_index: int) -> None:
         trajectory = Trajectory(group_id, sample_index, self._requests[group_id].prompt_ids)

@@ -27,8 +27,8 @@ from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkL
 MAX_REFUSALS = 64
 """Maximum number of consecutive leases that a worker may refuse. One more refusal disconnects the worker."""
 MAX_PROVENANCE = 200_000
-"""Maximum number of finished trajectories whose authors are remembered, so that the trajectories can be revoked. The
-latest are remembered."""
+"""Maximum number of trajectories without a lease whose authors are remembered, so that the trajectories can be revoked.
+The latest are remembered."""
 MAX_REPLACEMENTS = 10_000
 """Maximum number of replacement trajectories that are kept until the controller requests the replaced trajectories
 again."""
@@ -85,13 +85,13 @@ class ReportViolation:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTrajectory:
-    """Verify a finished trajectory. The broker holds the trajectory's last report until `LeaseBroker.release` or
-    `LeaseBroker.remake` is called."""
+    """Verify a finished trajectory, or a turn of a multi-turn episode. The broker holds the trajectory's last report
+    until `LeaseBroker.release` or `LeaseBroker.remake` is called."""
 
     lease: Lease
     trajectory: Trajectory
     spans: tuple[Span, ...]
-    """The ranges of tokens that each worker generated."""
+    """The ranges of tokens that each worker generated. Those of earlier turns have been verified and are absent."""
 
 
 BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation | VerifyTrajectory
@@ -104,7 +104,7 @@ class _Task:
     trajectory: Trajectory
     """The trajectory with the committed tokens."""
     spans: list[Span] = field(default_factory=list)
-    """Ranges of the committed tokens, with the worker that generated each range."""
+    """Ranges of the committed tokens, with the worker that generated each range, also under earlier leases."""
     leases: list[int] = field(default_factory=list)
 
 
@@ -125,7 +125,9 @@ class LeaseBroker:
         self._check, self._clock = check, clock
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
-        self._provenance: OrderedDict[Key, frozenset[int]] = OrderedDict()
+        self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
+        """Authors of finished trajectories, and of unfinished ones between two leases: aborted, or at an
+        environment."""
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
@@ -143,20 +145,26 @@ class LeaseBroker:
 
     def want(self, lease: Lease) -> list[BrokerCommand]:
         """Request the generation of a trajectory."""
-        task = lease.lease_id
-        found, worker = self._replacements.pop(key_of(lease), (None, 0))
+        task, known, key = lease.lease_id, lease.trajectory, key_of(lease)
+        spans = self._provenance.pop(key, ())
+        if not known.num_tokens:
+            spans = ()  # the controller has discarded the earlier tokens
+        found, worker = self._replacements.pop(key, (None, 0))
         if found is not None and _answers(found, lease):
             self._tasks[task] = _Task(lease, found, [(worker, 0, found.num_tokens)])
             return [SendToController(Report(task, 0, found.segments)), self._finish(task, found)]
-        self._tasks[task] = _Task(lease, lease.trajectory)
+        self._tasks[task] = _Task(lease, known, list(spans))
+        begins_turn = known.turn_offset == known.num_tokens
         return self._handle(
             ev.TaskSubmitted(
                 self._clock(),
                 task,
                 lease.version,
                 lease.is_exact,
-                lease.trajectory.num_tokens,
+                known.num_tokens,
                 lease.sampling.max_new_tokens,
+                known.turn_offset,
+                spans[-1][0] if spans and begins_turn else None,
             )
         )
 
@@ -275,7 +283,7 @@ class LeaseBroker:
                 found += self._revoke_task(number, cause)
         for key in [key for key, (_, worker) in self._replacements.items() if worker in workers]:
             del self._replacements[key]
-        for key in [key for key, authors in self._provenance.items() if authors & workers]:
+        for key in [key for key, spans in self._provenance.items() if workers.intersection(s[0] for s in spans)]:
             del self._provenance[key]
             self._held.pop(key, None)
             found.append(_revoked(key, cause))
@@ -322,6 +330,7 @@ class LeaseBroker:
                 return self._replace(task, self._progress[lease])
             case ev.ReturnTask(task=task):
                 length = self._tasks[task].trajectory.num_tokens
+                self._remember(self._tasks[task])
                 self._forget(task)
                 return SendToController(Report(task, length, (), is_aborted=True))
             case ev.DiscardTokens(cause=cause, num_tokens=num_tokens):
@@ -335,7 +344,10 @@ class LeaseBroker:
         task = self._tasks[grant.task]
         wanted = task.lease
         known = task.trajectory
-        trajectory = known if grant.base else Trajectory(known.group_id, known.sample_index, known.prompt_ids)
+        trajectory = known
+        if grant.base < known.num_tokens:  # a restart generates the tokens after `base` again
+            prefix = known.segments_between(0, grant.base)
+            trajectory = Trajectory(known.group_id, known.sample_index, known.prompt_ids, prefix)
         assert trajectory.num_tokens == grant.base, (
             f"lease {grant.lease} begins at {grant.base}, not at its trajectory's end"
         )
@@ -351,27 +363,35 @@ class LeaseBroker:
         offset = task.trajectory.num_tokens
         segments = grown.segments_between(offset, length)
         task.trajectory = task.trajectory.extended(segments)
-        is_same = bool(task.spans) and task.spans[-1][0] == worker
+        is_same = bool(task.spans) and task.spans[-1][::2] == (worker, offset)  # an observation separates spans
         first = task.spans.pop()[1] if is_same else offset
         task.spans.append((worker, first, length))
         return SendToController(Report(number, offset, segments))
 
     def _finish(self, number: int, grown: Trajectory) -> BrokerCommand:
         task = self._tasks[number]
-        key = key_of(task.lease)
-        self._provenance[key] = frozenset(worker for worker, _, _ in task.spans)
+        self._remember(task)
+        self._forget(number)
+        self._held[key_of(task.lease)] = Report(number, grown.num_tokens, (), grown.finish_reason)
+        start = task.lease.trajectory.turn_offset
+        return VerifyTrajectory(task.lease, grown, tuple(span for span in task.spans if span[1] >= start))
+
+    def _remember(self, task: _Task) -> None:
+        self._provenance[key_of(task.lease)] = tuple(task.spans)
         while len(self._provenance) > MAX_PROVENANCE:
             self._provenance.popitem(last=False)
-        self._forget(number)
-        self._held[key] = Report(number, grown.num_tokens, (), grown.finish_reason)
-        return VerifyTrajectory(task.lease, grown, tuple(task.spans))
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
         """Revoke the controller's trajectory and keep its replacement. When the controller requests the trajectory
-        again, `want` sends the replacement immediately."""
-        key = key_of(self._tasks[number].lease)
+        again, `want` sends the replacement immediately.
+
+        A later turn of a multi-turn episode has no replacement, because the turns before it are generated again.
+        """
+        lease = self._tasks[number].lease
+        key = key_of(lease)
         self._forget(number)
-        self._replacements[key] = progress.trajectory, progress.worker
+        if not lease.trajectory.turn_offset:
+            self._replacements[key] = progress.trajectory, progress.worker
         while len(self._replacements) > MAX_REPLACEMENTS:
             self._replacements.popitem(last=False)
         return _revoked(key, "overtaken")

@@ -68,6 +68,11 @@ class TaskSubmitted(msgspec.Struct, frozen=True, tag="TaskWanted", gc=False):
     """Number of tokens that the trajectory already has after its prompt."""
     max_tokens: int
     """Maximum number of tokens after the prompt."""
+    start: int = 0
+    """Number of tokens that no worker generates again: those before the current turn of a multi-turn episode."""
+    preferred: int | None = None
+    """Worker that should get the first lease if it has a free slot, because it may have the keys and values of the
+    earlier turns."""
 
 
 class TaskAborted(msgspec.Struct, frozen=True, tag="TaskAborted", gc=False):

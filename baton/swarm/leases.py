@@ -11,9 +11,10 @@ attempt at a task:
 
 Reported tokens stay in the trajectory when the worker leaves, and the next lease starts after these tokens. With
 `restarts` (mode `sync`), the next lease starts at the prompt and generates the same tokens again, because sampling is
-deterministic. Only its tokens beyond the committed tokens are then new. A straggler gets a backup lease. Without
-`restarts`, the two leases of a task generate different tokens from the same prefix. No tokens are committed until one
-lease finishes, and the tokens of the other lease are then discarded.
+deterministic. In a multi-turn episode it starts at the current turn (`TaskSubmitted.start`), because an observation
+cannot be generated again. Only its tokens beyond the committed tokens are then new. A straggler gets a backup lease.
+Without `restarts`, the two leases of a task generate different tokens from the same prefix. No tokens are committed
+until one lease finishes, and the tokens of the other lease are then discarded.
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
 Committed tokens of a worker of one kind stay committed, and a lease of a worker of another kind commits no tokens
@@ -66,8 +67,8 @@ class LeaseRules:
     """Options and time limits of the lease table. Time limits are in seconds."""
 
     restarts: bool = False
-    """True (mode `sync`): after a lost lease, the next lease starts at the prompt. False: it starts after the last
-    reported token."""
+    """True (mode `sync`): after a lost lease, the next lease starts at the begin of the current turn. False: it starts
+    after the last reported token."""
     heartbeat_timeout_s: float = 30.0
     """A worker that sends no message for this time is considered dead."""
     progress_timeout_s: float = 60.0
@@ -119,10 +120,12 @@ class TrackedTask:
     ask: Ask
     committed: int
     max_tokens: int
+    start: int
+    preferred: int | None
     leases: list[TrackedLease] = field(default_factory=list)
     """Valid leases of the task: none while the task waits, two while it has a backup lease."""
     origin: str | None = None
-    """Origin of the lease that generated the committed tokens; None while no token is committed."""
+    """Origin of the lease that generated the committed tokens after `start`; None while there are none."""
     returned: list[TrackedLease] = field(default_factory=list)
     """Leases that were returned while another lease of the task was still valid."""
     is_aborting: bool = False
@@ -271,7 +274,8 @@ class LeaseTable:
 
     def _on_task_submitted(self, event: TaskSubmitted) -> None:
         assert event.task not in self._tasks, f"task {event.task} was submitted twice"
-        task = TrackedTask(event.task, (event.version, event.is_exact), event.num_tokens, event.max_tokens)
+        ask = event.version, event.is_exact
+        task = TrackedTask(event.task, ask, event.num_tokens, event.max_tokens, event.start, event.preferred)
         self._tasks[event.task] = task
         self._queue(task)
 
@@ -461,7 +465,7 @@ class LeaseTable:
         self._may_grant = False
         unavailable: set[Ask] = set()
         while (task := self._oldest_waiting(unavailable)) is not None:
-            worker = self._index.least_loaded(*task.ask)
+            worker = self._preferred(task) or self._index.least_loaded(*task.ask)
             if worker is None:
                 unavailable.add(task.ask)
             else:
@@ -482,13 +486,22 @@ class LeaseTable:
                 oldest = task
         return oldest
 
+    def _preferred(self, task: TrackedTask) -> Worker | None:
+        """Return a task's preferred worker, if it has a free slot and a suitable version."""
+        worker = None if task.preferred is None else self.workers.get(task.preferred)
+        return worker if worker is not None and worker.has_slot and worker.serves(*task.ask) else None
+
+    def _base(self, task: TrackedTask) -> int:
+        """Return the number of tokens that the next lease of a task starts after."""
+        return task.start if self.rules.restarts else task.committed
+
     def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[Command]:
-        base = 0 if self.rules.restarts else task.committed
+        base, task.preferred = self._base(task), None
         number, self._next_lease = self._next_lease, self._next_lease + 1
         origin = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
-        # the trajectory had tokens before the task was submitted, and the kind of worker that generated these is
-        # unknown
-        if self.rules.restarts and task.committed and task.origin is None:
+        # the trajectory had tokens of this turn before the task was submitted, and the kind of worker that generated
+        # these is unknown
+        if self.rules.restarts and task.committed > task.start and task.origin is None:
             task.origin = "unknown" if worker.kind is None else origin
         lease = TrackedLease(number, task.number, worker.number, base, base, at_s, at_s, origin, worker.owner)
         if not worker.leases:
@@ -567,5 +580,5 @@ class LeaseTable:
         return found
 
     def _pays_off(self, task: TrackedTask, here_s: float, worker: Worker) -> bool:
-        left = task.max_tokens - (0 if self.rules.restarts else task.committed)
+        left = task.max_tokens - self._base(task)
         return here_s * self._index.speed(worker) > self.rules.backup_lease_factor * left

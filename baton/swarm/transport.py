@@ -102,8 +102,10 @@ class SwarmTransport:
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         self._progress.consumed(step, groups)
-        trajectories = [member.trajectory for group in groups for member in group.members]
-        self._members.verifier.consumed(step, [(t.group_id, t.sample_index) for t in trajectories])
+        members = [member for group in groups for member in group.members]
+        self._members.verifier.consumed(
+            step, [(m.trajectory.group_id, m.trajectory.sample_index, len(m.paths)) for m in members]
+        )
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         progress, last, members = self._progress, self._publication.last, self._members

@@ -37,6 +37,8 @@ class Dialect:
     """Made of each `Record` among an event's values."""
     texts: frozenset[tuple[str, int]] = frozenset()
     """(neutral name, index of a field) of what is written for people."""
+    later: frozenset[tuple[str, int]] = frozenset()
+    """(neutral name, index of a field) of fields that are newer than the records: logged if they are set."""
 
 
 SCHEDULER = Dialect(
@@ -90,6 +92,7 @@ LEASES = Dialect(
         ev.DisconnectWorker: "expel",
     },
     texts=frozenset({("leave", 2), ("expel", 1)}),
+    later=frozenset({("want", 6), ("want", 7)}),
 )
 VERSIONS = Dialect(
     {
@@ -207,7 +210,8 @@ def row(dialect: Dialect, message: msgspec.Struct) -> Message:
 def text(dialect: Dialect, message: Message, *, first: int = 0) -> str:
     """Return its line in a log, from one of its values on."""
     name, values = message
-    logged = [canonical(v) for i, v in enumerate(values) if i >= first and (name, i) not in dialect.texts]
+    hidden = dialect.texts | {(n, i) for n, i in dialect.later if n == name and not values[i]}
+    logged = [canonical(v) for i, v in enumerate(values) if i >= first and (name, i) not in hidden]
     return " ".join([name, *logged])
 
 

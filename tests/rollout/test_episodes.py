@@ -17,7 +17,7 @@ from baton.records.journal import Journal, StreamCursor
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
-from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules, EpisodeSetup
+from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules, EpisodeSetup, path_seeds
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import LocalTransport
@@ -32,6 +32,7 @@ from baton.types import (
     Prompt,
     SamplingParams,
     ScoredTrajectory,
+    WorkRevoked,
 )
 
 MAX_NEW_TOKENS = 60
@@ -441,3 +442,61 @@ def test_an_answer_of_an_earlier_attempt_is_ignored() -> None:
         bench.step()
     for member in members(bench.batches):
         assert_whole(member)
+
+
+def revoke_at(bench: Bench, turn: int, seed: int) -> list[EpisodeKey]:
+    """Have a swarm take back each episode whose sample index is 0 when its first attempt acts in this turn."""
+    receive, asked, revoked = bench.port.receive, bench.environments.requests, []
+
+    def receive_with_revocations(timeout_s: float) -> Any:
+        found = list(receive(timeout_s))
+        for request in asked:
+            key = request.key
+            is_due = len(request.log) + 1 == turn and key.attempt == key.sample_index == 0
+            if is_due and key not in revoked:
+                revoked.append(key)
+                found.append(WorkRevoked(seed, key.group_id, key.sample_index, "quarantine"))
+        return found
+
+    bench.port.receive = receive_with_revocations  # type: ignore[method-assign]
+    return revoked
+
+
+@pytest.mark.parametrize(("turn", "path"), [(1, 0), (2, 0), (3, 0), (3, 1)])
+def test_an_episode_is_taken_back_as_a_whole_wherever_it_is(turn: int, path: int) -> None:
+    """Its environment acts, or has just answered; the tokens that are not trusted are of any of its paths."""
+    bench = Bench("sync", bridge=PlainBridge(new_path_every=2))
+    revoked = revoke_at(bench, turn, path_seeds(1, 2)[path])
+    bench.run(6)
+    assert revoked
+    trained = members(bench.batches)
+    for member in trained:
+        assert_whole(member)
+    attempts = {
+        m.trajectory.group_id: m.episode.attempt for m in trained if m.episode and not m.trajectory.sample_index
+    }
+    assert all(attempts[key.group_id] == 1 for key in revoked if key.group_id in attempts)
+    ledger = bench.controller.scheduler.ledger
+    assert set(ledger.lost) == {"quarantine"}
+    assert ledger.generated == ledger.settled + bench.controller.scheduler.num_carried_tokens
+    assert set(bench.environments.executed.values()) == {1}
+
+
+def test_a_path_of_an_attempt_that_is_over_takes_nothing_back() -> None:
+    bench = Bench("sync", bridge=PlainBridge(new_path_every=2))
+    assert revoke_at(bench, 1, path_seeds(1, 2)[1]) is not None
+    bench.run(3)
+    assert not bench.controller.scheduler.ledger.lost
+
+
+def test_an_evaluation_takes_back_an_episode_that_acts() -> None:
+    bench = Bench("sync", bridge=PlainBridge(new_path_every=2))
+    bench.begin()
+    revoked = revoke_at(bench, 3, path_seeds(99, 2)[0])
+    sweep = EvalRollout(bench.worker, bench.setup)
+    requests = [EvalGroup(seed, (7, 1000 + seed), 2, prompt(seed)) for seed in range(9)]
+    found = list(sweep.rollout(requests, SamplingParams(MAX_NEW_TOKENS), noise_seed=99, version=0))
+    assert len(found) == 18
+    again = {m.trajectory.name for m in found if isinstance(m, ScoredTrajectory) and m.episode and m.episode.attempt}
+    assert again
+    assert again <= {f"{key.group_id}/0" for key in revoked}

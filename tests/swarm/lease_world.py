@@ -1,7 +1,8 @@
 """A world for the lease table: workers and wires that do what random choices say, and every law checked.
 
 Tokens are real here. With `restarts` a token is (task, position): the noise is keyed, so every attempt makes the same
-ones. Without, it is (position, lease): whoever mixes two branches is seen. The world plays the hub: it keeps what each
+ones. Without, it is (position, lease): whoever mixes two branches is seen. Tokens before a task's turn are nobody's:
+whoever makes them again is seen. The world plays the hub: it keeps what each
 lease reported and does what the table says, and it counts on its own.
 """
 
@@ -95,6 +96,9 @@ class SimTask:
     version: int
     is_exact: bool
     committed: list[Token]
+    start: int = 0
+    preferred: int | None = None
+    """Until its first lease."""
     aborted_s: float | None = None
     live: list[int] = field(default_factory=list)
     rested: list[int] = field(default_factory=list)
@@ -198,10 +202,11 @@ class World:
                 assert self.is_mixed
                 assert self.rules.restarts
                 task, branch = self.tasks[t], self.branches[n]
-                assert task.committed, "else there is nothing to replace"
-                assert task.committed[0] != branch[0], "by other tokens"
+                assert len(task.committed) > task.start, "else there is nothing to replace"
+                assert task.committed[: task.start] == branch[: task.start], "the turns before are the same"
+                assert task.committed[task.start] != branch[task.start], "by other tokens"
                 assert len(branch) == self.length(t, n)
-                self.committed += len(branch)  # what it replaces was reported too, and its owner counts it
+                self.committed += len(branch) - task.start  # what it replaces was reported too, and its owner counts it
                 self.finished_by[self.holder[n].number] += 1
                 self.outcomes["replaced"] += 1
                 self._close(task)
@@ -229,7 +234,7 @@ class World:
         assert task.aborted_s is None
         assert len(task.live) < 2
         assert task.suits(worker.told_version), f"{task} to {worker}"
-        assert grant.base == (0 if self.rules.restarts else len(task.committed))
+        assert grant.base == (task.start if self.rules.restarts else len(task.committed))
         if task.live:  # relief
             assert len(worker.held) < self.room(worker), "relief is for a free slot"
             waiting = [t for t in self.tasks.values() if t.is_waiting]
@@ -237,6 +242,10 @@ class World:
             assert not any(self.holder[n] is worker for n in task.live)
             self.reliefs.append(grant)
         else:
+            wanted = self.workers.get(-1 if task.preferred is None else task.preferred)
+            if wanted is not None and task.suits(wanted.told_version) and self.owner_allows(wanted):
+                assert worker is wanted or len(wanted.held) >= self.room(wanted), "it goes to whom it prefers"
+            task.preferred = None
             eligible = [w for w in self.workers.values() if task.suits(w.told_version)]
             if len(worker.held) >= self.room(worker):
                 full = [len(w.held) >= self.room(w) or not self.owner_allows(w) for w in eligible]
@@ -313,9 +322,10 @@ class World:
             for lease in task.live + task.rested:
                 branch = self.branches[lease]
                 assert lease in task.rested or lengths[lease] == len(branch)
-                if self.rules.restarts and branch and task.committed[:1] != branch[:1]:
-                    assert task.committed, "what came first is committed at once"
-                    uncommitted += len(branch)
+                begin = slice(task.start, task.start + 1)
+                if self.rules.restarts and branch[begin] and task.committed[begin] != branch[begin]:
+                    assert task.committed[begin], "what came first is committed at once"
+                    uncommitted += len(branch) - task.start
                 elif self.rules.restarts:
                     assert branch == task.committed[: len(branch)], "known at once, and the same from everybody"
                 else:
@@ -441,16 +451,19 @@ class World:
         self._gone(worker)
         self.tell(WorkerLeft(self.now_s, worker.number, "the connection was cut"))
 
-    def want(self, *, is_exact: bool, version: int | None = None, num_tokens: int = 0) -> SimTask:
+    def want(self, *, is_exact: bool, version: int | None = None, num_tokens: int = 0, start: int = 0) -> SimTask:
         if self.spare_tasks and self.choose(2):
             number = self.spare_tasks.pop()  # put down, and wanted again
         else:
             number, self.next_task = self.next_task, self.next_task + 1
-        num_tokens = 0 if self.is_mixed else min(num_tokens, self.length(number, -1) - 1)
+        num_tokens = min(num_tokens, self.length(number, -1) - 1)
+        start = num_tokens if self.is_mixed else min(start, num_tokens)
         kept = [(number, p, "of ") if self.rules.restarts else (p, -1) for p in range(num_tokens)]
-        task = SimTask(number, self.version if version is None else version, is_exact, kept)
+        kept[:start] = [(p, -2) for p in range(start)]
+        preferred = self._pick(self.workers).number if start and self.workers else None
+        task = SimTask(number, self.version if version is None else version, is_exact, kept, start, preferred)
         self.tasks[number] = task
-        self.tell(TaskSubmitted(self.now_s, number, task.version, is_exact, num_tokens, 40))
+        self.tell(TaskSubmitted(self.now_s, number, task.version, is_exact, num_tokens, 40, start, preferred))
         return task
 
     def abort(self, task: SimTask) -> None:
@@ -490,7 +503,7 @@ class World:
     def _some_want(self) -> None:
         if len(self.tasks) < 30:
             version = max(0, self.version - self.choose(2))
-            self.want(is_exact=bool(self.choose(2)), version=version, num_tokens=self.choose(4))
+            self.want(is_exact=bool(self.choose(2)), version=version, num_tokens=self.choose(4), start=self.choose(4))
 
     def _some_work(self) -> None:
         self.work(self._pick(self.workers), (1 + self.choose(8)) / 2)

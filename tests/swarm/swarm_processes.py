@@ -73,7 +73,10 @@ def scratch_model_at(path: Path) -> Path:
 
 
 def recipe_tree(model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
-    """Six steps of 32 trajectories on 16 slots a worker, reported in small pieces. changes: section__key = value."""
+    """Six steps of 32 trajectories on 16 slots a worker, reported in small pieces.
+
+    changes: section__key = value, or section = list.
+    """
     tree: dict[str, Any] = {
         "run": {"name": "r", "directory": str(directory), "steps": 6, "threads": 1, "seed": 3},
         "model": {"path": str(model), "device": "cpu"},
@@ -89,7 +92,7 @@ def recipe_tree(model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
-        tree[section] = {**tree.get(section, {}), name: value}
+        tree[section] = {**tree.get(section, {}), name: value} if name else value
     return tree
 
 
@@ -411,6 +414,9 @@ def outcome(run: RunDirectory) -> Outcome:
     last = latest_checkpoint(run.checkpoints)
     assert last is not None
     groups = [msgspec.to_builtins(run.groups(step)) for step in run.recorded_steps()]
+    for member in (member for step in groups for group in step for member in group["members"]):
+        for exchange in member.get("episode", {}).get("exchanges", ()):
+            del exchange["seconds"]  # of an environment, which differ
     rows = [row for row in read_metrics(run.path) if "reward/mean" in row]
     lost = sum(int(row.get("tokens/lost", 0)) for row in rows)
     return Outcome(load_file(last / "model.safetensors"), groups, [row["reward/mean"] for row in rows], lost)

@@ -109,6 +109,23 @@ def test_a_stop_string_may_span_two_reports():
     assert "completes a stop string" in check(WORDS, report(segment([13]), offset=2), grown)
 
 
+def test_a_later_turn_is_checked_like_a_whole_trajectory():
+    """Its budget is a position: 12 tokens before the turn, and at most 8 in it."""
+    seen = segment([90, 91], logprobs=[0.0, 0.0], author=Author.ENVIRONMENT)
+    before = Trajectory(4, 2, (7, 8, 9), (segment([2] * 9 + [1]), seen))
+    turn = msgspec.structs.replace(LOOSE, trajectory=before)
+    assert check(turn, report(segment([2, 1]), offset=12, reason=STOP)) is None
+    assert check(turn, report(segment([2] * 8), offset=12, reason=LENGTH)) is None
+    assert check(turn, report(segment([2] * 7), offset=12, reason=LENGTH)) == (
+        "finished by length at 19 tokens of a budget of 20"
+    )
+    words = msgspec.structs.replace(WORDS, trajectory=before.extended((segment([10, 11]),)))
+    assert check(words, report(segment([12, 13]), offset=14, reason=STOP)) is None
+    sentence = check(turn, report(segment([90], author=Author.ENVIRONMENT), offset=12))
+    assert sentence is not None
+    assert "may report only the policy's" in sentence
+
+
 def test_versions_do_not_descend_across_reports_and_finished_ones_take_no_more():
     grown = LOOSE.trajectory.extended((segment([2, 3], 4),))
     assert "version 3 after tokens of version 4" in check(LOOSE, report(segment([2], 3), offset=2), grown)

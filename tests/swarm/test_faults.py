@@ -64,6 +64,36 @@ def test_a_worker_killed_at_work_and_one_that_joins_leave_the_run_as_it_was(
         assert "worker#2 joined" in run.trainer.said()
 
 
+EPISODES = {
+    "task": [
+        {"name": "t", "environment": "tests.run.test_episodes_run:Evenness", "max_turns": 5, "max_turn_tokens": 5}
+    ],
+    "reward": [{"kind": "correct"}],
+    "environments__processes": 1,
+    "engine__max_context_tokens": 128,
+}
+"""Three turns each: two thirds of the leases begin after an observation."""
+
+
+def test_a_worker_killed_in_the_middle_of_episodes_leaves_the_run_as_it_was(model: Path, tmp_path: Path) -> None:
+    with swarm(tmp_path / "alone", model, **EPISODES) as alone:
+        alone.engine_beside_trainer()
+        alone.finish()
+        unbroken = outcome(alone.run)
+    members = [member for step in unbroken.groups for group in step for member in group["members"]]
+    assert sum(len(m["episode"]["exchanges"]) == 3 for m in members) > len(members) / 2
+    with swarm(tmp_path / "swarm", model, **EPISODES) as run:
+        run.train()
+        workers = [run.joined(faults=SLOW), run.joined(faults=SLOW)]
+        for number, victim in enumerate(workers):
+            run.await_step(1 + number)
+            run.caught_at_work(victim, number)
+            victim.kill()
+            run.joined(faults=SLOW)
+        assert_as_if_nothing_was(run, unbroken)
+        assert run.trainer.said().count("sent no message for 5 s") == 2
+
+
 @pytest.mark.skipif(NUM_KILLS < 2, reason="BATON_TEST_KILLS asks for it")
 def test_workers_killed_at_random_moments_leave_the_run_as_it_was(
     model: Path, tmp_path: Path, unbroken: Outcome

@@ -27,6 +27,7 @@ from baton.swarm.messages import Ack, Dropped
 from baton.swarm.worker.outbox import Outbox
 from baton.types import (
     Abort,
+    Author,
     FinishReason,
     Lease,
     Report,
@@ -461,6 +462,107 @@ def test_what_is_held_back_is_told_at_its_release():
     counter.broker.release((1, 7, 0))
     counter.broker.release((1, 7, 0))
     assert counter.grown(7).finish_reason is FinishReason.STOP
+
+
+# ---- turns of an episode ---------------------------------------------------------------------------------------------
+
+
+def seen(start: int, end: int) -> Segment:
+    """An observation at these places."""
+    return Segment(tuple(900 + p for p in range(start, end)), (0.0,) * (end - start), 0, Author.ENVIRONMENT)
+
+
+def play_turn(counter: Counter, worker: int, task: int, begin: int, end: int, *before: Segment) -> None:
+    """A turn of episode 7 that one worker generates."""
+    counter.want(task, group=7, segments=before)
+    counter.broker.report(worker, said(counter.leases(worker)[-1].lease_id, begin, end, FinishReason.STOP))
+
+
+TURNS = segment(0, 3), seen(3, 5)
+
+
+def test_in_sync_a_lost_turn_begins_again_after_the_observation():
+    counter = Counter(restarts=True)
+    counter.worker(0)
+    counter.want(8, group=7, segments=(*TURNS, segment(5, 6)))
+    counter.broker.report(0, said(counter.leases(0)[0].lease_id, 5, 8))
+    counter.worker(1)
+    counter.broker.leave(0, "gone")
+    for lease in (counter.leases(0)[0], counter.leases(1)[0]):
+        assert lease.trajectory.segments == TURNS, "an observation cannot be generated again"
+    counter.broker.report(1, said(counter.leases(1)[0].lease_id, 5, 9, FinishReason.STOP))
+    ids = [i for m in counter.on_reports if isinstance(m, Report) for s in m.segments for i in s.token_ids]
+    assert ids == [6, 7, 8], "token 5 is of an earlier process"
+    assert sum(m.num_tokens for m in counter.on_reports if isinstance(m, WorkLost)) == 1 + 3
+    assert counter.finished[-1][1] == ((0, 6, 8), (1, 8, 9))
+
+
+def test_a_turn_is_verified_alone_and_goes_to_the_worker_of_the_turn_before():
+    counter = Counter()
+    counter.worker(0)
+    counter.worker(1)
+    counter.worker(2)
+    counter.broker.want(Lease(1, Trajectory(1, 0, (5, 6)), SamplingParams(MAX), 1, 0))  # worker 0 is the busiest
+    play_turn(counter, 1, 2, 0, 3)
+    play_turn(counter, 1, 3, 5, 8, *TURNS)
+    assert [spans for _, spans in counter.finished] == [((1, 0, 3),), ((1, 5, 8),)]
+    assert counter.finished[-1][0].segments == (*TURNS, segment(5, 8))
+
+
+@pytest.mark.parametrize("moment", ["acting", "leased", "aborted", "over"])
+def test_an_episode_is_taken_back_once_for_any_turn_of_a_worker(moment):
+    counter = Counter()
+    counter.worker(0)
+    play_turn(counter, 0, 1, 0, 3)
+    counter.broker.leave(0, "gone")
+    counter.worker(1)
+    if moment != "acting":
+        counter.want(2, group=7, segments=TURNS)
+    if moment == "aborted":
+        counter.broker.abort(2)
+        counter.broker.report(1, said(counter.leases(1)[0].lease_id, 5, 6, is_aborted=True))
+    if moment == "over":
+        counter.broker.report(1, said(counter.leases(1)[0].lease_id, 5, 8, FinishReason.STOP))
+    del counter.on_reports[:]
+    for _ in range(2):
+        counter.broker.revoke(frozenset({0}), "quarantine")
+    assert counter.on_reports == [WorkRevoked(1, 7, 0, "quarantine")]
+    assert counter.broker.table.num_tasks == 0
+    if moment == "leased":
+        assert counter.to(1)[-1] == Dropped(counter.leases(1)[0].lease_id)
+
+
+def test_an_episode_that_began_again_is_not_taken_back_for_a_worker_of_its_first_attempt():
+    counter = Counter()
+    counter.worker(0)
+    play_turn(counter, 0, 1, 0, 3)
+    counter.broker.leave(0, "gone")
+    counter.worker(1)
+    play_turn(counter, 1, 2, 0, 3)
+    del counter.on_reports[:]
+    counter.broker.revoke(frozenset({0}), "quarantine")
+    assert counter.on_reports == []
+
+
+def test_a_later_turn_that_a_backup_of_another_class_finishes_first_is_generated_again_from_the_prompt():
+    """What came after the first turn does not answer for the first turn."""
+    counter = Counter(restarts=True, backup_lease_factor=1.0)
+    for number, kind in enumerate(("cpu", "gpu")):
+        counter.worker(number, slots=1, kind=kind)
+    counter.want(7, segments=TURNS)
+    counter.want(1)
+    counter.now_s = 4.0
+    counter.broker.report(0, said(counter.leases(0)[0].lease_id, 5, 7))
+    counter.broker.report(1, said(counter.leases(1)[0].lease_id, 0, 40, FinishReason.LENGTH))
+    counter.broker.tick()
+    (_, backup) = counter.leases(1)
+    assert backup.trajectory.segments == TURNS
+    counter.broker.report(1, said(backup.lease_id, 5, 9, FinishReason.STOP, salt=3))
+    assert counter.on_reports[-1] == WorkRevoked(1, 7, 0, "overtaken")
+    told = len(counter.on_reports)
+    counter.want(8, group=7)
+    assert counter.on_reports[told:] == []
+    assert [m.trajectory.num_tokens for _, m in counter.sent[-1:] if isinstance(m, Lease)] == [0]
 
 
 def test_who_refuses_one_lease_after_another_is_hung_up_on():

@@ -543,6 +543,60 @@ def test_a_lease_of_another_kind_is_not_comparable():
     assert not table.is_comparable(1)
 
 
+# ---- turns of an episode ---------------------------------------------------------------------------------------------
+
+
+def want_turn(table: LeaseTable, task: int, start: int, num_tokens: int, **more: int) -> list[Command]:
+    """A turn that begins after `start` tokens, of an episode of 100 tokens."""
+    return table.handle(TaskSubmitted(0.0, task, 1, True, num_tokens, 100, start, **more))
+
+
+def test_a_lost_turn_begins_again_after_the_last_observation_and_not_at_the_prompt():
+    table = table_of(1, 1, restarts=True)
+    assert want_turn(table, 0, 7, 9) == [GrantLease(0, 0, 0, 7)], "2 tokens of the turn are of an earlier process"
+    assert table.handle(LeaseProgressed(1.0, 0, 5)) == [DiscardTokens("regenerated", 2), CommitTokens(0, 0, 12)]
+    assert table.handle(WorkerLeft(2.0, 0, "cut")) == [GrantLease(1, 1, 0, 7)]
+    assert table.handle(LeaseProgressed(3.0, 1, 3)) == [DiscardTokens("regenerated", 3)]
+    assert table.handle(LeaseProgressed(4.0, 1, 3)) == [DiscardTokens("regenerated", 2), CommitTokens(0, 1, 13)]
+    assert table.handle(LeaseFinished(4.0, 1)) == [FinishTask(0, 1)]
+    assert dict(table.wasted) == {"regenerated": 7}
+
+
+@pytest.mark.parametrize("kind", ["", "gpu", None])
+def test_the_turns_before_are_no_contradiction_whoever_generates_the_next(kind):
+    """Their tokens are not generated again, so that nothing is replaced."""
+    table = LeaseTable(LeaseRules(restarts=True))
+    table.handle(WorkerJoined(0.0, 0, 1, kind=kind))
+    table.handle(WorkerSeen(0.0, 0, 1, 0))
+    want_turn(table, 0, 7, 7)
+    assert table.handle(LeaseProgressed(1.0, 0, 5)) == [CommitTokens(0, 0, 12)]
+    assert table.handle(LeaseFinished(2.0, 0)) == [FinishTask(0, 0)]
+
+
+def test_relief_of_a_turn_in_sync_is_weighed_by_the_turn():
+    """What is left takes 10 s x 4 tokens / 6 here, and the whole turn of 10 tokens 1 s there."""
+    table = table_of(1, 1, restarts=True, backup_lease_factor=2.0, backup_lease_after_s=5.0)
+    want_turn(table, 0, 90, 90)
+    want(table, 1)
+    table.handle(LeaseProgressed(10.0, 0, 6))
+    table.handle(LeaseProgressed(10.0, 1, 100))
+    table.handle(LeaseFinished(10.0, 1))
+    assert table.handle(LeaseTick(10.0)) == [GrantLease(1, 2, 0, 90)]
+
+
+def test_a_turn_goes_to_the_worker_of_the_turn_before_while_that_has_a_free_slot():
+    table = table_of(2, 1)
+    assert want_turn(table, 0, 7, 7, preferred=1) == [GrantLease(1, 0, 0, 7)]
+    assert want_turn(table, 1, 7, 7, preferred=1) == [GrantLease(0, 1, 1, 7)], "its slot is taken"
+    assert want_turn(table, 2, 7, 7, preferred=9) == [GrantLease(0, 2, 2, 7)], "it is gone"
+
+
+def test_a_turn_that_its_worker_has_lost_is_not_preferred_there_again():
+    table = table_of(4, 1, starve_s=5.0, backup_lease_factor=0.0)
+    want_turn(table, 0, 7, 7, preferred=1)
+    assert table.handle(LeaseTick(6.0)) == [DropLease(1, 0), GrantLease(0, 1, 0, 7)]
+
+
 # ---- what the workers of one owner may hold --------------------------------------------------------------------------
 
 

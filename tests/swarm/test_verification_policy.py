@@ -27,7 +27,7 @@ from baton.swarm.verification.policy import (
     WarnUser,
 )
 from baton.swarm.verification.verify import CheckOutcome, Tolerance, VerificationResult, WorkerClass
-from baton.types import SamplingParams, Segment, Trajectory
+from baton.types import Author, SamplingParams, Segment, Trajectory
 
 TOLERANCE = Tolerance(logprob=0.1, draw_gap=0.2)
 HONEST = VerificationResult(CheckOutcome.HONEST, "", num_tokens=100, beyond_typical=20)
@@ -220,3 +220,49 @@ def test_every_finished_trajectory_is_open_or_trained(happenings):
             assert set(quarantine_record.requeue) == {n for n, w in open_.items() if w == worker}
             assert dict(quarantine_record.trained) == {n: s for n, (w, s) in trained.items() if w == worker}
             open_ = {n: w for n, w in open_.items() if w != worker}
+
+
+# ---- turns of an episode ---------------------------------------------------------------------------------------------
+
+
+def turn_finished(found, worker, turn, at_s=0.0, number=0):
+    """The commands after a worker has finished a turn: turn 0 is the first, and each has 10 tokens."""
+    own = Segment((3,) * LENGTH, (-1.0,) * LENGTH, 0)
+    seen = Segment((4,), (0.0,), 0, Author.ENVIRONMENT)
+    whole = Trajectory(0, number, (5,), (own, seen) * turn + (own,))
+    begin = turn * (LENGTH + 1)
+    parts = ((author(worker), begin, begin + LENGTH),)
+    return found.handle(TrajectoryFinished(at_s, (9, 0, number), Claim(whole, CLAIM.sampling, 9), parts))
+
+
+def test_each_turn_has_a_draw_of_its_own():
+    found = verification_policy(first=0, share=0.5)
+    drawn = [[bool(turn_finished(found, "w", turn, number=number)) for turn in range(3)] for number in range(200)]
+    assert {tuple(turns) for turns in drawn} == {(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)}
+    assert all(60 < sum(column) < 140 for column in zip(*drawn, strict=True))
+
+
+def test_a_turn_that_can_never_be_checked_does_not_restart_its_episode_for_ever():
+    found, key = verification_policy(first=0, share=1.0), (9, 0, 0)
+    for end in (RemakeTrajectory(key), RemakeTrajectory(key), ReleaseTrajectory(key)):
+        (checked_turn,) = turn_finished(found, "w", 0)
+        assert found.handle(TrajectoryJudged(checked_turn.case, ())) == [ReleaseTrajectory(key)]
+        (checked_turn,) = turn_finished(found, "w", 1)
+        assert found.handle(CheckFailed((checked_turn.case,), "out of memory"))[0] == end
+
+
+def test_an_episode_is_listed_for_each_of_its_authors():
+    found = verification_policy(first=0, share=0.0)
+    turn_finished(found, "a", 0)
+    turn_finished(found, "b", 1)
+    turn_finished(found, "b", 0, number=1)
+    (record,) = violated(found, "a", "a lie")
+    assert record.requeue == ("0/0@9",)
+    turn_finished(found, "c", 0)
+    turn_finished(found, "b", 1)
+    found.handle(BatchConsumed(("0/0@9", "0/1@9"), 4))
+    (record,) = violated(found, "c", "a lie")
+    assert record.trained == (("0/0@9", 4),)
+    (record,) = violated(found, "b", "a lie")
+    assert record.trained == (("0/0@9", 4), ("0/1@9", 4))
+    assert record.requeue == ()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import baton.swarm.verification.policy
+from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.identity import WorkerKeys
@@ -180,7 +181,7 @@ def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
         office.finish(group, (author("bad"), 0, LENGTH))
         office.finish(group + 10, (author("good"), 0, LENGTH))
         office.rule(2)
-    office.verifier.consumed(7, [(1, 0), (11, 0)])
+    office.verifier.consumed(7, [(1, 0, 1), (11, 0, 1)])
     office.rule()
     office.script.forged["4/0"] = 0.5
     office.finish(4, (author("bad"), 0, LENGTH))
@@ -350,3 +351,25 @@ def test_whose_quarantine_was_lifted_while_the_hub_runs_is_a_new_worker(office, 
     assert office.finish(2, (author("a"), 0, LENGTH))
     office.rule()
     assert office.released == [(9, 2, 0)]
+
+
+def test_only_the_tokens_of_a_trusted_author_calibrate_its_class(office):
+    """As in a later turn of an episode, whose earlier turns are somebody else's."""
+    office.finish(1, (author("mine", trusted=True), 5, LENGTH))
+    office.rule()
+    assert office.calibration.num_tokens(KIND) == LENGTH - 5
+
+
+def test_each_path_of_an_episode_is_trained_on(office):
+    """A path has a noise seed of its own, which names it."""
+    seeds = path_seeds(9, 2)
+    for seed in seeds:
+        trajectory = Trajectory(1, 0, (5,), (Segment((3,) * LENGTH, (-1.0,) * LENGTH, 1),), FinishReason.STOP)
+        lease = Lease(1, Trajectory(1, 0, (5,)), SamplingParams(LENGTH), seed, 0)
+        office.verifier.finished(lease, trajectory, [(author("a"), 0, LENGTH)])
+        office.rule()
+    office.verifier.consumed(7, [(1, 0, 2)])
+    office.rule()
+    found = office.verifier.violated(author("a"), "a lie", "a report")
+    assert found is not None
+    assert found.trained == tuple((f"1/0@{seed}", 7) for seed in seeds)

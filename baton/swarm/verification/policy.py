@@ -9,6 +9,9 @@ If the share p of the trajectories is checked and a worker falsifies the share c
 still undetected after n trajectories with probability (1 − p·c)^n. The worker cannot predict which trajectories are
 checked, because the draw depends on a secret.
 
+Each turn of a multi-turn episode is a finished trajectory of its own: the policy draws, holds and counts each turn, and
+the check compares only the tokens of the turn. A trajectory with several authors is listed for each author.
+
 A held trajectory is not used for training before the result of its check, so a trajectory that fails its check is never
 trained on. If a trajectory cannot be checked, it is generated again, at most `MAX_REMADE` times. It is released
 unchecked after `MAX_REMADE` times, or if all its authors are trusted.
@@ -36,7 +39,8 @@ PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
 MAX_REMADE = 2
 """Maximum number of times that a trajectory that cannot be checked is generated again."""
 REMEMBERED_REMADE = 10_000
-"""Maximum number of trajectories for which the policy remembers how often they were generated again."""
+"""Maximum number of trajectories for which the policy remembers how often they were generated again. The policy
+remembers this number also after a release, because a later turn of the same trajectory may fail too."""
 REMEMBERED_OPEN = 100_000
 """Maximum number of finished trajectories of a worker that the policy tracks until they are trained on."""
 REMEMBERED_TRAINED = 10_000
@@ -256,8 +260,8 @@ class VerificationPolicy:
         self._settings = settings
         self._secret = secret
         self._workers: dict[str, _CheckedWorker] = {}
-        self._owner: dict[str, str] = {}
-        """Name of an open trajectory → id of its author."""
+        self._owners: dict[str, dict[str, None]] = {}
+        """Name of an open trajectory → ids of its authors."""
         self._quarantined: set[str] = set()
         self._held: dict[Key, tuple[Case, float]] = {}
         """Held trajectory → (check, deadline in seconds)."""
@@ -290,7 +294,7 @@ class VerificationPolicy:
                     yield self._quarantine_worker(author, name, violation(sentence))
             case BatchConsumed(names=names, step=step):
                 for name in names:
-                    if account := self._taken(name):
+                    for account in self._taken(name):
                         account.trained.append((name, step))
                         account.num_trained += 1
             case QuarantineLifted(workers=workers):
@@ -310,9 +314,12 @@ class VerificationPolicy:
     def _finished(self, event: TrajectoryFinished) -> Iterator[VerificationCommand]:
         key, excluded = event.key, self._quarantined | event.banned
         chosen: dict[str, bool] = {}
+        turn = event.claim.trajectory.turn_offset
+        if not turn:
+            self._taken(name_of(key))  # the trajectory may have been generated again from its prompt
         for author, _, _ in event.parts:  # for an author of several parts, the trajectory is counted once
             if author.worker not in chosen and author.worker not in excluded and self._concerns(author.grant):
-                chosen[author.worker] = self._is_drawn(author, name_of(key)) or key in self._remade
+                chosen[author.worker] = self._is_drawn(author, name_of(key), turn) or key in self._remade
         wanted = tuple(part for part in event.parts if chosen.get(part[0].worker))
         if wanted:
             case = Case(key, event.claim, wanted, all(author.grant.is_trusted for author, _, _ in event.parts))
@@ -327,12 +334,13 @@ class VerificationPolicy:
         self.num_unchecked += len(late)
         remade = 0
         for case in late:
-            times = self._remade.pop(case.key, 0)
+            times = self._remade.get(case.key, 0)
             if case.is_trusted or times >= MAX_REMADE:
                 yield self._release(case)
                 continue
             remade += 1
             self._remade[case.key] = times + 1
+            self._remade.move_to_end(case.key)
             while len(self._remade) > REMEMBERED_REMADE:
                 self._remade.popitem(last=False)
             del self._held[case.key]
@@ -352,7 +360,6 @@ class VerificationPolicy:
 
     def _release(self, case: Case) -> ReleaseTrajectory:
         del self._held[case.key]
-        self._remade.pop(case.key, None)
         return ReleaseTrajectory(case.key)
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -361,11 +368,13 @@ class VerificationPolicy:
         """Return whether the workers of a token are checked. The run's own workers are checked only if `own` is set."""
         return self._settings.own or not grant.is_own
 
-    def _is_drawn(self, author: SegmentAuthor, name: str) -> bool:
-        """Count a finished trajectory, and return whether to check it."""
+    def _is_drawn(self, author: SegmentAuthor, name: str, turn: int) -> bool:
+        """Count a finished trajectory, and return whether to check it.
+
+        turn: offset of its last turn. Each turn has its own draw, because a worker may notice that a turn is held back.
+        """
         account = self._of(author.worker)
-        self._taken(name)
-        self._owner[name] = author.worker
+        self._owners.setdefault(name, {})[author.worker] = None
         # trajectories of filtered groups are never reported as consumed, so the oldest trajectories must be removed
         # here
         while len(account.open) >= REMEMBERED_OPEN:
@@ -373,7 +382,8 @@ class VerificationPolicy:
         account.open[name] = None
         account.num_finished += 1
         share = self._settings.trusted_share if author.grant.is_trusted else self._settings.share
-        is_checked = account.checks_owed > 0 or self._draw(author.worker, name) < share
+        drawn = f"{name}+{turn}" if turn else name
+        is_checked = account.checks_owed > 0 or self._draw(author.worker, drawn) < share
         account.checks_owed = max(0, account.checks_owed - 1)
         return is_checked
 
@@ -408,13 +418,12 @@ class VerificationPolicy:
         self._quarantined.add(author.worker)
         return QuarantineWorker(quarantine_record)
 
-    def _taken(self, name: str) -> _CheckedWorker | None:
-        """Stop tracking a trajectory, because it was trained on or never will be. Return the state of its author."""
-        owner = self._owner.pop(name, None)
-        account = None if owner is None else self._workers.get(owner)
-        if account is not None:
+    def _taken(self, name: str) -> list[_CheckedWorker]:
+        """Stop tracking a trajectory, because it was trained on or never will be. Return the states of its authors."""
+        accounts = [self._workers[owner] for owner in self._owners.pop(name, ()) if owner in self._workers]
+        for account in accounts:
             account.open.pop(name, None)
-        return account
+        return accounts
 
     def _of(self, worker: str) -> _CheckedWorker:
         if worker not in self._workers:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.lease_broker import Key, key_of
 from baton.swarm.serial_executor import SerialExecutor
@@ -133,11 +134,13 @@ class VerificationService:
         while len(self._tensors) > self._keep:
             self._tensors.popitem(last=False)
 
-    def consumed(self, step: int, trajectories: Sequence[tuple[int, int]]) -> None:
-        """Record that a train step has consumed trajectories, given as (group id, sample index)."""
+    def consumed(self, step: int, trajectories: Sequence[tuple[int, int, int]]) -> None:
+        """Record that a train step has consumed trajectories, given as (group id, sample index, number of
+        paths)."""
         if not self._keep:
             return
-        names = tuple(name_of((self._noise_seed, *pair)) for pair in trajectories)
+        seeds = ((pair, seed) for *pair, count in trajectories for seed in path_seeds(self._noise_seed, count))
+        names = tuple(name_of((seed, group_id, sample_index)) for (group_id, sample_index), seed in seeds)
         self._tell_from_thread(BatchConsumed(names, step))
 
     def close(self) -> None:
@@ -238,7 +241,7 @@ class VerificationService:
         verdicts = []
         for author, first, end in case.parts:
             if case.is_trusted:
-                self.calibration.observe(author.worker_class, scores)
+                self.calibration.observe(author.worker_class, scores, first=first, end=end)
             tolerance = self.calibration.tolerance(author.worker_class)
             verdicts.append((author, judge(scores, tolerance, first=first, end=end), tolerance))
             self.counters.by_worker[author.worker] = self.counters.by_worker.get(author.worker, 0) + 1

@@ -273,13 +273,17 @@ class Calibration:
         self._seen: dict[WorkerClass, _Seen] = {}
         self._random = random.Random(0)
 
-    def observe(self, worker_class: WorkerClass, scores: Iterable[Rescored]) -> None:
-        """Add rescored tokens of a trusted worker."""
+    def observe(
+        self, worker_class: WorkerClass, scores: Iterable[Rescored], *, first: int = 0, end: int | None = None
+    ) -> None:
+        """Add rescored tokens of a trusted worker: those at the token positions first … end − 1."""
         seen = self._seen.setdefault(worker_class, _Seen())
         judges_draws = worker_class.engine not in OWN_NOISE
         for rescored in scores:
             scale = _scale(rescored.temperature)
             for i, (behavior, logprob) in enumerate(zip(rescored.behavior_logprobs, rescored.logprobs, strict=True)):
+                if rescored.places[i] < first or (end is not None and rescored.places[i] >= end):
+                    continue
                 ratio = logprob - behavior
                 seen.sum_mismatch += math.expm1(min(ratio, 50.0)) - ratio
                 seen.num_tokens += 1
