@@ -31,6 +31,7 @@ def test_the_names_under_which_errors_are_sent_never_change() -> None:
         "Damaged",
         "DeadlineExceeded",
         "EngineFault",
+        "EnvironmentFault",
         "OSError",
         "RankLost",
         "RunTakenOver",

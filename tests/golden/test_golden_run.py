@@ -93,7 +93,7 @@ def assert_shown(run: str, steps: int) -> None:
         shown = json.loads(baton("show", run, "--step", str(step), "--json", "-n", "100")[0])
         assert len(shown) == 6
         assert all(each["step"] == step and each["response"] for each in shown)
-        assert "reward" in baton("show", run, "--step", str(step), "--best")[0]
+        assert "reward" in baton("show", run, "--step", str(step), "--sort", "best")[0]
     baton("trace", run, "--out", "trace.json")
     assert {"generate", "train"} <= {
         event.get("name") for event in json.loads(Path("trace.json").read_bytes())["traceEvents"]
