@@ -107,8 +107,8 @@ Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
 def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group, std with G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    A group of equal rewards gives exactly zero. With rewards by turn, R_i are the returns of all turns of the group's
-    episodes, as in GRPO with process supervision (section 4.1.3). The same holds for `group_mean`.
+    A group of equal rewards gives exactly zero. With rewards by turn, here and in `group_mean`, R_i are the returns of
+    all turns of the group's episodes. GRPO's process supervision (section 4.1.3) normalises rewards before their sum.
     """
     return _within_groups(outcomes, _standardised)
 

@@ -22,6 +22,8 @@ from baton.rollout.eval_rollout import EvalGroup, EvalRollout
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.samples import training_samples
 from baton.types import (
     Author,
     EpisodeFinish,
@@ -262,6 +264,20 @@ def test_episodes_alternate_turns_and_observations_and_every_token_is_counted_on
 
 def bench_prompt(bench: Bench, member: ScoredTrajectory) -> str:
     return str(member.trajectory.prompt_ids[-1] - 1000) if not (member.episode and member.episode.earlier) else "0"
+
+
+def test_the_trainer_finds_the_turns_of_an_episode_whose_discounted_rewards_are_its_reward() -> None:
+    rules = EpisodeRules("rooms", max_turns=8, max_turn_tokens=20, max_observation_tokens=50, discount=0.5)
+    bench = Bench("sync", rules=rules, bridge=PlainBridge(new_path_every=2))
+    bench.run(4)
+    rows = training_samples([g for batch in bench.batches for g in batch], AlgorithmSettings(turn_rewards=True))
+    rewards = {m.trajectory.name: m.judgement.reward for m in members(bench.batches)}
+    assert {row.path for row in rows} >= {0, 1}
+    for row in rows:
+        assert row.turns is not None
+        assert row.turns.discount == 0.5
+        assert row.turns.total == rewards[row.name]
+        assert row.reward == 0.0
 
 
 def test_a_rewritten_history_begins_a_new_path_and_no_token_is_in_two() -> None:
