@@ -64,7 +64,9 @@ def test_a_run_of_multi_turn_episodes_trains_and_resumes(tiny_model: Path, tmp_p
     rows = [row for row in read_metrics(whole.run.path) if "reward/mean" in row]
     assert sum(row.get("env/turns", 0) for row in rows) > 0
     assert any(row["reward/std"] > 0 for row in rows)
-    for row in rows:
+    ended = [row for row in rows if "env/turns_mean" in row]  # in partial, a batch may be made of earlier episodes
+    assert ended
+    for row in ended:
         assert 1 <= row["env/turns_mean"] <= 3
         assert sum(value for name, value in row.items() if name.startswith("env/finish/")) == pytest.approx(1)
         assert 0 <= row["env/latency_mean"] <= row["env/latency_max"]
