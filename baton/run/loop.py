@@ -98,8 +98,6 @@ class Loop:
     judge: RewardScorer
     tokenizer: Tokenizer
     port: WorkerTransport
-    episodes: EpisodeSetup | None
-    """Set if a task is multi-turn."""
     sweep: EvalRollout
     """Part that generates responses for evaluations."""
     controller: RolloutController
@@ -115,6 +113,8 @@ class Loop:
     checkpoint: CheckpointSettings
     num_steps: int
     state: LoopState
+    episodes: EpisodeSetup | None = None
+    """Set if a task is multi-turn."""
     publish_every: int = 1
     """Train steps between publications; above 1 only with a swarm."""
     stop: StopRequest = field(default_factory=StopRequest)
