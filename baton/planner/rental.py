@@ -28,7 +28,7 @@ from baton.specs.plan import Plan
 MOST_CHOICES = 200_000
 """Maximum number of combinations of machines."""
 BOUND_STEPS = 24
-"""Bisection steps of the bounds of all combinations; enough to order them."""
+"""Number of bisection steps for the bound of each combination; enough to rank the combinations."""
 BOUND_WEIGHTS = 41
 """Number of weights w that `_reaches` tries; fewer than in `division_bound_s`, for speed."""
 

@@ -78,7 +78,7 @@ def check_support(run: Run) -> None:
 
 
 def experimental_parts(run: Run) -> tuple[str, ...]:
-    """Return the values, and pairs of values, of a run that no test covers, each with the reason."""
+    """For the values of a run, return each value and each pair of values that no test covers, with the reason."""
     table, found, doubtful = support_table(), [], set()
     for axis in table.axis:
         for value in run.get(axis.name, ()):

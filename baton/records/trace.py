@@ -148,8 +148,9 @@ class TraceWriter:
         append(self._path, bytes(lines))
 
     def _reopen(self, directory: Path) -> None:
-        """Find the file in which an earlier process stopped and the file's size. If the last line is incomplete,
-        terminate it."""
+        """Find the file to which an earlier process last wrote; return the file and its size.
+
+        If the last line is incomplete, terminate it."""
         first, before, last = trace_files(directory)
         self._path, self._room = (last, self._limit // 4) if last.exists() else (first, self._limit // 2)
         if last.exists():

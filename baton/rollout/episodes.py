@@ -187,7 +187,7 @@ class EpisodePlayer:
         self._open[_key(trajectory)] = _Open(prompt, trajectory, episode)
 
     def sampling(self, prompt: Prompt, trajectory: Trajectory) -> SeededSampling:
-        """Return how the rest of a turn is sampled: up to the end of the turn's budget.
+        """Return the sampling parameters for the rest of a turn, limited to the turn's remaining budget.
 
         Each path has its own noise, because the token positions of a new path start at 0 again.
         """

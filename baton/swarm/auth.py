@@ -354,7 +354,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Return values of a file's metadata that differ if the file has been changed or replaced."""
+    """Return metadata that identifies the state of a file; it changes if the file is changed or replaced."""
     try:
         found = path.stat()
     except OSError:

@@ -141,7 +141,8 @@ class AlgorithmSettings(Settings):
 
     @property
     def sequence_key(self) -> str | None:
-        """Return the key and value that compare whole token sequences; None if each token is compared by itself."""
+        """Return the key and value that select a comparison of whole token sequences; None if tokens are compared
+        singly."""
         if self.objective == "gspo":
             return "algorithm.objective = 'gspo'"
         return f"algorithm.correction = {self.correction!r}" if self.correction in ("sequence_tis", "opsm") else None

@@ -127,5 +127,5 @@ class AccessControl:
         return worker, key
 
     def delay_s(self, grant: AccessGrant) -> float:
-        """Return the seconds by which a message or request of a token must be delayed."""
+        """Return the delay in seconds of a message or request that was sent with a token."""
         return self._rate.delay_s(grant.digest, time.monotonic())

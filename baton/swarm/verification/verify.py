@@ -251,7 +251,7 @@ def chance_of_beyond(beyond: int, num_tokens: int, share: float) -> float:
 
 @dataclass(slots=True)
 class _Seen:
-    """Samples and sums over the rescored tokens of trusted workers of one class."""
+    """Sampled values and running sums of the rescored tokens of all trusted workers of one class."""
 
     differences: list[float] = field(default_factory=list)
     """Values of |behavior − rescored logprob|, in nats, for a uniform sample of the tokens."""
