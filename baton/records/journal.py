@@ -174,8 +174,14 @@ class Journal:
         self._put("judged", judged.trajectory.group_id, judged.trajectory.sample_index, content=judged)
 
     def delete_rewards(self) -> None:
-        """Delete the rewards of open groups, so that they are scored again after a change of the reward parts."""
-        self._execute("DELETE FROM entries WHERE kind = ?", "judged")
+        """Delete the rewards of open groups, so that they are scored again after a change of the reward parts.
+
+        Episodes keep theirs: their environments gave the rewards, and no scorer could give them again.
+        """
+        for number, content in self._entries("judged"):
+            scored = _unpack(content, ScoredTrajectory)
+            if scored.episode is None:
+                self._remove("judged", number, scored.trajectory.sample_index)
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:

@@ -51,7 +51,7 @@ from baton.rollout.events import (
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.settings import Rules
-from baton.rollout.worker_client import SeededSampling, WorkerClient
+from baton.rollout.worker_client import SHORT_WAIT_S, SeededSampling, WorkerClient
 from baton.types import Abort as AbortLease
 from baton.types import (
     Author,
@@ -73,8 +73,6 @@ from baton.types import (
 MAX_REFUSALS = 8
 """Consecutive refused leases per slot after which the controller raises EngineFault. A correct worker serves the
 version that its leases require."""
-SHORT_WAIT_S = 0.02
-"""Longest wait for a message in `run_until`: afterwards it checks again whether the train step has ended."""
 
 
 class PromptSource(Protocol):

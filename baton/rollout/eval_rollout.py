@@ -11,7 +11,7 @@ import msgspec
 
 from baton.errors import EngineFault
 from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, EpisodeSetup, path_seeds
-from baton.rollout.worker_client import SeededSampling, WorkerClient
+from baton.rollout.worker_client import SHORT_WAIT_S, SeededSampling, WorkerClient
 from baton.types import (
     Abort,
     FromPort,
@@ -25,8 +25,6 @@ from baton.types import (
 )
 
 LONG_WAIT_S = 1.0
-SHORT_WAIT_S = 0.02
-"""Longest wait for the worker while environments are active: afterwards their answers are collected."""
 
 
 class EvalGroup(msgspec.Struct, frozen=True):

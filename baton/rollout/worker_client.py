@@ -13,6 +13,8 @@ from baton.rollout.transport import WorkerTransport
 from baton.stop import StopRequest
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory
 
+SHORT_WAIT_S = 0.02
+"""Longest wait for messages of the worker while something else may need attention: a train step, an environment."""
 MAX_COUNTED_WAIT_S = 5.0
 """Maximum time that counts between two calls of `receive`: this process may have been suspended in the meantime."""
 

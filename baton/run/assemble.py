@@ -168,17 +168,22 @@ def _build_loop(
     if parts := experimental_parts(choices_with(recipe, config)):
         observer.said(f"experimental: {'; '.join(parts)}")
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments)
-    judge = RewardScorer(mixture.scored_tasks, recipe.reward, recipe.answer.format, recipe.judge)
-    held_out = _prompts(recipe, mixture, tokenizer, observer)
-    place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
-    trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
-    trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
-    trace.mark(BEGIN, step=place.state.step)
-    run, port, metrics, journal = _open(
-        recipe, lock, trainer, tokenizer, place, threads, observer, trace, worker_supervisor
-    )
+    with ExitStack() as undo:
+        undo.callback(mixture.close)
+        judge = RewardScorer(mixture.scored_tasks, recipe.reward, recipe.answer.format, recipe.judge)
+        held_out = _prompts(recipe, mixture, tokenizer, observer)
+        place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
+        episodes = open_episodes(recipe, mixture, tokenizer, observer.said)
+        if episodes is not None:
+            undo.callback(episodes.close)
+        trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
+        trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
+        trace.mark(BEGIN, step=place.state.step)
+        run, port, metrics, journal = _open(
+            recipe, lock, trainer, tokenizer, place, threads, observer, trace, worker_supervisor
+        )
+        undo.pop_all()
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
-    episodes = open_episodes(recipe, mixture, tokenizer, observer.said)
     scorer = ResponseScorer(judge, tokenizer, trace)
     sweep, controller = _rollout_side(
         recipe, port, TokenizedPrompts(stream, tokenizer), scorer, journal, stop, episodes
@@ -398,7 +403,7 @@ def evaluate_model(
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
     episodes = open_episodes(recipe, mixture, tokenizer, logger.info)
-    with judge, closing(episodes) if episodes is not None else nullcontext():
+    with closing(mixture), judge, closing(episodes) if episodes is not None else nullcontext():
         results, groups = evaluate(
             EvalRollout(
                 WorkerClient(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from baton.environments.token_bridge import TokenBridge
 from baton.errors import UserError, first_line
 from baton.policy.adapters import add_adapters, base_of_adapter
 from baton.policy.load import check_weight_files, torch_device, torch_dtype
@@ -65,10 +67,13 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     check_weight_files(recipe.model.path)
     config, model = check_room(recipe, is_here=is_here)
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments)
+    if len(mixture.scored_tasks) < len(mixture.tasks):
+        TokenBridge(tokenizer)
     RewardScorer(mixture.scored_tasks, recipe.reward, recipe.answer.format, recipe.judge)
-    prompts = measure(mixture, tokenizer.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
-    held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
-    prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
+    with closing(mixture):
+        prompts = measure(mixture, tokenizer.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
+        held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
+        prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
     parameters = sum(p.numel() for p in model.parameters())
     weights_bytes, cache_bytes = _engine_bytes(recipe, config, model)
     trainer_bytes, gradient_bytes = _trainer_bytes(recipe, model)

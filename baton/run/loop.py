@@ -13,7 +13,15 @@ from typing import Protocol
 
 import msgspec
 
-from baton.errors import BatonError, DeadlineExceeded, EngineFault, StorageFault, TrainingDiverged, UserError
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    EngineFault,
+    EnvironmentFault,
+    StorageFault,
+    TrainingDiverged,
+    UserError,
+)
 from baton.files import STORAGE_ERRORS
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.sections import CheckpointSettings, EvalSettings
@@ -163,6 +171,7 @@ class Loop:
             raise
         finally:
             self.judge.close()
+            self.stream.close()
             if self.episodes is not None:
                 self.episodes.close()
 
@@ -197,7 +206,7 @@ class Loop:
             try:
                 # the workers report their last tokens, and the journal stores them
                 self.controller.abort_all(PUT_DOWN_S)
-            except (EngineFault, DeadlineExceeded) as error:
+            except (EngineFault, EnvironmentFault, DeadlineExceeded) as error:
                 self.observer.said(f"a resume generates the tokens again that workers have not reported: {error}")
             self.journal.settle()
         return results

@@ -154,6 +154,12 @@ class TaskMixture:
         """The tasks whose responses a scorer rewards, which are all tasks except multi-turn tasks."""
         return {name: task for name, task in self.tasks.items() if not isinstance(task, EnvironmentTask)}
 
+    def close(self) -> None:
+        """End the processes that draw problems. May be called twice; a later draw starts them again."""
+        for task in self.tasks.values():
+            if isinstance(task, EnvironmentTask):
+                task.close()
+
     def limit(self, num_tokens: Callable[[Sequence[Message]], int], max_tokens: int) -> None:
         """Skip prompts with more than `max_tokens` tokens, in the training stream and in the held-out set."""
         self.has_room = lambda prompt: num_tokens(prompt.messages) <= max_tokens
@@ -204,6 +210,10 @@ class PromptStream:
         self.position = {name: (start or {}).get(name, 0) for name in mixture.tasks}
         """Task name → number of draws so far, including draws of held-out problems."""
         self._too_long = 0
+
+    def close(self) -> None:
+        """End the processes that draw problems."""
+        self._mixture.close()
 
     def take_counts(self) -> dict[str, float]:
         """Return a metric: the number of prompts that were skipped since the last call because they are too long."""

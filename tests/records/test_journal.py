@@ -10,7 +10,17 @@ import pytest
 
 from baton.errors import StorageFault
 from baton.records.journal import IssuedGroup, Journal, StreamCursor
-from baton.types import FailureCause, FinishReason, Message, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
+from baton.types import (
+    Episode,
+    FailureCause,
+    FinishReason,
+    Message,
+    Prompt,
+    RewardResult,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+)
 
 PROMPT = Prompt("p", "task", (Message("user", "2 + 2"),), "4", {"nested": {"a": [1, None]}})
 
@@ -81,3 +91,17 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path):
     (tmp_path / "j").write_bytes(b"this is not a database, whatever it may be" * 100)
     with pytest.raises(StorageFault, match="the run's journal, is damaged"):
         Journal(tmp_path / "j", keeps_partials=True)
+
+
+def test_new_reward_parts_delete_the_rewards_of_scorers_and_keep_those_of_environments(tmp_path: Path):
+    journal = Journal(tmp_path / "j", keeps_partials=True)
+    issue(journal, 0)
+    scored = ScoredTrajectory(finished(0, 0), RewardResult(1.0, {}, True))
+    played = ScoredTrajectory(finished(0, 1), RewardResult(2.0, {"environment": 2.0}, True), Episode())
+    for each in (scored, played):
+        journal.finished(each.trajectory)
+        journal.judged(each)
+    journal.delete_rewards()
+    (group,) = journal.open_groups()
+    assert group.judged == {1: played}, "no scorer can give the reward of an episode again"
+    assert group.members == (scored.trajectory, played.trajectory)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from baton.errors import UserError
 from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
+from baton.run.dry_run import footprint
 from baton.trainer.checkpoint import list_checkpoints
 from baton.types import Author, EpisodeFinish, Segment
 from tests.run.stopping import StopWhen
@@ -82,3 +86,15 @@ def test_a_run_of_multi_turn_episodes_trains_and_resumes(tiny_model: Path, tmp_p
     train(first, resume=True)
     last = [load_file(list_checkpoints(r.run.path / "checkpoints")[-1] / "model.safetensors") for r in (whole, first)]
     assert all((last[0][name] == last[1][name]).all() for name in last[0]), "a resumed run has the same bits"
+
+
+def test_a_template_without_turns_is_refused_before_the_run_has_a_directory(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    wanted = episodes(tmp_path / "model", tmp_path / "runs")
+    for begin in (lambda: train(wanted, resume=False), lambda: footprint(wanted)):
+        with pytest.raises(UserError, match="cannot be used for multi-turn tasks"):
+            begin()
+    assert not (wanted.run.path / "run.json").exists()

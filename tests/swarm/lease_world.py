@@ -1,9 +1,9 @@
 """A world for the lease table: workers and wires that do what random choices say, and every law checked.
 
 Tokens are real here. With `restarts` a token is (task, position): the noise is keyed, so every attempt makes the same
-ones. Without, it is (position, lease): whoever mixes two branches is seen. Tokens before a task's turn are nobody's:
-whoever makes them again is seen. The world plays the hub: it keeps what each
-lease reported and does what the table says, and it counts on its own.
+ones. Without `restarts` a token is (position, lease), so a mixture of the tokens of two leases is detected. Tokens
+before the turn of a task belong to no lease, so generating them again is detected. The world acts as the hub: it keeps
+the reported tokens of each lease, applies the commands of the table, and counts independently.
 """
 
 from __future__ import annotations
@@ -340,7 +340,9 @@ class World:
         if isinstance(event, LeaseTick):
             for task in self.tasks.values():
                 if task.aborted_s is not None:
-                    assert self.now_s - task.aborted_s <= self.rules.heartbeat_timeout_s, "put down, whoever answers"
+                    assert self.now_s - task.aborted_s <= self.rules.heartbeat_timeout_s, (
+                        "an aborted task is returned in time, also if no worker answers"
+                    )
             for worker in self.workers.values():
                 assert self.now_s - worker.heard_s <= self.rules.heartbeat_timeout_s
 

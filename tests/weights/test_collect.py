@@ -59,7 +59,7 @@ def test_whatever_is_had_or_wanted_can_be_fetched_after_any_collection(actions, 
                     assert are_bit_equal(joiner.fetch(version, deadline_s=60), run.tensors[version.number])
         run.store.collect([], keep=1)
         left = run.store.versions()
-        assert len(left) <= keyframe_every  # the latest, and back to the last that can be had whole
+        assert len(left) <= keyframe_every  # the latest version, and those back to its keyframe
         chunks = {chunk.digest for v in left for chunk in run.store.find(v.lineage, v.number).chunks}
         assert {path.name for path in (Path(directory) / "chunks").rglob("*") if path.is_file()} == chunks
 
