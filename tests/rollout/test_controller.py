@@ -57,6 +57,9 @@ class Prompts:
     def take_counts(self) -> dict[str, float]:
         return {}
 
+    def close(self) -> None:
+        pass
+
 
 class LateJudges:
     """Judges in any order, some calls late, and counts."""
