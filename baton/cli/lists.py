@@ -24,7 +24,7 @@ def tasks(
     name: Annotated[str | None, typer.Argument(help="Show only this task, with its parameters.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the tasks of reasoning-gym, each with an example."""
+    """List the generated tasks, each with an example."""
     from baton.tasks.gym import list_tasks
     from baton.views.terminal.lists import print_tasks
 

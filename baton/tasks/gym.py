@@ -1,4 +1,4 @@
-"""Tasks from reasoning-gym, which generates problems and verifies answers.
+"""Tasks from reasoning-gym, which generates problems and verifies answers, and the two of `arithmetic.py`.
 
 reasoning-gym derives item i of seed s from s + i, so item i of seed 3 is item i + 2 of seed 1. To avoid such overlaps,
 streams use 48-bit hashes as seeds. The train/held-out split does not depend on seeds (see `Problem.is_held_out`).
@@ -23,6 +23,7 @@ from blake3 import blake3
 from baton.errors import UserError
 from baton.rewards.functions import number
 from baton.rewards.scorer_protocol import Score, Scorer, ScorerSpec
+from baton.tasks.arithmetic import OWN_TASKS, ArithmeticProblems
 from baton.tasks.gym_answer_filter import may_be_scored
 from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 from baton.tasks.task import Problem
@@ -32,13 +33,17 @@ BLOCK = 500
 dataset in advance."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
-QUICK_SCORERS = frozenset({"chain_sum", "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
+QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
 """Tasks with a scorer of their own that takes microseconds for any answer, because it compares numbers or sets of
 words.
 
 The default scorer, which many tasks inherit, is as fast. All other scorers run in worker processes, which can be
 killed.
 """
+HOW_TO_INSTALL = (
+    "run `pip install 'baton-rl[gym]'`, or without a C compiler `pip install 'baton-rl[gym-pure]'` and then "
+    "`pip install --no-deps reasoning-gym==0.1.25`"
+)
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
 """Compiled module → the task that needs it. reasoning-gym imports these modules when it is imported itself."""
 
@@ -53,8 +58,8 @@ class GymTask:
         self._gym_name = gym_name
         self._params = params
         self._is_compact = is_compact
-        known = gym_tasks()
-        if gym_name not in known:
+        if gym_name not in OWN_TASKS and gym_name not in (known := gym_tasks()):
+            _import_gym()
             near = get_close_matches(gym_name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "`baton tasks` lists them"
             raise UserError(f"task {name!r}: reasoning-gym has no task {gym_name!r}; {hint}")
@@ -70,8 +75,10 @@ class GymTask:
 
     @property
     def scorer(self) -> Scorer:
-        inherited = importlib.import_module("reasoning_gym.dataset").ProceduralDataset.score_answer
-        is_quick = self._gym_name in QUICK_SCORERS or type(self._dataset(0)).score_answer is inherited
+        is_quick = self._gym_name in QUICK_SCORERS
+        if not is_quick:
+            inherited = importlib.import_module("reasoning_gym.dataset").ProceduralDataset.score_answer
+            is_quick = type(self._dataset(0)).score_answer is inherited
         arguments = {"task": self.name, "gym_name": self._gym_name, "params": self._params}
         return "inline" if is_quick else ScorerSpec(self.name, f"{__name__}:{gym_scorer.__name__}", arguments)
 
@@ -114,12 +121,14 @@ class GymTask:
         return float(self._dataset(metadata["gym_seed"]).score_answer(answer, entry))
 
     def _make_dataset(self, gym_seed: int) -> Any:
-        gym = _import_gym()
         try:
+            if self._gym_name in OWN_TASKS:
+                return ArithmeticProblems(self._gym_name, gym_seed, self._params)
+            gym = _import_gym()
             with redirect_stdout(sys.stderr):  # some generators print dots, which would break --json
                 return gym.create_dataset(self._gym_name, seed=gym_seed, size=BLOCK, **self._params)
         except (AssertionError, TypeError, ValueError) as error:
-            raise UserError(f"task {self.name!r}: reasoning-gym rejects params {self._params}: {error}") from error
+            raise UserError(f"task {self.name!r}: {self._gym_name} rejects params {self._params}: {error}") from error
 
     def _make_literal(self, gym_seed: int, item: int) -> str | None:
         text = repr(self._entry(gym_seed, item))
@@ -137,7 +146,7 @@ class GymTask:
             raise
         except Exception as error:
             raise UserError(
-                f"task {self.name!r}: reasoning-gym's {self._gym_name} cannot generate a problem with params "
+                f"task {self.name!r}: {self._gym_name} cannot generate a problem with params "
                 f"{self._params} ({type(error).__name__}: {error}); change the params"
             ) from error
         return entry
@@ -150,10 +159,17 @@ def gym_scorer(task: str, gym_name: str, params: dict[str, Any]) -> Score:
 
 
 def gym_tasks() -> list[str]:
-    """Return the names of all reasoning-gym tasks. Raises UserError if reasoning-gym is not installed."""
+    """Return the names of all tasks. Without reasoning-gym, these are the tasks of `arithmetic.py`."""
+    if not has_gym():
+        return sorted(OWN_TASKS)
     _import_gym()
     datasets = importlib.import_module("reasoning_gym.factory").DATASETS
-    return sorted(name for name in datasets if name != "composite")
+    return sorted({*OWN_TASKS, *datasets} - {"composite"})
+
+
+def has_gym() -> bool:
+    """Return whether reasoning-gym is installed."""
+    return importlib.util.find_spec("reasoning_gym") is not None
 
 
 class ListedTask(msgspec.Struct, frozen=True):
@@ -187,8 +203,11 @@ def _describe(name: str) -> ListedTask:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    config = importlib.import_module("reasoning_gym.factory").DATASETS[name][1]()
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if name in OWN_TASKS:
+        values = OWN_TASKS[name]().model_dump()
+    else:
+        config = importlib.import_module("reasoning_gym.factory").DATASETS[name][1]()
+        values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {
         key: str(value) if not isinstance(value, (int, float, str, bool)) else value
         for key, value in values.items()
@@ -198,13 +217,15 @@ def _defaults(name: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _import_gym() -> Any:
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError("reasoning-gym is not installed: run `pip install --no-deps reasoning-gym==0.1.25`")
+    if not has_gym():
+        raise UserError(f"reasoning-gym is not installed: {HOW_TO_INSTALL}")
     stubs = [name for name in NEEDS_COMPILER if importlib.util.find_spec(name) is None]
     for name in stubs:
         sys.modules[name] = _NotCompiled(name)
     try:
         return importlib.import_module("reasoning_gym")
+    except ModuleNotFoundError as error:
+        raise UserError(f"reasoning-gym needs the module {error.name}: {HOW_TO_INSTALL}") from error
     finally:
         for name in stubs:  # reasoning-gym's modules have imported the stub already; other code must not import it
             del sys.modules[name]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from itertools import islice
 from pathlib import Path
 
 import pytest
-import reasoning_gym
 from task_cases import FOUR, mixture
 
 from baton.errors import TaskExhausted
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import WarmStart
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrations
-from baton.tasks.gym import BLOCK, GymTask
+from baton.tasks.gym import BLOCK, GymTask, gym_tasks
 from baton.tasks.problem_forms import canonical_problem
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.tasks.task import HELD_OUT_PERCENT, Problem
@@ -70,6 +70,8 @@ def test_the_same_expression_is_on_the_same_side_in_both_arithmetic_tasks() -> N
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "knights_knaves"])
 def test_the_split_looks_at_the_problem_and_not_at_reasoning_gyms_additive_seeds(name: str) -> None:
     """Item 2 of seed 1 is item 0 of seed 3, so a split by seeds would leak; one by problems gives both one side."""
+    gym_tasks()  # imports reasoning-gym without its compiled parts
+    reasoning_gym = importlib.import_module("reasoning_gym")
     streams = {seed: reasoning_gym.create_dataset(name, seed=seed, size=60, **FOUR[name]) for seed in (1, 3)}
     for i in range(50):
         first, second = (

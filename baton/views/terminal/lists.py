@@ -12,7 +12,7 @@ from rich.text import Text
 from baton.console import Console
 from baton.recipe.keys import LISTS, RecipeKey
 from baton.recipe.presets import Algorithm
-from baton.tasks.gym import ListedTask
+from baton.tasks.gym import HOW_TO_INSTALL, ListedTask, has_gym
 
 
 def print_keys(console: Console, keys: Sequence[RecipeKey]) -> None:
@@ -52,6 +52,8 @@ def print_tasks(console: Console, tasks: list[ListedTask]) -> None:
         line.truncate(console.width - 1, overflow="ellipsis")
         console.print(line)
     console.print("\nFor a task's parameters: baton tasks NAME")
+    if not has_gym():
+        console.print(f"reasoning-gym adds about a hundred tasks: {HOW_TO_INSTALL}")
 
 
 def print_algorithms(console: Console, algorithms: Sequence[Algorithm]) -> None:
