@@ -1,4 +1,4 @@
-"""Writes the metrics of each step to `metrics.jsonl`, to TensorBoard and, if configured, to Weights & Biases.
+"""Writes the metrics of each step to `metrics.jsonl` and to the loggers of the recipe: TensorBoard, Weights & Biases.
 
 docs/metrics.md lists the names of the metrics. They follow the names that other RL trainers use.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from pydantic import field_validator
@@ -30,22 +30,30 @@ ROWS = "metrics.jsonl"
 class LogSettings(Settings):
     """[log] Where metrics are sent, and whether a trace is written."""
 
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Loggers that receive the metrics in addition to metrics.jsonl. tensorboard: files in the run's directory. wandb:
+    Weights & Biases; with the environment variable WANDB_MODE=offline, the metrics stay on disk."""
     wandb: str | None = None
-    """Weights & Biases project that receives the metrics. With the environment variable WANDB_MODE=offline, the metrics
-    stay on disk."""
+    """Project at Weights & Biases; the default is "baton". A value adds the logger wandb."""
 
     trace: bool = True
     """True: every lease, train step and publication is written to trace.jsonl, which `baton trace` and the report page
     read."""
 
-    @field_validator("wandb")
+    @field_validator("loggers", "wandb")
     @classmethod
-    def _is_installed(cls, project: str | None) -> str | None:
-        if project == "":
+    def _is_installed(cls, given: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+        if given == "":
             raise ValueError("got an empty text; set the name of a project, or remove the key")
-        if project is not None and find_spec("wandb") is None:
-            raise ValueError("Weights & Biases is not installed: run `pip install wandb`, or remove log.wandb")
-        return project
+        is_used = "wandb" in given if isinstance(given, tuple) else given is not None
+        if is_used and find_spec("wandb") is None:
+            raise ValueError("Weights & Biases is not installed: run `pip install wandb`, or remove wandb from [log]")
+        return given
+
+    @property
+    def wandb_project(self) -> str | None:
+        """Project at Weights & Biases that receives the metrics, if any."""
+        return self.wandb or ("baton" if "wandb" in self.loggers else None)
 
 
 class Sink(Protocol):
@@ -76,9 +84,12 @@ class MetricsWriter:
         if Weights & Biases is configured but cannot start.
         """
         self._directory, self._before_write = directory, before_write
-        self._sinks: list[Sink] = [JsonLines(directory, resume_step), TensorBoard(directory, resume_step)]
-        if log is not None and log.wandb is not None:
-            self._sinks.append(WeightsAndBiases(directory, log.wandb))
+        log = log or LogSettings()
+        self._sinks: list[Sink] = [JsonLines(directory, resume_step)]
+        if "tensorboard" in log.loggers:
+            self._sinks.append(TensorBoard(directory, resume_step))
+        if log.wandb_project is not None:
+            self._sinks.append(WeightsAndBiases(directory, log.wandb_project))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append metrics of one step as a row. A step may have several rows."""
@@ -166,7 +177,7 @@ class WeightsAndBiases:
         except wandb.errors.Error as error:
             raise UserError(
                 f"Weights & Biases did not start: {str(error).strip()} "
-                "Or set WANDB_MODE=offline to keep its files on disk, or remove log.wandb"
+                "Or set WANDB_MODE=offline to keep its files on disk, or remove wandb from [log]"
             ) from error
         # the x-axis is a metric of its own, because W&B's step must not decrease, but a resumed run writes steps again
         self._run.define_metric("step")

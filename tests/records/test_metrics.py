@@ -134,6 +134,14 @@ def test_without_the_key_wandb_is_not_touched(tmp_path: Path, wandb: FakeWandb) 
     assert (wandb.inits, wandb.rows, wandb.finished) == ([], [], 0)
 
 
+def test_loggers_are_chosen_by_name(tmp_path: Path, wandb: FakeWandb) -> None:
+    for name, loggers in (("none", ()), ("tensorboard", ("tensorboard",)), ("wandb", ("wandb",))):
+        (tmp_path / name).mkdir()
+        MetricsWriter(tmp_path / name, log=LogSettings(loggers=loggers)).close()
+        assert (tmp_path / name / "tensorboard").is_dir() == (name == "tensorboard")
+    assert [(start["project"], start["name"]) for start in wandb.inits] == [("baton", "wandb")]
+
+
 def test_a_resumed_run_goes_on_in_the_same_place_and_another_run_does_not(tmp_path: Path, wandb: FakeWandb) -> None:
     for directory in ("a", "a", "b"):
         (tmp_path / directory).mkdir(exist_ok=True)
