@@ -28,6 +28,7 @@ from baton.cli import (
     child_processes,
     cluster,
     evaluate,
+    export,
     lists,
     plan,
     profile,
@@ -53,7 +54,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich would parse "[rollout]" as markup and remove it
-    help="Reinforcement learning of language models on any hardware. To begin: baton train recipes/quickstart.toml",
+    help="Reinforcement learning of language models on any hardware. To begin: baton train quickstart",
 )
 
 
@@ -69,6 +70,7 @@ app.command()(sft.sft)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(show.show)
 app.command()(report.report)
+app.command()(export.export)
 app.command()(lists.keys)
 app.command()(lists.tasks)
 app.command()(lists.algorithms)

@@ -6,7 +6,7 @@ import json
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -23,9 +23,12 @@ from transformers import (
 from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.settings import DTypeName
-from baton.policy.tokenizer import Tokenizer, check_model_path
+from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer
 
 logger = logging.getLogger(__name__)
+ExportDType = Literal["float32", "bfloat16", "float16"]
+"""Dtypes of an exported model."""
+EXPORT_DTYPES: tuple[ExportDType, ...] = get_args(ExportDType)
 
 
 def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
@@ -141,6 +144,34 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def save_merged(path: str, directory: Path, dtype: ExportDType) -> None:
+    """Write a model with its tokenizer for other software. An adapter is merged in float32, and the result is rounded
+    once.
+
+    The generation config names every id that ends a response, so other software ends responses at the same tokens.
+    """
+    tokenizer = load_tokenizer(path)
+    model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+    ends = end_ids(model, tokenizer)
+    settings = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
+    settings.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
+    if settings.pad_token_id is None:
+        settings.pad_token_id = tokenizer.hf.pad_token_id
+    model.generation_config = settings
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    tokenizer.hf.save_pretrained(directory)
+
+
+def dtype_of(path: str) -> ExportDType:
+    """Return the dtype of a model's configuration, or float32, which loses no bits, if it has no such dtype."""
+    try:
+        config = AutoConfig.from_pretrained(base_of_adapter(Path(path)) or path, local_files_only=True)
+    except (OSError, ValueError):
+        return "float32"
+    name = str(config.dtype).removeprefix("torch.")
+    return next((each for each in EXPORT_DTYPES if each == name), "float32")
 
 
 def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:

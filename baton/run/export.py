@@ -1,0 +1,56 @@
+"""Export a checkpoint of a run as a model directory for other software: merged weights in one dtype, with a model card.
+
+DIRECTORY/
+  config.json  model.safetensors  generation_config.json    AutoModelForCausalLM.from_pretrained, vLLM, SGLang
+  tokenizer.json  tokenizer_config.json  chat_template.jinja
+  README.md  learning_curve.svg  recipe.toml                the model card, and what the run trained
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from baton.errors import UserError
+from baton.files import atomic_directory, writing
+from baton.policy.load import ExportDType, dtype_of, save_merged
+from baton.records.run_directory import RunDirectory
+from baton.run.model_card import learning_curve, model_card
+from baton.trainer.checkpoint import checkpoint_path, checkpoint_step, list_checkpoints, newest_intact_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def export_run(run: Path, to: Path, *, step: int | None = None, dtype: ExportDType | None = None) -> Path:
+    """Write the model of a run to the directory `to`, which must be empty or absent, and return `to`.
+
+    step: train step of the checkpoint; by default, the newest intact checkpoint. dtype: dtype of the weights; by
+    default, that of the model with which the run started. An adapter is merged into its base model.
+    """
+    opened = RunDirectory.open(run)
+    checkpoint = _checkpoint(opened, step)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} exists and is not an empty directory: export to another path, or remove it")
+    started_from = str(opened.recipe()["model"]["path"])
+    dtype = dtype or dtype_of(started_from)
+    with atomic_directory(to) as directory, writing(directory):
+        save_merged(str(checkpoint), directory, dtype)
+        shutil.copyfile(run / "recipe.toml", directory / "recipe.toml")
+        number = checkpoint_step(checkpoint)
+        (directory / "learning_curve.svg").write_text(learning_curve(opened, number), encoding="utf-8")
+        (directory / "README.md").write_text(model_card(opened, number, dtype), encoding="utf-8")
+    return to
+
+
+def _checkpoint(run: RunDirectory, step: int | None) -> Path:
+    if step is None:
+        found = newest_intact_checkpoint(run.checkpoints, logger.warning)
+        if found is None:
+            raise UserError(f"{run.path} has no complete checkpoint to export")
+        return found
+    known = list_checkpoints(run.checkpoints)
+    if (path := checkpoint_path(run.checkpoints, step)) not in known:
+        steps = ", ".join(str(checkpoint_step(each)) for each in known) or "none"
+        raise UserError(f"{run.path} has no checkpoint of step {step}; there are: {steps}")
+    return path
