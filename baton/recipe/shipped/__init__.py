@@ -1,0 +1,27 @@
+"""The recipes and the model that are part of the package, for use from any directory.
+
+In a checkout, `recipes` and `models` are links to the folders at its top; a wheel has their files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+
+
+def shipped(path: str | Path) -> Path | None:
+    """Return the shipped file or directory that a relative path means; None if there is none, or if `path` exists.
+
+    `recipes/quickstart.toml` and `quickstart` mean the recipe, `models/quickstart` means the model.
+    """
+    given = Path(path)
+    if given.exists() or given.is_absolute() or ".." in given.parts:
+        return None
+    choices = (given, Path("recipes", f"{path}.toml"))
+    return next((ROOT / each for each in choices if each.parts[1:] and (ROOT / each).exists()), None)
+
+
+def shipped_recipes() -> list[str]:
+    """Return the names of the shipped recipes."""
+    return sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))

@@ -1,0 +1,53 @@
+"""Recipes and the quickstart's model are found by name from any directory; files of the user come first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.errors import UserError
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.recipe.shipped import ROOT, shipped, shipped_recipes
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "recipes/quickstart.toml"])
+def test_the_quickstart_and_its_model_are_found_in_an_empty_directory(name: str) -> None:
+    recipe = load_recipe(Recipe, Path(name), ["run.steps=2"])
+    assert (recipe.run.name, recipe.run.steps) == ("quickstart", 2)
+    assert Path(recipe.model.path).is_absolute()
+    assert (Path(recipe.model.path) / "model.safetensors").is_file()
+
+
+def test_every_shipped_recipe_has_a_name() -> None:
+    assert shipped_recipes() == ["countdown", "knights-knaves", "quickstart", "quickstart-warmstart"]
+    assert shipped("recipes/planner/this-cpu.toml") == ROOT / "recipes" / "planner" / "this-cpu.toml"
+
+
+def test_a_file_of_the_user_comes_first_and_other_paths_are_not_ours(tmp_path: Path) -> None:
+    for path in (
+        "nothing",
+        "recipes",
+        "models",
+        "",
+        ".",
+        "../shipped/recipes/quickstart.toml",
+        tmp_path / "quickstart",
+    ):
+        assert shipped(path) is None, path
+    Path("quickstart").write_text('[run]\nname = "own"\n[model]\npath = "m"\n[[task]]\nname = "chain_sum"\n')
+    assert shipped("quickstart") is None
+    assert load_recipe(Recipe, Path("quickstart")).run.name == "own"
+
+
+def test_a_recipe_that_does_not_exist_is_refused_with_the_shipped_names() -> None:
+    with pytest.raises(
+        UserError, match=r"there is no recipe quikstart .*; shipped are countdown, knights-knaves, quick"
+    ):
+        load_recipe(Recipe, Path("quikstart"))
