@@ -65,12 +65,16 @@ class EnvironmentInstances:
         finally:
             self.called_at.pop(request.key, None)
 
-    def discard(self, key: EpisodeKey) -> None:
-        """Close the instance of an episode, if there is one."""
+    def discard(self, key: EpisodeKey, run: Callable[[Callable[[], None]], object] = lambda call: call()) -> None:
+        """Forget the instance of an episode, if there is one, and close it. `run` executes its `close`."""
         instance = self._instances.pop(key, None)
         if instance is not None and callable(close := getattr(instance.environment, "close", None)):
-            with suppress(Exception):
-                close()
+
+            def closed() -> None:
+                with suppress(Exception):
+                    close()
+
+            run(closed)
 
     def _act(self, request: ActRequest) -> Observation:
         wanted = request.actions

@@ -317,7 +317,8 @@ class EnvironmentPool:
     def _lose(self, process: _EnvironmentProcess, cause: FailureCause | None, why: str) -> None:
         """End a process, and retry or fail its calls. `cause`: of calls that have no retries left; None blames none."""
         was_ready = process.is_ready
-        self._gone |= {key for key, name in process.episodes.items() if name in self.never_replayed}
+        resets = {key for key, call in process.running.items() if call.request.action is None}
+        self._gone |= {key for key, name in process.episodes.items() if name in self.never_replayed} - resets
         self._end(process)
         running, process.running = list(process.running.values()), {}
         for call in reversed(running):

@@ -93,7 +93,7 @@ def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, 
                         running[id(request)] = request
                         begin(lambda request=request: execute(request))  # type: ignore[misc]
                     case CloseEpisode(key):
-                        begin(lambda key=key: instances.discard(key))  # type: ignore[misc]
+                        instances.discard(key, run=begin)
                     case EnvironmentSetup():
                         raise AssertionError("a process is set up once")
         now_s = time.monotonic()

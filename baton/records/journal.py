@@ -81,6 +81,11 @@ class OpenGroup(msgspec.Struct, frozen=True):
     ended_turns: tuple[int, ...] = ()
     """Sample indices of the episodes whose environment has not answered the last turn."""
 
+    def has_begun(self, sample_index: int) -> bool:
+        """Whether an unfinished trajectory has tokens: its own, or those of earlier paths of its episode."""
+        trajectory = self.members[sample_index]
+        return trajectory.finish_reason is None and (trajectory.num_tokens > 0 or sample_index in self.episodes)
+
 
 class StreamCursor(msgspec.Struct, frozen=True):
     """The next group id, and the position of the prompt stream."""
@@ -165,6 +170,7 @@ class Journal:
             return
         key = (trajectory.group_id, trajectory.sample_index)
         self._put("episode", *key, content=episode)
+        self._remove("turn", *key)  # a new path could grow to the same number of tokens
         if not trajectory.segments:
             self._remove("segments", *key)
             self._put("path", *key, content=trajectory)

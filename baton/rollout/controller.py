@@ -170,7 +170,8 @@ class RolloutController:
             finished = [t for t in own.members if t.finish_reason is not None and t.sample_index not in own.scored]
             self._submit(own, finished)
         for group in carried:
-            self._restore_episodes(group)
+            if group.issued.group_id in self._groups:  # else the scheduler has filtered it
+                self._restore_episodes(group)
         self._slots = 0
         self._update_capacity()
 
@@ -230,6 +231,8 @@ class RolloutController:
         self._dispatch(DispatchPaused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_scoring))
         yield
+        while self._worker.set_aside:
+            self._on_revoked(self._worker.set_aside.pop())
         self._dispatch(DispatchResumed(self._now_s()))
 
     def abort_all(self, longest_s: float) -> None:
@@ -402,7 +405,7 @@ class RolloutController:
         own = self._groups[group.issued.group_id]
         for trajectory in group.members:
             index = trajectory.sample_index
-            if trajectory.finish_reason is not None or not trajectory.num_tokens:
+            if not group.has_begun(index):
                 continue
             episode = group.episodes.get(index, Episode())
             self._player.restore(group.issued.prompt, trajectory, episode)
@@ -582,10 +585,13 @@ def _tracked(group: _Group, carried: OpenGroup, *, may_replay: bool) -> TrackedG
             member.state = TrajectoryState.SCORED
         elif trajectory.finish_reason is not None:
             member.state = TrajectoryState.SCORING
-        elif trajectory.sample_index in carried.ended_turns or (trajectory.num_tokens and not may_replay):
+        elif trajectory.sample_index in carried.ended_turns or (
+            carried.has_begun(trajectory.sample_index) and not may_replay
+        ):
             member.state = TrajectoryState.ACTING
         earlier = carried.episodes.get(trajectory.sample_index, Episode()).earlier
-        for segment in [segment for path in (*earlier, trajectory) for segment in path.segments]:
+        paths = (*earlier, trajectory) if scored is None else scored.paths
+        for segment in [segment for path in paths for segment in path.segments]:
             if segment.author is Author.POLICY:
                 member.grow(segment.policy_version, len(segment.token_ids))
         if scored is not None and scored.judgement.is_judged:

@@ -131,7 +131,8 @@ class EpisodeSetup:
     """Rules by the name of a multi-turn task."""
     max_context_tokens: int
     max_failures: int = 32
-    """Episodes that fail in a row before the run ends."""
+    """Failures in a row, beyond one of each open episode, before the run ends. If a process ends, all of its episodes
+    that are never replayed fail at once."""
 
     def plays(self, prompt: Prompt) -> bool:
         """Whether a prompt belongs to a multi-turn task."""
@@ -316,7 +317,7 @@ class EpisodePlayer:
 
     def _failed(self, opened: _Open, answer: ActFailure) -> ScoredTrajectory | BeginAgain:
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._setup.max_failures:
+        if self._failures_in_a_row >= self._setup.max_failures + len(self._open):
             raise EnvironmentFault(
                 f"{self._failures_in_a_row} episodes in a row failed with their environment, the last one, "
                 f"{opened.trajectory.name} of task {opened.prompt.task!r}, at turn {answer.turn}: {answer.message}"

@@ -148,6 +148,7 @@ class _EvalLeases:
         key = (revoked.group_id, revoked.sample_index)
         num_paths = 1 if self._player is None else self._player.num_paths(key)
         if revoked.noise_seed not in path_seeds(self._sampling.noise_seed, num_paths):
+            self._worker.set_aside.append(revoked)
             return
         leases = [i for i, t in self.growing.items() if (t.group_id, t.sample_index) == key]
         for lease_id in leases:

@@ -11,7 +11,7 @@ from typing import Any
 from baton.errors import DeadlineExceeded, UserError
 from baton.rollout.transport import WorkerTransport
 from baton.stop import StopRequest
-from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory
+from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
 """Longest wait for messages of the worker while something else may need attention: a train step, an environment."""
@@ -42,6 +42,8 @@ class WorkerClient:
         self.transport = transport
         self.stop = stop or StopRequest()
         """A stop request ends every wait for the worker."""
+        self.set_aside: list[WorkRevoked] = []
+        """Revocations of training's trajectories that an evaluation has received."""
         self._stall_timeout_s, self._max_context_tokens = stall_timeout_s, max_context_tokens
         self._lease_ids = itertools.count()
         self.begin_wait()

@@ -84,6 +84,17 @@ class Unrepeatable(Counter):
     replay = "never"
 
 
+class DiesInItsFirstReset(Unrepeatable):
+    """Ends its process in the first reset of all, which it marks in the file."""
+
+    def reset(self, *, seed: int, start: int = 0) -> str:
+        assert self._mark is not None
+        if not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reset(seed=seed, start=start)
+
+
 def spec(name: str = "counter", cls: str = "Counter", **args: Any) -> EnvironmentSpec:
     return EnvironmentSpec(name, f"{Path(__file__).resolve()}:{cls}", args)
 

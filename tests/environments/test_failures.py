@@ -96,6 +96,16 @@ def test_a_stopped_or_killed_process_is_replaced_and_its_episodes_are_rebuilt(mo
     pool.close()
 
 
+def test_a_reset_is_repeated_even_where_no_action_may_be(tmp_path: Path) -> None:
+    """Else a kill while a prompt is drawn would end the run."""
+    pool = pool_of(spec(cls="DiesInItsFirstReset", mark=str(tmp_path / "mark")), processes=1)
+    pool.submit(request(5, None))
+    (found,) = results(pool, 1).values()
+    assert isinstance(found, Observation), found
+    assert found.text == "value 5"
+    pool.close()
+
+
 @pytest.mark.parametrize("action", ["kill", "sleep", "stop"])
 def test_what_must_not_be_repeated_is_executed_at_most_once(tmp_path: Path, action: str) -> None:
     mark = tmp_path / "mark"

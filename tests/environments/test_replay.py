@@ -92,6 +92,15 @@ def test_another_history_of_an_open_episode_is_rebuilt_or_refused(tmp_path: Path
     assert mark.read_text().split() == ["5", "6", "5"]
 
 
+def test_a_discarded_instance_is_gone_before_it_has_closed() -> None:
+    opened, closing = instances(), []
+    opened.act(request(1, None))
+    opened.discard(EpisodeKey(0, 1, 0), run=closing.append)
+    found = opened.act(request(7, None, key=EpisodeKey(0, 1, 0)))
+    assert isinstance(found, Observation)
+    assert found.text == "value 7", "the observation of the new reset"
+
+
 def test_an_older_turn_is_answered_from_memory(tmp_path: Path) -> None:
     opened = instances(cls="Unrepeatable", mark=str(tmp_path / "mark"))
     first = opened.act(request(1, "5"))

@@ -62,6 +62,22 @@ def test_everything_told_before_a_kill_is_there_after_it(tmp_path: Path):
     assert journal.place() == StreamCursor(5, {"task": 40})
 
 
+def test_the_turn_of_an_earlier_path_has_not_ended_in_a_later_one_of_the_same_length(tmp_path: Path):
+    journal = Journal(tmp_path / "j", keeps_partials=True)
+    issue(journal, 4)
+    segments = (Segment((7, 8), (-0.5, -0.1), 3),)
+    first, second = Trajectory(4, 0, (5, 6), segments), Trajectory(4, 0, (5, 9, 9))
+    journal.grew(4, 0, 0, segments)
+    journal.turn_ended(first)
+    assert journal.open_groups()[0].ended_turns == (0,)
+    journal.observed(second, Episode(earlier=(first,)))
+    assert journal.open_groups()[0].has_begun(0)
+    journal.grew(4, 0, 0, segments)
+    (group,) = journal.open_groups()
+    assert group.members[0] == second.extended(segments)
+    assert group.ended_turns == (), "its turn goes on"
+
+
 def test_in_sync_partials_are_not_kept(tmp_path: Path):
     journal = Journal(tmp_path / "j", keeps_partials=False)
     issue(journal, 0)

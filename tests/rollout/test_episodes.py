@@ -26,6 +26,7 @@ from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.samples import training_samples
 from baton.types import (
     Author,
+    Episode,
     EpisodeFinish,
     FailureCause,
     Group,
@@ -160,17 +161,19 @@ class Bench:
         journal: Journal | None = None,
         rules: EpisodeRules | None = None,
         bridge: PlainBridge | None = None,
+        port: LocalTransport | None = None,
+        source: Prompts | None = None,
         **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 3, "group_size": 2, **values})
         settings = EngineSettings(slots=8, max_context_tokens=CONTEXT, report_every_tokens=4)
         self.environments = environments or ScriptedEnvironments()
-        self.source, self.journal = Prompts(), journal
+        self.source, self.journal = source or Prompts(), journal
         rules = rules or EpisodeRules("rooms", max_turns=8, max_turn_tokens=20, max_observation_tokens=50)
         self.setup = EpisodeSetup(
             EnvironmentInbox(self.environments), bridge or PlainBridge(), {"rooms": rules}, CONTEXT, max_failures=10
         )  # type: ignore[arg-type]
-        self.port = LocalTransport(FakeEngine(settings, PolicyVersion("a", 0), turn_length))
+        self.port = port or LocalTransport(FakeEngine(settings, PolicyVersion("a", 0), turn_length))
         self.worker = WorkerClient(self.port, 20.0, max_context_tokens=CONTEXT)
         sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), 1)
         self.controller = RolloutController(
@@ -195,15 +198,15 @@ class Bench:
     def publish(self) -> None:
         self.controller.publish({}, PolicyVersion("a", self.version))
 
-    def step(self) -> list[Group]:
+    def step(self, num_rounds: int = 6) -> list[Group]:
         groups = self.controller.next_batch()
         if self.journal is not None:
             self.journal.consumed(self.version + 1, [g.group_id for g in groups])
-        rounds = iter(range(6))
+        self.batches.append(groups)
+        rounds = iter(range(num_rounds))
         self.controller.run_until(lambda timeout_s: next(rounds, None) is None)
         self.version += 1
         self.publish()
-        self.batches.append(groups)
         return groups
 
 
@@ -294,17 +297,21 @@ def test_a_rewritten_history_begins_a_new_path_and_no_token_is_in_two() -> None:
     assert ledger.trained == sum(m.num_policy_tokens for m in trained)
 
 
+@pytest.mark.parametrize("new_path_every", [0, 1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_controller_that_is_killed_at_any_moment_resumes_its_episodes(mode: str, tmp_path: Path) -> None:
+def test_a_controller_that_is_killed_at_any_moment_resumes_its_episodes(
+    mode: str, new_path_every: int, tmp_path: Path
+) -> None:
     """The journal of each moment is what a killed process leaves; in sync the resumed run has the same tokens."""
-    whole = Bench(mode, **MODES[mode])
+    bridge = PlainBridge(new_path_every=new_path_every)
+    whole = Bench(mode, bridge=bridge, **MODES[mode])
     whole.begin()
     for _ in range(3):
         whole.step()
     for kill in range(1, 40, 3):
         path = tmp_path / f"{mode}{kill}.sqlite"
         journal = Journal(path, keeps_partials=mode != "sync")
-        first = Bench(mode, journal=journal, **MODES[mode])
+        first = Bench(mode, journal=journal, bridge=bridge, **MODES[mode])
         receive, calls = first.port.receive, iter(range(kill))
 
         def dying(timeout_s: float, receive: Any = receive, calls: Any = calls) -> Any:
@@ -318,15 +325,23 @@ def test_a_controller_that_is_killed_at_any_moment_resumes_its_episodes(mode: st
         journal.close()
         journal = Journal(path, keeps_partials=mode != "sync")
         before = {
-            (g.issued.group_id, t.sample_index): t.num_policy_tokens for g in journal.open_groups() for t in g.members
+            (g.issued.group_id, t.sample_index): sum(
+                path.num_policy_tokens for path in (*g.episodes.get(t.sample_index, Episode()).earlier, t)
+            )
+            for g in journal.open_groups()
+            for t in g.members
         }
-        second = Bench(mode, journal=journal, **MODES[mode])
+        second = Bench(mode, journal=journal, bridge=bridge, **MODES[mode])
         second.begin(journal.last_step(), journal.place())
         while second.version < 3:
             second.step()
         trained = members(second.batches)
         for member in trained:
             assert_whole(member)
+            assert member.episode is not None
+            if member.episode.finish_reason is EpisodeFinish.ENVIRONMENT:
+                seed = member.paths[0].prompt_ids[-1] - 1000
+                assert len(member.episode.exchanges) == num_turns(seed, member.trajectory.sample_index)
             key = (member.trajectory.group_id, member.trajectory.sample_index)
             assert member.num_policy_tokens >= before.get(key, 0), "no recorded token is lost"
         assert len({m.trajectory.name for m in trained}) == len(trained)
@@ -394,8 +409,15 @@ def test_a_failed_environment_restarts_the_episode_and_then_leaves_it_without_a_
 def test_a_run_whose_environments_always_fail_ends_with_a_sentence() -> None:
     bench = Bench("sync", ScriptedEnvironments(fails=lambda request: True))
     bench.begin()
-    with pytest.raises(EnvironmentFault, match=r"10 episodes in a row failed .* 'rooms', at turn 1: it hung"):
+    with pytest.raises(EnvironmentFault, match=r"1\d episodes in a row failed .* 'rooms', at turn 1: it hung"):
         bench.step()
+
+
+def test_a_lost_process_whose_episodes_all_fail_at_once_does_not_end_the_run() -> None:
+    bench = Bench("sync", ScriptedEnvironments(fails=lambda request: not request.key.attempt), group_size=8)
+    bench.run(1)
+    assert {m.episode.attempt for m in members(bench.batches) if m.episode} == {1}
+    assert bench.controller.take_episode_metrics()["env/restarted_episodes"] == 24
 
 
 def test_budgets_of_turns_tokens_and_context_end_an_episode_with_their_reason() -> None:
@@ -446,6 +468,28 @@ def test_an_evaluation_plays_episodes_while_training_waits() -> None:
     bench.step()
     bench.step()
     assert set(bench.environments.executed.values()) == {1}
+
+
+def test_tokens_that_are_revoked_during_an_evaluation_are_not_trained() -> None:
+    bench = Bench("async", **MODES["async"])
+    bench.begin()
+    bench.step()
+    scheduler, receive = bench.controller.scheduler, bench.port.receive
+    with bench.controller.paused():
+        carried = [member for group in scheduler.groups() for member in group.members if member.num_tokens]
+        num_tokens = sum(member.num_tokens for member in carried)
+        late = [WorkRevoked(1, member.group_id, member.sample_index, "quarantine") for member in carried]
+        bench.port.receive = lambda timeout_s: [*receive(timeout_s), *late]  # type: ignore[method-assign]
+        requests = [EvalGroup(0, (7, 1000), 1, prompt(0))]
+        for _ in EvalRollout(bench.worker, bench.setup).rollout(
+            requests, SamplingParams(MAX_NEW_TOKENS), noise_seed=99, version=1
+        ):
+            late.clear()
+        bench.port.receive = receive  # type: ignore[method-assign]
+    assert scheduler.ledger.lost["quarantine"] == num_tokens > 0
+    bench.step()
+    for member in members(bench.batches):
+        assert_whole(member)
 
 
 def test_an_answer_of_an_earlier_attempt_is_ignored() -> None:
