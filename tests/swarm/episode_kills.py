@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return asdict(self)
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
 
 
 def recipe_changes(plan: Plan, directory: Path) -> dict[str, Any]:
