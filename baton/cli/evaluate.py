@@ -18,15 +18,21 @@ def evaluate(
         Path | None, typer.Option("--recipe", help="Recipe with tasks and answer format; default: the run's recipe.")
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option("-n", "--num-prompts", min=1, help="Number of held-out prompts.")
+        int | None,
+        typer.Option("-n", "--num-prompts", min=1, help="Number of held-out prompts, or maximum of each test set."),
     ] = None,
-    samples: Annotated[int, typer.Option("-k", "--samples", min=1, help="Responses per prompt (k of pass@k).")] = 1,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "-k", "--samples", min=1, help="Responses per prompt (k of pass@k); default: the test set's, or 1."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Cumulative probability for nucleus sampling.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 disables.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure a checkpoint's accuracy and pass@k on held-out prompts, with 95 % intervals."""
+    """Measure a checkpoint's accuracy, pass@k and reward on test sets or held-out prompts, with 95 % intervals."""
     from baton.run.assemble import evaluate_model
     from baton.views.terminal.report import print_evaluations
 

@@ -35,6 +35,9 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
 
     torch.manual_seed(seed)
     path = str(model.name_or_path)
+    is_local = Path(path).is_dir()
+    name, _, revision = path.partition("@")
+    model.name_or_path = str(Path(path).resolve()) if is_local else name  # add_adapter copies it to the configuration
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT declares int but accepts float
@@ -42,7 +45,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+        revision=None if is_local else revision or None,
     )
     try:
         model.add_adapter(config, _NAME)
@@ -131,7 +134,9 @@ def base_of_adapter(directory: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        return str(msgspec.json.decode(file.read_bytes(), type=dict[str, Any])["base_model_name_or_path"])
+        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        base, revision = str(config["base_model_name_or_path"]), config.get("revision")
+        return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from error
 

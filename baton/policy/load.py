@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,7 +22,13 @@ from transformers import (
 from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.settings import DTypeName
-from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer
+from baton.policy.tokenizer import (
+    Tokenizer,
+    check_model_path,
+    load_tokenizer,
+    model_directory,
+    split_revision,
+)
 
 logger = logging.getLogger(__name__)
 ExportDType = Literal["float32", "bfloat16", "float16"]
@@ -46,13 +51,16 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
         merged.eval()  # type: ignore[no-untyped-call]
         return merged
     check_model_path(path)
+    name, revision = split_revision(path)
     try:
-        attention = supported_attention(AutoConfig.from_pretrained(path, local_files_only=True), attention)
+        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
+        attention = supported_attention(config, attention)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, local_files_only=True
+            name, revision=revision, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
+    model.name_or_path = path  # with the revision, which the checkpoint of an adapter records
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -62,12 +70,9 @@ def check_weight_files(path: str) -> None:
     """Raise UserError when weight files are missing or truncated. Reads only the index and the headers of the files."""
     base = base_of_adapter(Path(path))
     path = base or path
-    directory = Path(path)
+    directory = model_directory(path)
     if not directory.is_dir():
-        found = try_to_load_from_cache(path, "config.json")
-        if not isinstance(found, str):
-            return  # no error: check_model_path reports a missing model
-        directory = Path(found).parent
+        return  # no error: check_model_path reports a missing model
     index = directory / "model.safetensors.index.json"
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []

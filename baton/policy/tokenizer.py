@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 
 from baton.errors import UserError, first_line
 from baton.files import verify
@@ -43,10 +43,11 @@ class Tokenizer:
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a model directory or a run. Raises UserError when it is missing or has no chat template."""
     check_model_path(path, holding="tokenizer_config.json")
+    name, revision = split_revision(path)
     from transformers import AutoTokenizer  # imported here because the import is slow and few commands need it
 
     try:
-        hf = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        hf = AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path: no tokenizer could be loaded from {path!r}: {first_line(error)}") from error
     if hf.chat_template is None:
@@ -57,22 +58,61 @@ def load_tokenizer(path: str) -> Tokenizer:
     return Tokenizer(hf)
 
 
+def split_revision(path: str) -> tuple[str, str]:
+    """Split the name of a model on the hub, such as `owner/name@revision`, into name and revision. The default revision
+    is `main`. The path of a directory is returned unchanged."""
+    name, _, revision = ("", "", "") if Path(path).is_dir() else path.partition("@")
+    return name or path, revision or "main"
+
+
+def model_directory(path: str) -> Path:
+    """Return the directory with the files of a model: the path itself, or a snapshot in the hub cache, which
+    `check_model_path` has downloaded."""
+    name, revision = split_revision(path)
+    found = try_to_load_from_cache(name, "config.json", revision=revision) if not Path(path).is_dir() else None
+    return Path(found).parent if isinstance(found, str) else Path(path)
+
+
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
-    """Raise UserError if `path` is a directory without the file `holding`, or a name that is not in the Hugging Face
-    cache.
+    """Check that `path` is a directory with the file `holding`, or the name of a model on the Hugging Face hub. A model
+    that the hub cache does not have is downloaded. Raises UserError if there is no such model.
 
     Raises Damaged if `path` is a checkpoint whose files do not match its manifest.
     """
-    directory = Path(path)
-    looks_like_path = path.startswith((".", "/", "~")) or path.count("/") != 1 or directory.parent.is_dir()
+    directory, name = Path(path), split_revision(path)[0]
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
+    has_weights = holding != "tokenizer_config.json"
     if directory.is_dir():
         if not (directory / holding).is_file():
             raise UserError(f"model.path: {path!r} is not a Hugging Face model: the directory has no {holding}")
-        has_weights = holding != "tokenizer_config.json"
         verify(directory, lambda name: "/" not in name and (has_weights or not name.endswith(".safetensors")))
     elif looks_like_path:
         raise UserError(f"model.path: there is no directory {path!r} (relative to {Path.cwd()})")
-    elif not isinstance(try_to_load_from_cache(path, holding), str):
+    elif not _is_cached(path, holding):
+        _download(path)
+
+
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Patterns of the files of a model that are downloaded; other files are copies for other frameworks."""
+
+
+def _is_cached(path: str, holding: str) -> bool:
+    name, revision = split_revision(path)
+    found = try_to_load_from_cache(name, holding, revision=revision)
+    if not isinstance(found, str) or holding == "tokenizer_config.json":
+        return isinstance(found, str)
+    return any(any(Path(found).parent.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+
+
+def _download(path: str) -> None:
+    name, revision = split_revision(path)
+    try:
+        for patterns in (_FILES, (*_FILES, "pytorch_model*.bin")):
+            snapshot_download(name, revision=revision, allow_patterns=list(patterns))
+            if _is_cached(path, "config.json"):
+                return
+    except Exception as error:  # errors of the network have no common base
         raise UserError(
-            f"model.path: {path!r} is neither a directory nor in the Hugging Face cache: run `hf download {path}`"
-        )
+            f"model.path: {path!r} is neither a directory nor in the Hugging Face cache, and it cannot be downloaded: "
+            f"{first_line(error)}; check the name, or run `hf download {name}`"
+        ) from error

@@ -24,8 +24,9 @@ Kind = TypeVar("Kind", bound=BaseModel)
 def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> Kind:
     """Read a recipe of the given kind, and apply overrides such as `a.b=c`. Raises UserError with a line per mistake.
 
-    If `path` does not exist, it may be the name of a shipped recipe; the same applies to `model.path`. If `model.path`
-    is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
+    If `path` does not exist, it may be the name of a shipped recipe; the same applies to `model.path`. A relative path
+    in the file that exists in the file's directory is replaced by this path. If `model.path` is a run's directory, it
+    is replaced by the path of the run's newest intact checkpoint.
     """
     path = shipped(path) or path
     if not path.is_file():
@@ -36,6 +37,7 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
+    _find_beside(tree, path.parent)
     for override in overrides:
         _apply_override(tree, override)
     try:
@@ -50,6 +52,32 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
     if (Path(found) / "run.json").is_file():
         found = _checkpoint_of_run(Path(found))
     return recipe.model_copy(update={"model": model.model_copy(update={"path": found})})
+
+
+PATHS = (
+    *("model.path", "task.path", "eval.task.path", "data", "algorithm.reference"),
+    *("fleet.cluster", "fleet.workload", "fleet.calibration"),
+)
+"""Keys whose values may be paths of files or directories to read."""
+FUNCTIONS = ("task.environment", "eval.task.environment", "reward.function")
+"""Keys whose values may have the form `file.py:name`."""
+
+
+def _find_beside(tree: dict[str, Any], directory: Path) -> None:
+    """Replace each relative path in a recipe that exists in the recipe's directory. Other paths are relative to the
+    current directory."""
+    for key in (*PATHS, *FUNCTIONS) if directory != Path() else ():
+        *parents, last = key.split(".")
+        nodes: list[Any] = [tree]
+        for parent in parents:
+            found = [node.get(parent) for node in nodes if isinstance(node, dict)]
+            nodes = [item for each in found for item in (each if isinstance(each, list) else [each])]
+        for node in nodes:
+            if isinstance(node, dict) and isinstance(value := node.get(last), str):
+                file, colon, name = value.partition(":") if key in FUNCTIONS else (value, "", "")
+                is_file = key in PATHS or file.endswith(".py")
+                if is_file and not Path(file).is_absolute() and (directory / file).exists():
+                    node[last] = f"{directory / file}{colon}{name}"
 
 
 def _checkpoint_of_run(run: Path) -> str:

@@ -12,14 +12,14 @@ from baton.policy.settings import LoraSettings, ModelSettings, ScratchSettings
 from baton.recipe.sections import CheckpointSettings, EvalSettings, FleetSettings, RunSettings
 from baton.recipe.support import check_support
 from baton.records.metrics import LogSettings
-from baton.rewards.settings import JudgeSettings, RewardSettings
+from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.settings import Settings
 from baton.swarm.settings import SwarmSettings
 from baton.swarm.verification.policy import InspectionSettings
 from baton.tasks.demonstrations import DemonstrationSettings
-from baton.tasks.stream import AnswerSettings, TaskSettings
+from baton.tasks.stream import TaskSettings
 from baton.trainer.algorithm import AlgorithmSettings, preset_of
 from baton.trainer.settings import SftSettings, TrainerSettings
 from baton.weights.settings import WeightsSettings
@@ -67,6 +67,11 @@ class Recipe(Settings):
                 f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
                 "trajectories of a group; allowed are 2 and more, or an algorithm without groups (reinforce_pp, ppo)"
             )
+        if any(t.held_out == "none" for t in self.task) and self.eval.enabled and not self.eval.task:
+            raise ValueError(
+                'task.held_out: got "none", but evaluations use held-out problems; add an [[eval.task]], or set '
+                "eval.enabled = false"
+            )
         check_support(self.choices())
         self._check_publish_period()
         if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
@@ -107,7 +112,8 @@ class Recipe(Settings):
         trainer, swarm = self.trainer, self.swarm
         shapes = {"tensor_parallel": trainer.tensor_parallel > 1, "ranks": trainer.ranks > 1}
         shapes |= {"compiled": trainer.compile, "one_process": True}
-        sources = dict.fromkeys("episodes" if t.environment else "gym" if t.path is None else "file" for t in self.task)
+        tasks = (*self.task, *self.eval.task)
+        sources = dict.fromkeys("episodes" if t.environment else "gym" if t.path is None else "file" for t in tasks)
         return {
             "mode": (self.rollout.mode,),
             "placement": (self.rollout.placement,),
@@ -164,7 +170,7 @@ class TaskRecipe(BaseModel):
 
     run: RunSettings
     model: ModelSettings | None = None
-    task: tuple[TaskSettings, ...]
+    task: tuple[TaskSettings, ...] = ()
     answer: AnswerSettings = AnswerSettings()
     reward: tuple[RewardSettings, ...] = (RewardSettings(kind="correct"),)
     judge: JudgeSettings = JudgeSettings()

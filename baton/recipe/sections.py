@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from baton.settings import Settings
+from baton.tasks.stream import EvalTaskSettings
 
 
 class RunSettings(Settings):
@@ -47,6 +48,10 @@ class FleetSettings(Settings):
 class EvalSettings(Settings):
     """[eval]: the held-out evaluation."""
 
+    enabled: bool = True
+    """False: the run makes no evaluations."""
+    task: tuple[EvalTaskSettings, ...] = ()
+    """Test sets, one block [[eval.task]] each."""
     at_start: bool = True
     """Evaluate the model before the first train step."""
     every: int = Field(default=20, ge=0)

@@ -29,6 +29,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     task: str
     num_prompts: int
     samples: int
+    """Number of responses per prompt (k); 1 for the task `all` if its tasks have different numbers."""
     temperature: float
     """Sampling temperature; 0 means greedy decoding."""
     accuracy: Interval | None
@@ -40,6 +41,16 @@ class Evaluation(msgspec.Struct, frozen=True):
     """Share of responses that ended at the maximum length."""
     unjudged: int = 0
     """Number of responses whose scoring failed; accuracy and pass@k exclude them."""
+    reward: float | None = None
+    """Mean reward of the scored responses; None without any, and in results of earlier versions of Baton."""
+    parts: dict[str, float] = msgspec.field(default_factory=dict)
+    """Mean of each reward part, by its name."""
+
+    @property
+    def own_reward(self) -> float | None:
+        """Mean reward if it differs from the accuracy, else None."""
+        is_same = self.accuracy is not None and self.reward == self.accuracy.value
+        return None if is_same else self.reward
 
     @property
     def way(self) -> str:
@@ -55,12 +66,17 @@ def shown_share(share: Interval | None) -> str:
 def evaluation_metrics(result: Evaluation) -> dict[str, float]:
     """Return the metrics of one evaluation by name."""
     if result.temperature == 0:
-        return {} if result.accuracy is None else {f"eval/{result.task}/greedy": result.accuracy.value}
+        values = {} if result.accuracy is None else {f"eval/{result.task}/greedy": result.accuracy.value}
+        return values if result.reward is None else {**values, f"eval/{result.task}/greedy_reward": result.reward}
     values = {f"eval/{result.task}/response_length": result.mean_length_tokens}
     if result.unjudged:
         values[f"eval/{result.task}/unjudged"] = result.unjudged
     if result.accuracy is not None:
         values[f"eval/{result.task}/avg@{result.samples}"] = result.accuracy.value
+    if result.reward is not None:
+        values[f"eval/{result.task}/reward"] = result.reward
+        parts = result.parts if len(result.parts) > 1 else {}
+        values |= {f"eval/{result.task}/reward/{name}": value for name, value in parts.items()}
     if result.pass_at_k is not None and result.samples > 1:
         values[f"eval/{result.task}/pass@{result.samples}"] = result.pass_at_k.value
     return values

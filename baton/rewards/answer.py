@@ -1,12 +1,16 @@
 """Extracts the answer from a response, in the format that the recipe names.
 
-| format      | the answer is                                                      | used by                        |
-|-------------|--------------------------------------------------------------------|--------------------------------|
-| `tags`      | inside the last `<answer>…</answer>`                               | R1-style and Baton's recipes   |
-| `boxed`     | inside the last `\\boxed{…}` with balanced braces                   | mathematics                    |
-| `last_line` | the last line that is not empty, after `</think>` if it is present | models without instructions    |
+| format        | the answer is                                                        | used by                      |
+|---------------|----------------------------------------------------------------------|------------------------------|
+| `tags`        | inside the last `<answer>…</answer>`                                 | R1-style and Baton's recipes |
+| `boxed`       | inside the last `\\boxed{…}` with balanced braces                     | MATH-500, AIME               |
+| `last_line`   | the last line that is not empty                                      | models without instructions  |
+| `last_number` | the last number                                                      | GSM8K                        |
+| `letter`      | the letter of the choice that the response states last               | MMLU and similar tests       |
+| `regex`       | the first group of the last match of `pattern`, or the whole match   | all other formats            |
 
-A response that does not follow the format has no answer; the task's scorer gives it 0.
+All formats except `tags`, `boxed` and `regex` read only the text after `</think>` if it is present. A response that
+does not follow the format has no answer; the task's scorer gives it 0.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-AnswerFormat = Literal["tags", "boxed", "last_line"]
+AnswerFormat = Literal["tags", "boxed", "last_line", "last_number", "letter", "regex"]
 
 INSTRUCTIONS: dict[str, str] = {
     "tags": (
@@ -22,28 +26,64 @@ INSTRUCTIONS: dict[str, str] = {
     ),
     "boxed": "Think step by step, then put the final answer inside \\boxed{}.",
     "last_line": "Think step by step, then write only the final answer on the last line.",
+    "last_number": "Think step by step, then end with the final answer as a number.",
+    "letter": 'Think step by step, then end with "Answer: " and the letter of the correct choice.',
 }
-"""Answer format → system message that asks for this format. `answer.instruct = false` omits the message."""
+"""Answer format → system message that asks for this format. `answer.instruct = false` omits the message. `regex` has no
+message."""
+
+_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?<!\w)[$€£]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+_STATED = re.compile(
+    r"(?i:answer|(?:correct|right|best)\s+(?:choice|option))[\s*_]*(?::|(?i:is|must\s+be|should\s+be|would\s+be)\b:?)"
+    r"[\s:*_$({\[]*(?:\\\w+\{){0,2}([A-Z])(?![\w'’])"
+)
+"""A stated choice, such as `the answer is (C)` or `Answer: $\text{C}$`."""
 
 
-def extract_answer(response: str, answer_format: AnswerFormat) -> str | None:
-    """Return the answer in a response, without outer blanks, or None if the response does not follow the format."""
+def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
+    """Return the answer in a response, without outer blanks, or None if the response does not follow the format.
+
+    pattern: regular expression, for the format `regex`.
+    """
     if answer_format == "tags":
         found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
         return found[-1].strip() if found else None
     if answer_format == "boxed":
         return _last_boxed(response)
-    lines = [line.strip() for line in response.rpartition("</think>")[2].splitlines() if line.strip()]
+    if answer_format == "regex":
+        return _last_group(re.compile(pattern), response)
+    final = response.rpartition("</think>")[2]
+    if answer_format == "last_number":
+        number = _last_group(_NUMBER, final)
+        return None if number is None else number.replace("−", "-").translate(str.maketrans("", "", "$€£"))
+    if answer_format == "letter":
+        stated = choice_letter(_last_boxed(final) or "") or _last_group(_STATED, final)
+        line = final.strip().rpartition("\n")[2]
+        return stated or choice_letter(line) or _last_group(re.compile(r"\(([A-Z])\)"), line)
+    lines = [line.strip() for line in final.splitlines() if line.strip()]
     return lines[-1] if lines else None
 
 
-def meets_format(response: str, answer_format: AnswerFormat) -> bool:
+def choice_letter(text: str) -> str | None:
+    """Return the letter with which the text of an answer states a choice, such as `C`, `(C)`, `C. Paris` or
+    `\\text{C}`; None for any other text."""
+    found = re.match(r"[\s($*_]*(?:\\\w+\{)?[\s(]*([A-Za-z])(?:\s*[.):}$*_]|\s*$)", text)
+    return found[1].upper() if found else None
+
+
+def meets_format(response: str, answer_format: AnswerFormat, pattern: str = "") -> bool:
     """Return whether a response has exactly one answer and, for `tags`, no text after the closing tag."""
     if answer_format == "tags":
         return response.count("<answer>") == 1 and response.rstrip().endswith("</answer>")
     if answer_format == "boxed":
         return response.count("\\boxed{") == 1 and _last_boxed(response) is not None
-    return extract_answer(response, answer_format) is not None
+    return extract_answer(response, answer_format, pattern) is not None
+
+
+def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the first group that took part in the last match of a pattern, or the whole match if it has no group."""
+    found = list(pattern.finditer(text))
+    return next((g for g in found[-1].groups() if g is not None), found[-1][0]).strip() if found else None
 
 
 def _last_boxed(response: str) -> str | None:

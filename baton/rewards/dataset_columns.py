@@ -9,6 +9,8 @@ import msgspec
 
 from baton.types import Message
 
+PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction", "Question", "Problem")
+"""Columns that may hold the prompt, in order of preference."""
 REFERENCE_COLUMNS = (
     "answer",
     "ground_truth",
@@ -16,8 +18,14 @@ REFERENCE_COLUMNS = (
     "label",
     "reward_model.ground_truth",
     "reward_spec.ground_truth",
+    "expected_answer",
+    "final_answer",
+    "answerKey",
+    "Answer",
 )
 """Columns that may hold the reference answer, in order of preference; a dot selects a nested column."""
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def lookup(row: Mapping[str, Any], column: str) -> Any:
@@ -34,6 +42,17 @@ def lookup(row: Mapping[str, Any], column: str) -> Any:
 def find_reference(row: Mapping[str, Any]) -> Any:
     """Return the value of the first column of `REFERENCE_COLUMNS` that the row has; None if it has none."""
     return next((value for c in REFERENCE_COLUMNS if (value := lookup(row, c)) is not None), None)
+
+
+def choices_of(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the labels and the texts of a row's choices; both are empty if the row has none. The column `choices` or
+    `options` holds a list of texts, or, as in ARC, an object with the lists `text` and `label`."""
+    found = row.get("choices", row.get("options"))
+    texts = found.get("text") if isinstance(found, Mapping) else found
+    if not isinstance(texts, list) or not 2 <= len(texts) <= len(LETTERS):
+        return [], []
+    labels = found.get("label") if isinstance(found, Mapping) else None
+    return labels if isinstance(labels, list) else list(LETTERS[: len(texts)]), [str(text) for text in texts]
 
 
 def messages_of(prompt: Any) -> tuple[Message, ...] | None:

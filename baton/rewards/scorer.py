@@ -45,7 +45,7 @@ from baton.rewards.scorer_protocol import (
     ScorerSetup,
     Spec,
 )
-from baton.rewards.settings import JudgeSettings, RewardSettings
+from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
 from baton.rewards.warnings import RewardWarnings
 from baton.types import FailureCause, Group, Prompt, RewardResult, ScoredTrajectory, Trajectory
 
@@ -96,16 +96,24 @@ class RewardScorer:
         self,
         tasks: Mapping[str, ScoredTask],
         rewards: Sequence[RewardSettings],
-        answer_format: AnswerFormat,
+        answer_format: AnswerFormat | Mapping[str, AnswerSettings],
         settings: JudgeSettings | None = None,
     ) -> None:
-        """Import the reward functions. Raises UserError if an import fails or the recipe has no reward part."""
+        """Import the reward functions. Raises UserError if an import fails or the recipe has no reward part.
+
+        answer_format: one format for all tasks, or the settings of each task by its name.
+        """
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
         if len(set(names)) < len(names):
             raise UserError(f"[[reward]]: two parts have the same name, got {names}; give each a different name")
-        self._tasks, self._rewards, self._format = tasks, rewards, answer_format
+        self._answers: Mapping[str, AnswerSettings] = (
+            dict.fromkeys(tasks, AnswerSettings(format=answer_format))
+            if isinstance(answer_format, str)
+            else answer_format
+        )
+        self._tasks, self._rewards = tasks, rewards
         self._settings = settings or JudgeSettings()
         self._specs: list[Spec] = []
         self._thread: ScoringThread | None = None
@@ -212,8 +220,9 @@ class RewardScorer:
     def _submit_calls(
         self, prompt: Prompt, responses: Sequence[str], token_ids: Sequence[Sequence[int]]
     ) -> Future[list[RewardResult]] | list[RewardResult]:
+        own = self._answers[prompt.task]
         calls = tuple(
-            Call(prompt, response, extract_answer(response, self._format), tuple(ids))
+            Call(prompt, response, extract_answer(response, own.format, own.pattern), tuple(ids))
             for response, ids in zip(responses, token_ids, strict=True)
         )
         outcomes: dict[str, Outcomes] = {}
@@ -332,9 +341,7 @@ class RewardScorer:
                     ),
                 )
             case "format":
-                return _per_response(
-                    reward.name, lambda call: CallValue(float(meets_format(call.response, self._format)))
-                )
+                return _per_response(reward.name, lambda call: CallValue(float(self._meets_format(call))))
             case "math":
                 return self._in_worker(MathSpec(), reward, needs_answer=True)
             case "http":
@@ -343,6 +350,10 @@ class RewardScorer:
                 return self._function(reward)
             case "correct" | "score":
                 return None
+
+    def _meets_format(self, call: Call) -> bool:
+        own = self._answers[call.prompt.task]
+        return meets_format(call.response, own.format, own.pattern)
 
     def _function(self, reward: RewardSettings) -> _Scorer:
         path = reward.function or ""

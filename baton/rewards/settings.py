@@ -1,13 +1,37 @@
-"""The recipe sections for reward parts and for calls of reward scorers."""
+"""The recipe sections for the answer format, for reward parts and for calls of reward scorers."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from baton.rewards.answer import AnswerFormat
 from baton.rewards.scorer_protocol import Signature
 from baton.settings import Settings
+
+
+class AnswerSettings(Settings):
+    """[answer] Format in which a response states its answer."""
+
+    format: AnswerFormat = "tags"
+    """`tags`, `boxed`, `last_line`, `last_number`, `letter` or `regex`; see docs/tasks.md."""
+    pattern: str = ""
+    """Regular expression for format = "regex". The answer is the first group of its last match. It is matched without a
+    deadline, so avoid nested repetitions such as `(a+)+`."""
+    instruct: bool = True
+    """True: prompts begin with a system message that asks for the format. No message exists for `regex`."""
+
+    @model_validator(mode="after")
+    def _has_its_pattern(self) -> AnswerSettings:
+        if (self.format == "regex") != bool(self.pattern):
+            raise ValueError('pattern belongs to format = "regex" and is required there')
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern: got {self.pattern!r}, which is not a regular expression: {error}") from error
+        return self
 
 
 class RewardSettings(Settings):

@@ -20,6 +20,7 @@ from baton.files import writing
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
+from baton.recipe.changes import with_current_keys
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe, TaskRecipe
 from baton.recipe.support import experimental_parts
@@ -46,7 +47,7 @@ from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import evaluate
 from baton.run.hosting import check_swarm, open_swarm
 from baton.run.loop import Loop, LoopState, Observer
-from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
+from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point, with_revisions
 from baton.run.tokenization import ResponseScorer, TokenizedPrompts
 from baton.stop import StopRequest
 from baton.swarm.supervisor import WorkerSupervisor
@@ -122,6 +123,9 @@ def build_loop(
         if not resume or not (path / "run.json").exists():
             # checked again, because another process may have used the directory in the meantime
             RunDirectory.check_free(path, overwrite=overwrite)
+            recipe = with_revisions(recipe)
+        else:
+            recipe = with_revisions(recipe, with_current_keys(RunDirectory.open(path).recipe()))
         return _build_loop(
             recipe,
             observer,
@@ -167,10 +171,10 @@ def _build_loop(
     config, _ = check_room(recipe, is_here=worker_supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):
         observer.said(f"experimental: {'; '.join(parts)}")
-    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments)
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task)
     with ExitStack() as undo:
         undo.callback(mixture.close)
-        judge = RewardScorer(mixture.scored_tasks, recipe.reward, recipe.answer.format, recipe.judge)
+        judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
         held_out = _prompts(recipe, mixture, tokenizer, observer)
         place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
         episodes = open_episodes(recipe, mixture, tokenizer, observer.said)
@@ -193,6 +197,7 @@ def _build_loop(
         lock=lock,
         stream=stream,
         held_out=held_out,
+        samples_of=mixture.samples,
         judge=judge,
         tokenizer=tokenizer,
         port=port,
@@ -228,8 +233,10 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observe
         for lengths in measure(mixture, tokenizer.num_tokens, room, seed=seed, on_measured=measured):
             if lengths.too_long:
                 observer.said(f"task {lengths}")
+    if not recipe.eval.enabled:
+        return []
     held_out = mixture.held_out(wanted, or_fewer=True)
-    if len(held_out) < wanted:
+    if len(held_out) < wanted and not mixture.tests:
         observer.said(
             f"evaluations use {len(held_out)} held-out prompts: the tasks have fewer than eval.num_prompts = {wanted}"
         )
@@ -314,10 +321,11 @@ def open_episodes(
 
     Raises UserError if the chat template does not allow turns, or if an environment cannot be loaded.
     """
-    tasks = {name: task for name, task in mixture.tasks.items() if isinstance(task, EnvironmentTask)}
+    every = {**mixture.tasks, **mixture.tests}
+    tasks = {name: task for name, task in every.items() if isinstance(task, EnvironmentTask)}
     if not tasks:
         return None
-    bridge, settings = TokenBridge(tokenizer), {task.name: task for task in recipe.task}
+    bridge, settings = TokenBridge(tokenizer), {task.name: task for task in (*recipe.task, *recipe.eval.task)}
     if bridge.removes_thoughts:
         say(
             "the chat template removes reasoning from earlier turns: an episode continues in a new path after each turn"
@@ -370,12 +378,14 @@ def evaluate_model(
     recipe_path: Path | None,
     *,
     num_prompts: int | None = None,
-    samples: int = 1,
+    samples: int | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> list[Evaluation]:
-    """Evaluate a model on a recipe's held-out prompts, and return the results.
+    """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
+
+    Without `samples`, the recipe determines the number of responses to each prompt of a test set; otherwise it is 1.
 
     `path` is a run's directory (its latest checkpoint is evaluated), a checkpoint or any model directory. Without
     `recipe_path`, the tasks are those of the run. Raises UserError if there is no recipe or no checkpoint.
@@ -392,9 +402,9 @@ def evaluate_model(
     recipe = load_recipe(TaskRecipe, recipe_path or (run or path) / "recipe.toml")
     set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(str(model_path))
-    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments)
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task)
     mixture.limit(tokenizer.num_tokens, recipe.engine.max_context_tokens - 1)
-    judge = RewardScorer(mixture.scored_tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
     prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts, or_fewer=num_prompts is None)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
     model = load_model(str(model_path), dtype=torch_dtype(recipe.engine.dtype), device=device)
@@ -417,7 +427,8 @@ def evaluate_model(
             tokenizer,
             prompts,
             sampling,
-            samples=samples if temperature else 1,
+            samples=samples or 1 if temperature else 1,
+            samples_of=None if samples or not temperature else mixture.samples,
             version=version.number,
         )
     require_judged(groups, "the evaluation")

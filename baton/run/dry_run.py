@@ -14,7 +14,7 @@ from baton.errors import UserError, first_line
 from baton.policy.adapters import add_adapters, base_of_adapter
 from baton.policy.load import check_weight_files, torch_device, torch_dtype
 from baton.policy.memory import available_bytes
-from baton.policy.tokenizer import load_tokenizer
+from baton.policy.tokenizer import load_tokenizer, split_revision
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
 from baton.rewards.scorer import RewardScorer
@@ -47,7 +47,7 @@ class Footprint(msgspec.Struct, frozen=True):
     prompts: tuple[PromptLengths, ...]
     """Prompt lengths of each task."""
     held_out_prompts: int
-    """Number of held-out prompts of an evaluation, at most `eval.num_prompts`."""
+    """Number of prompts of an evaluation; 0 if the recipe disables evaluations."""
     trajectories_per_step: int
     max_generated_tokens_per_step: int
     updates_per_step: int
@@ -66,13 +66,13 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     tokenizer = load_tokenizer(recipe.model.path)
     check_weight_files(recipe.model.path)
     config, model = check_room(recipe, is_here=is_here)
-    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments)
-    if len(mixture.scored_tasks) < len(mixture.tasks):
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task)
+    if len(mixture.scored_tasks) < len(mixture.tasks) + len(mixture.tests):
         TokenBridge(tokenizer)
-    RewardScorer(mixture.scored_tasks, recipe.reward, recipe.answer.format, recipe.judge)
+    RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
     with closing(mixture):
         prompts = measure(mixture, tokenizer.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
-        held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True)
+        held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True) if recipe.eval.enabled else []
         prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
     parameters = sum(p.numel() for p in model.parameters())
     weights_bytes, cache_bytes = _engine_bytes(recipe, config, model)
@@ -148,8 +148,9 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
     machine's memory is too small. Activations are not counted, so the run may still exceed the memory.
     """
     path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
+    name, revision = split_revision(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError) as error:

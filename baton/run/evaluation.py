@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from baton.policy.tokenizer import Tokenizer
 from baton.records.evaluation import Evaluation, share_interval
@@ -24,12 +25,16 @@ def evaluate(
     *,
     samples: int,
     version: int,
+    samples_of: Mapping[str, int] | None = None,
 ) -> tuple[list[Evaluation], list[Group]]:
     """Generate and score `samples` responses to each prompt; return the results of each task, and the scored groups.
 
+    samples_of: task name → number of responses, for tasks with another number than `samples`.
+
     With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is requested.
     """
-    requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), samples, p) for index, p in enumerate(prompts)]
+    sizes = [(samples_of or {}).get(p.task, samples) for p in prompts]
+    requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), sizes[index], p) for index, p in enumerate(prompts)]
     members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
     finished: list[list[Trajectory]] = [[] for _ in prompts]
     for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
@@ -38,7 +43,7 @@ def evaluate(
             continue
         ready = finished[trajectory.group_id]
         ready.append(trajectory)
-        if len(ready) == samples or not judge.sees_groups:
+        if len(ready) == sizes[trajectory.group_id] or not judge.sees_groups:
             ready.sort(key=lambda t: t.sample_index)
             texts = [tokenizer.text(t.token_ids) for t in ready]
             judge.submit(ready, prompts[trajectory.group_id], texts)
@@ -58,17 +63,25 @@ def evaluate(
 
 def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluation:
     judged = [[m.judgement for m in g.members if m.judgement.is_judged] for g in groups]
+    scored = [j for row in judged for j in row]
     correct = [[j.is_correct for j in row] for row in judged if row]
+    parts: dict[str, list[float]] = {}
+    for result in scored:
+        for name, value in result.parts.items():
+            parts.setdefault(name, []).append(value)
     lengths = [m.num_policy_tokens for g in groups for m in g.members]
     cut = [m.trajectory.finish_reason == "length" for g in groups for m in g.members]
+    sizes = {len(g.members) for g in groups}
     return Evaluation(
         task,
         len(groups),
-        len(groups[0].members),
+        min(sizes) if len(sizes) == 1 else 1,
         temperature,
         share_interval(correct) if correct else None,
-        share_interval([[any(c)] for c in correct]) if correct else None,
+        share_interval([[any(c)] for c in correct]) if correct and len(sizes) == 1 else None,
         sum(lengths) / len(lengths),
         sum(cut) / len(cut),
-        sum(len(g.members) for g in groups) - sum(len(row) for row in judged),
+        len(lengths) - len(scored),
+        fmean(result.reward for result in scored) if scored else None,
+        {name: fmean(values) for name, values in parts.items()},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -103,6 +103,7 @@ class Loop:
     """Lock of the run's directory; `close` releases it."""
     stream: PromptStream
     held_out: Sequence[Prompt]
+    """Prompts of evaluations; empty if the recipe disables evaluations."""
     judge: RewardScorer
     tokenizer: Tokenizer
     port: WorkerTransport
@@ -121,6 +122,8 @@ class Loop:
     checkpoint: CheckpointSettings
     num_steps: int
     state: LoopState
+    samples_of: Mapping[str, int] = field(default_factory=dict)
+    """Test set → number of sampled responses per prompt, if it differs from eval.samples."""
     episodes: EpisodeSetup | None = None
     """Set if a task is multi-turn."""
     publish_every: int = 1
@@ -278,11 +281,12 @@ class Loop:
         """Return True if the current step should have an evaluation, and a stop prevented it."""
         step = self.state.step
         if step == 0:
-            return self.eval.at_start
+            return self.eval.enabled and self.eval.at_start
         return self._is_evaluated(step) and all(e.step != step for e in self.run.evaluations())
 
     def _is_evaluated(self, step: int) -> bool:
-        return step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
+        is_due = step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
+        return self.eval.enabled and is_due
 
     def _recorded(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
         """Return the batch and the counts that an earlier process recorded for a step; None if no batch is recorded."""
@@ -443,6 +447,7 @@ class Loop:
                         self.held_out,
                         sampling,
                         samples=samples,
+                        samples_of=self.samples_of if sampling.temperature else None,
                         version=self.trainer.version.number,
                     )
                 results += found

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
 
 from baton.errors import Damaged, UserError
 from baton.files import atomic_directory, seal, writing
-from baton.policy.tokenizer import Tokenizer
+from baton.policy.tokenizer import Tokenizer, check_model_path, model_directory
 from baton.recipe.changes import changes_of, compare_for_resume, with_current_keys
-from baton.recipe.recipe import Recipe
+from baton.recipe.recipe import Recipe, WarmStart
 from baton.records.journal import Journal
 from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
 from baton.run.loop import LoopState, Observer, SavedCheckpoint
+from baton.tasks.rows import hub_revision, is_hub_name
 from baton.trainer.checkpoint import (
     checkpoint_path,
     checkpoint_step,
@@ -30,6 +32,7 @@ from baton.trainer.checkpoint import (
 )
 from baton.trainer.trainer import Trainer
 
+Kind = TypeVar("Kind", Recipe, WarmStart)
 LOOP_STATE = Path("baton") / "loop.json"
 """Path of the encoded LoopState within a checkpoint."""
 
@@ -48,6 +51,47 @@ class ResumePoint:
     def resume_step(self) -> int:
         """Last train step whose metrics are kept; -1 without a checkpoint, which also removes metrics of step 0."""
         return -1 if self.checkpoint is None else self.state.step
+
+
+def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> Kind:
+    """Return a recipe that names the commit of its model and of each dataset on the Hugging Face hub, as
+    `owner/name@commit`. A name that states a revision is not changed.
+
+    recorded: resolved recipe of the run to resume, which determines the commits. Downloads the model if the cache does
+    not have it. Raises UserError if a model or dataset cannot be found.
+    """
+
+    def fixed(tasks: tuple[Any, ...], before: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+        found = []
+        for task, old in zip_longest(tasks, before[: len(tasks)]):
+            path = task.path
+            if recorded is not None:
+                path = _as_recorded(path, (old or {}).get("path"))
+            elif path is not None and "@" not in path and is_hub_name(path):
+                path = f"{path}@{hub_revision(f'task {task.name!r}', path, task.config)}"
+            found.append(task.model_copy(update={"path": path}))
+        return tuple(found)
+
+    before = recorded or {}
+    tests = before.get("eval", {}).get("task", ())
+    changes: dict[str, Any] = {
+        "task": fixed(recipe.task, before.get("task", ())),
+        "eval": recipe.eval.model_copy(update={"task": fixed(recipe.eval.task, tests)}),
+    }
+    if (model := recipe.model) is not None:
+        path = model.path
+        if recorded is not None:
+            path = _as_recorded(path, before.get("model", {}).get("path")) or path
+        elif "@" not in path and not Path(path).is_dir():
+            check_model_path(path)
+            path = f"{path}@{model_directory(path).name}"
+        changes["model"] = model.model_copy(update={"path": path})
+    return recipe.model_copy(update=changes)
+
+
+def _as_recorded(path: str | None, old: str | None) -> str | None:
+    """Return the recorded form of a hub name that the recipe gives without a revision."""
+    return old if path is not None and old is not None and old.partition("@")[0] == path else path
 
 
 def checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Callable[[LoopState], SavedCheckpoint]:
@@ -92,7 +136,8 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
             f"run.steps = {recipe.run.steps}: {checkpoint} already has {state.step} train steps; resume with "
             f"run.steps of at least {state.step}, or start another run under another run.name"
         )
-    if state.step == recipe.run.steps and any(one.step == state.step for one in run.evaluations()):
+    is_evaluated = not recipe.eval.enabled or any(one.step == state.step for one in run.evaluations())
+    if state.step == recipe.run.steps and is_evaluated:
         raise UserError(
             f"{path} is complete: {state.step} of run.steps = {recipe.run.steps} train steps are done; "
             f"to continue, resume with a larger run.steps"

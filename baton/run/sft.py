@@ -25,6 +25,7 @@ from baton.records.metrics import MetricsWriter
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.run.assemble import evaluate_model, set_up_torch
+from baton.run.resume import with_revisions
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.stream import PromptStream, TaskMixture
@@ -69,6 +70,7 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
     lock = RunLock.take(recipe.run.path, observer.said)
     try:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
+        recipe = with_revisions(recipe)
         return _warm_start(recipe, observer, lock)
     finally:
         lock.release()
@@ -87,8 +89,10 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> WarmStartReport:
-    if recipe.task:  # errors of the tasks are raised before the training, not in the evaluation after the training
-        TaskMixture(recipe.task, recipe.answer).held_out(recipe.eval.num_prompts, or_fewer=True)
+    is_evaluated = recipe.eval.enabled and bool(recipe.task or recipe.eval.task)
+    if is_evaluated:  # errors of the tasks are raised before the training, not in the evaluation after the training
+        tests = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task)
+        tests.held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
     threads = set_up_torch(recipe.run.threads)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
@@ -114,7 +118,7 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
         model.save_pretrained(directory)
         tokenizer.hf.save_pretrained(directory)
     results: list[Evaluation] = []
-    if recipe.task:
+    if is_evaluated:
         for temperature in (1.0, 0.0):
             results += evaluate_model(output, run.path / "recipe.toml", temperature=temperature)
     report = WarmStartReport(
@@ -152,7 +156,8 @@ def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], str
         yield from read_demonstrations(recipe.data, recipe.run.seed)
     else:
         assert recipe.demonstrations is not None
-        stream = PromptStream(TaskMixture(recipe.task, recipe.answer), recipe.run.seed)
+        mixture = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task)
+        stream = PromptStream(mixture, recipe.run.seed)
         for prompt, response in demonstrations(stream, recipe.demonstrations, recipe.run.seed):
             yield prompt.messages, response
 

@@ -12,13 +12,24 @@ from typing import Any, Literal
 import msgspec
 
 from baton.errors import UserError
-from baton.rewards.dataset_columns import REFERENCE_COLUMNS, find_reference, lookup, messages_of
+from baton.rewards.answer import choice_letter
+from baton.rewards.dataset_columns import (
+    LETTERS,
+    PROMPT_COLUMNS,
+    REFERENCE_COLUMNS,
+    choices_of,
+    find_reference,
+    lookup,
+    messages_of,
+)
 from baton.rewards.scorer_protocol import MathSpec, Scorer
 from baton.tasks.rows import Row, read_rows
 from baton.tasks.task import Problem
 from baton.types import Message
 
-FileScorer = Literal["number", "math", "none"]
+FileScorer = Literal["number", "math", "letter", "none"]
+_GSM8K = re.compile(r"(?:^|\n)#### *([^\n]+?)\s*$")
+"""The last line of a solution in GSM8K, which states the answer."""
 _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -31,6 +42,7 @@ class FileTask:
         path: str,
         *,
         split: str = "train",
+        config: str | None = None,
         prompt_column: str = "prompt",
         answer_column: str | None = None,
         answer_after: str | None = None,
@@ -39,8 +51,11 @@ class FileTask:
         """Read and check the whole file. Raises UserError that names the file and the line or row."""
         self.name = name
         self._scorer = scorer
+        rows = read_rows(f"task {name!r}", path, split, config)
+        if prompt_column == "prompt":  # all rows use the column that the first row has
+            prompt_column = next((c for c in PROMPT_COLUMNS if rows[0][1].get(c) is not None), prompt_column)
         self._prompt_column, self._answer_column, self._answer_after = prompt_column, answer_column, answer_after
-        self._rows = [self._problem(where, row) for where, row in read_rows(f"task {name!r}", path, split)]
+        self._rows = [self._problem(where, row) for where, row in rows]
         self._order = lru_cache(maxsize=4)(self._make_order)
 
     def __len__(self) -> int:
@@ -53,7 +68,12 @@ class FileTask:
 
     @property
     def scorer(self) -> Scorer:
-        scorers: dict[FileScorer, Scorer] = {"number": "inline", "math": MathSpec(), "none": None}
+        scorers: dict[FileScorer, Scorer] = {
+            "number": "inline",
+            "math": MathSpec(),
+            "letter": "inline",
+            "none": None,
+        }
         return scorers[self._scorer]
 
     def draw(self, seed: int, index: int) -> Problem:
@@ -64,9 +84,12 @@ class FileTask:
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Return 1 if answer and reference are equal as numbers, or as text without outer blanks; otherwise 0."""
+        """Return 1 if answer and reference are equal as numbers, or as text without outer blanks; otherwise 0. The
+        scorer `letter` compares the letters of the choices."""
         if answer is None or reference is None:
             return 0.0
+        if self._scorer == "letter":
+            return float(choice_letter(answer) == reference)
         return float(answer.strip() == reference.strip() or _same_number(answer, reference))
 
     def _problem(self, where: str, row: Row) -> Problem:
@@ -80,14 +103,20 @@ class FileTask:
         except ValueError as error:
             raise UserError(f"{where}: {self._prompt_column!r} {error}") from error
         extra = {name: value for name, value in row.items() if name != self._prompt_column}
-        answer = None if self._scorer == "none" else self._reference(where, row)
+        value = None if self._scorer == "none" else self._value(where, row)
+        answer = None if value is None else self._reference(where, value)
+        if self._scorer == "letter":
+            labels, texts = choices_of(row)
+            answer = self._choice(where, value, labels, texts)
+            if messages is None and texts:
+                prompt += "\n\n" + "\n".join(f"{a}. {text}" for a, text in zip(LETTERS, texts, strict=False))
         if messages is None:
             return Problem(prompt, f"file:{_canonical(prompt)}", answer, extra)
         # the system message is not part of the canonical problem: it does not change the question
         content = " ".join(m.content for m in messages if m.role != "system")
         return Problem(messages[-1].content, f"file:{_canonical(content)}", answer, extra, messages)
 
-    def _reference(self, where: str, row: Row) -> str:
+    def _value(self, where: str, row: Row) -> str | int | float:
         column = self._answer_column
         value = find_reference(row) if column is None else lookup(row, column)
         if value is None:
@@ -99,12 +128,30 @@ class FileTask:
             raise UserError(f"{where} has no {column or 'answer'!r}; it has {sorted(row)} ({hint})")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise UserError(f"{where}: {column or 'answer'!r} must be a text or a number, got {_shown(value)}")
+        return value
+
+    def _reference(self, where: str, value: str | int | float) -> str:
         text = str(value)
-        if self._answer_after is not None:
-            _, mark, text = text.rpartition(self._answer_after)
-            if not mark:
-                raise UserError(f"{where}: the answer has no {self._answer_after!r} (answer_after): {_shown(value)}")
-        return text.strip() if self._answer_after is not None else text
+        if self._answer_after is None:
+            stated = _GSM8K.search(text)
+            return stated[1] if stated else text
+        _, mark, text = text.rpartition(self._answer_after)
+        if not mark:
+            raise UserError(f"{where}: the answer has no {self._answer_after!r} (answer_after): {_shown(value)}")
+        return text.strip()
+
+    def _choice(self, where: str, value: Any, labels: list[str], texts: list[str]) -> str:
+        """Return the letter of the correct choice, which a row states as an index from 0, a letter, a label or a
+        text."""
+        if isinstance(value, int) and 0 <= value < (len(texts) or len(LETTERS)):
+            return LETTERS[value]
+        for known in (labels, texts, list(LETTERS[: 0 if texts else None])):
+            if value in known:
+                return LETTERS[known.index(value)]
+        raise UserError(
+            f'{where}: scorer = "letter" needs the correct choice as its letter, text or index from 0; got '
+            f"{_shown(value)} and {len(texts)} choices in the column choices or options"
+        )
 
     def _make_order(self, seed: int, epoch: int) -> list[int]:
         order = list(range(len(self._rows)))

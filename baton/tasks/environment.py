@@ -58,7 +58,7 @@ class EnvironmentTask:
         Raises UserError if the environment does not load.
         """
         self.spec, self.name = spec, spec.name
-        self._settings, self._rows = settings, rows
+        self._settings, self.rows = settings, rows
         self._lock = threading.Lock()
         self._pool: EnvironmentPool | None = None
         self._local: EnvironmentInstances | None = None
@@ -70,7 +70,7 @@ class EnvironmentTask:
         fails."""
         digest = blake3(f"environment:{self.name}:{seed}:{index}".encode()).digest(length=4)
         reset_seed = int.from_bytes(digest, "big")
-        row = dict(self._rows[index % len(self._rows)]) if self._rows else {}
+        row = dict(self.rows[index % len(self.rows)]) if self.rows else {}
         key = EpisodeKey(-1, 0, 0)
         first = self._reset(ActRequest(key, self.name, reset_seed, row))
         if isinstance(first, ActFailure):

@@ -31,7 +31,7 @@ class PromptLengths(msgspec.Struct, frozen=True):
     rows: int | None
     """Number of rows of the file; None for a generated task."""
     held_out: int | None
-    """Number of distinct held-out problems among the rows; None for a generated task."""
+    """Number of distinct problems among the rows that are not trained on; None for a generated task."""
     longest_tokens: int
     """Number of tokens of the longest measured prompt."""
     max_tokens: int
@@ -66,10 +66,10 @@ def measure(
     on_measured: called with the number of prompts measured since the last call. Raises UserError if a task with
     `too_long = "refuse"` has a prompt that is too long.
     """
-    max_tokens = max_context_tokens - 1
-    mixture.limit(num_tokens, max_tokens)
+    mixture.limit(num_tokens, max_context_tokens - 1)
     found = []
-    for name, task in mixture.tasks.items():
+    for name, task in {**mixture.tasks, **mixture.tests}.items():
+        max_tokens = mixture.max_tokens[name]
         rows = task.rows if isinstance(task, FileTask) else None
         problems = rows if rows is not None else [task.draw(seed, index) for index in range(SAMPLE)]
         longest, too_long = 0, 0
@@ -82,7 +82,9 @@ def measure(
                 f"and engine.max_context_tokens is {max_context_tokens} for prompt and response together; raise it, "
                 'remove the prompts, or set too_long = "filter" to skip them'
             )
-        held_out = None if rows is None else len({p.problem_id for p in rows if p.is_held_out})
+        is_test = name in mixture.tests
+        apart = [p for p in rows or () if (mixture.evaluates(name, p) if is_test else not mixture.trains_on(name, p))]
+        held_out = None if rows is None else len({p.problem_id for p in apart})
         found.append(PromptLengths(name, None if rows is None else len(rows), held_out, longest, max_tokens, too_long))
     return found
 

@@ -1,28 +1,42 @@
-"""Reads the rows of a JSONL file, a parquet file or a Hugging Face dataset, with locations for error messages."""
+"""Reads the rows of a JSONL file, a parquet file or a Hugging Face dataset, with locations for error messages.
+
+A dataset on the hub is read with the library `datasets`, so its cache, offline mode (HF_HUB_OFFLINE) and token
+(HF_TOKEN, or `hf auth login`) apply. Without the network, a dataset is read from the cache of `datasets`, or from the
+snapshot that `hf download --repo-type dataset` stored in the hub cache.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from baton.errors import UserError, first_line
 
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetBuilder, DatasetDict
+
 Row = dict[str, Any]
+_HUB_NAME = re.compile(r"[\w.-]+/(?!.*\.(?:jsonl?|parquet)$)[\w.-]+(?:@[\w./-]+)?")
 
 
-def read_rows(what: str, path: str, split: str = "train") -> list[tuple[str, Row]]:
+def read_rows(what: str, path: str, split: str = "train", config: str | None = None) -> list[tuple[str, Row]]:
     """Return (location, row) of every row. A location is `path, line 3` or `path, row 3`, counted from 1.
 
-    path: a JSONL file, a parquet file, or a directory written by `save_to_disk` of Hugging Face datasets. Values are
-    plain JSON values. Raises UserError if the path cannot be read or has no rows, if a line is not a JSON object, or if
-    the split or a package is missing. The error message begins with `what`.
+    path: a JSONL file, a parquet file, a directory written by `save_to_disk` of Hugging Face datasets, or the name of a
+    dataset on the hub, with `@revision` if it is not the newest. Values are plain JSON values. Raises UserError if the
+    path cannot be read or has no rows, if a line is not a JSON object, or if the split or a package is missing. The
+    error message begins with `what`.
     """
     source = Path(path)
-    if source.is_dir():
+    if is_hub_name(path):
+        rows = list(_hub_rows(what, path, split, config))
+    elif source.is_dir():
         rows = list(_dataset_rows(what, source, split))
     elif not source.is_file():
         raise UserError(f"{what}: there is no file {path!r} (relative to {Path.cwd()})")
@@ -64,7 +78,7 @@ def _parquet_rows(what: str, file: Path) -> Iterator[tuple[str, Row]]:
 
 def _dataset_rows(what: str, directory: Path, split: str) -> Iterator[tuple[str, Row]]:
     _require(what, "datasets", directory)
-    from datasets import DatasetDict, load_from_disk
+    from datasets import load_from_disk
 
     try:
         found = load_from_disk(str(directory))
@@ -73,12 +87,70 @@ def _dataset_rows(what: str, directory: Path, split: str) -> Iterator[tuple[str,
             f"{what}: {directory} is a directory, but was not written by save_to_disk of Hugging Face datasets: "
             f"{first_line(error)}"
         ) from error
-    if isinstance(found, DatasetDict):
+    yield from _rows_of(what, str(directory), found, split)
+
+
+def _rows_of(what: str, path: str, found: Dataset | DatasetDict, split: str) -> Iterator[tuple[str, Row]]:
+    if isinstance(found, dict):
+        if split == "auto":
+            split = "test" if "test" in found or len(found) > 1 else next(iter(found))
         if split not in found:
-            raise UserError(f"{what}: {directory} has no split {split!r}; it has {', '.join(sorted(found))}")
+            raise UserError(f"{what}: {path} has no split {split!r}; it has {', '.join(sorted(found))}: set split")
         found = found[split]
     for number, row in enumerate(found.with_format(None), start=1):
-        yield f"{directory}, row {number}", _plain(row)
+        yield f"{path}, row {number}", _plain(row)
+
+
+def is_hub_name(path: str) -> bool:
+    """Return True if a path names a dataset on the hub: it has the form `owner/name` or `owner/name@revision`, and
+    neither it nor its parent exists on this machine."""
+    return bool(_HUB_NAME.fullmatch(path)) and not Path(path).exists() and not Path(path).parent.is_dir()
+
+
+def hub_revision(what: str, path: str, config: str | None) -> str:
+    """Return the commit of a dataset on the hub. Raises UserError if the dataset cannot be found."""
+    return _hub_builder(what, path, config)[1]
+
+
+def _hub_rows(what: str, path: str, split: str, config: str | None) -> Iterator[tuple[str, Row]]:
+    builder, _ = _hub_builder(what, path, config)
+    try:
+        builder.download_and_prepare()
+        found = builder.as_dataset()
+    except Exception as error:  # errors of the network have no common base
+        raise UserError(f"{what}: the dataset {path!r} could not be read: {first_line(error)}") from error
+    yield from _rows_of(what, path, found, split)
+
+
+def _hub_builder(what: str, path: str, config: str | None) -> tuple[DatasetBuilder, str]:
+    """Open a dataset on the hub or in the cache without reading rows; return it with its commit."""
+    _require(what, "datasets", Path(path))
+    from datasets import load_dataset_builder
+    from datasets.packaged_modules.cache.cache import Cache
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = path.partition("@")
+    errors: list[str] = []
+    snapshot = None
+    with suppress(OSError, ValueError):  # the hub cache may have no snapshot
+        snapshot = snapshot_download(name, repo_type="dataset", revision=revision or None, local_files_only=True)
+    for source in (name, snapshot) if snapshot else (name,):
+        for chosen in (config,) if config else (None, "main"):  # GSM8K has two configurations and no default
+            try:
+                found = load_dataset_builder(source, chosen, revision=None if source == snapshot else revision or None)
+            except Exception as error:  # noqa: BLE001 - errors of the network have no common base
+                errors.append(" ".join(str(error).splitlines()[:2]))
+                continue
+            if source == snapshot:
+                return found, Path(source).name
+            if not isinstance(found, Cache) or found.hash == (revision or found.hash):
+                return found, str(found.hash)
+            errors.append(f"the cache has only the revision {found.hash}")
+    about_config = [error for error in errors if "onfig" in error]
+    raise UserError(
+        f"{what}: {path!r} is neither a file nor a dataset that can be loaded from the Hugging Face hub or its cache: "
+        f"{(about_config or errors)[0]}; check path and config, or run `hf download --repo-type dataset {name}`"
+    )
 
 
 def _plain(row: Row) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,7 +11,8 @@ from pydantic import Field, model_validator
 
 from baton.environments.settings import EnvironmentSettings
 from baton.errors import TaskExhausted, UserError
-from baton.rewards.answer import INSTRUCTIONS, AnswerFormat
+from baton.rewards.answer import INSTRUCTIONS
+from baton.rewards.settings import AnswerSettings
 from baton.settings import Settings
 from baton.tasks.dataset import FileTask
 from baton.tasks.environment import EnvironmentTask, environment_spec
@@ -23,8 +25,8 @@ MAX_MISSES = 2_000
 """A task counts as exhausted after this number of consecutive draws without a usable problem."""
 
 
-class TaskSettings(Settings):
-    """[[task]] One source of problems."""
+class ProblemSettings(Settings):
+    """A source of problems: the keys that [[task]] and [[eval.task]] have in common."""
 
     name: str
     """Name in metrics and reports. Without `gym`, `path` and `environment`, it is also the reasoning-gym task."""
@@ -33,21 +35,29 @@ class TaskSettings(Settings):
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the reasoning-gym task."""
     path: str | None = None
-    """Dataset to use instead of a reasoning-gym task: a JSONL or parquet file, or a directory written by save_to_disk
-    of Hugging Face datasets. Each row has a prompt and a reference answer."""
+    """Dataset to use instead of a reasoning-gym task: a JSONL or parquet file, a directory written by save_to_disk of
+    Hugging Face datasets, or the name of a dataset on the Hugging Face hub, such as `openai/gsm8k` or
+    `openai/gsm8k@REVISION`. Each row has a prompt and a reference answer."""
+    config: str | None = None
+    """Configuration of a dataset on the hub; the default is the dataset's default or `main`."""
     split: str = "train"
-    """Split to read, if `path` is a directory with several splits."""
+    """Split to read, if `path` is a directory or a hub name with several splits."""
     prompt_column: str = "prompt"
-    """Column of `path` with the prompt, as text or as messages; a dot selects a nested column."""
+    """Column of `path` with the prompt, as text or as messages; a dot selects a nested column. If the default column is
+    missing, the first usual column such as `question` is used."""
     answer_column: str | None = None
     """Column of `path` with the reference answer. By default, the row's first column with a usual name such as
     `answer`."""
     answer_after: str | None = None
-    """Mark in the answer column, such as "####" in GSM8K: the reference answer is the text after the mark."""
-    scorer: Literal["number", "math", "none"] = "number"
+    """Mark in the answer column: the reference answer is the text after the mark. By default, the last line of a
+    reference is used if it begins with "####", as in GSM8K."""
+    scorer: Literal["number", "math", "letter", "none"] = "number"
     """How answers are scored if the task has a `path`. number: 1 if the answer equals the reference as text or as a
-    number. math: 1 if math-verify finds them equal. none: only reward functions score, and rows need no reference
-    answer."""
+    number. math: 1 if math-verify finds them equal. letter: 1 if the answer is the letter of the correct choice; the
+    prompt lists the choices in the column `choices` or `options`. none: only reward functions score, and rows need no
+    reference answer."""
+    answer: AnswerSettings | None = None
+    """Answer format of this task, such as `{ format = "letter" }`; the default is [answer]."""
     environment: str | None = None
     """Environment of a multi-turn task: the name of a shipped environment such as "sokoban", or `module:Class`, or
     `file.py:Class`. `params` are the arguments of the class. With a `path`, the columns of a row are the arguments of
@@ -67,18 +77,19 @@ class TaskSettings(Settings):
     """Treatment of prompts that leave no room for a response within engine.max_context_tokens. filter: skip and count
     these prompts. refuse: refuse to start the run if the check at the start finds such a prompt; prompts that the check
     misses are skipped."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of this task in the training stream, relative to the others."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of a prompt, if it is lower than the limit that engine.max_context_tokens sets. Longer
+    prompts are too long."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> TaskSettings:
+    def _one_source(self) -> ProblemSettings:
         if self.environment is not None:
             return self._of_an_environment()
         if self.path is not None and (self.gym is not None or self.params or self.form == "compact"):
             raise ValueError(
                 "path is a file of problems: remove gym, params and form = 'compact', which do not apply to it"
             )
-        columns = ("split", "prompt_column", "answer_column", "answer_after", "scorer")
+        columns = ("config", "split", "prompt_column", "answer_column", "answer_after", "scorer")
         given = [key for key in columns if getattr(self, key) != type(self).model_fields[key].default]
         if self.path is None and given:
             raise ValueError(f"{given[0]} applies only to a task with a path: set path, or remove {given[0]}")
@@ -88,8 +99,8 @@ class TaskSettings(Settings):
             raise ValueError(f"{given[0]} applies only to a multi-turn task: set environment, or remove {given[0]}")
         return self
 
-    def _of_an_environment(self) -> TaskSettings:
-        others = ("gym", "form", "prompt_column", "answer_column", "answer_after", "scorer")
+    def _of_an_environment(self) -> ProblemSettings:
+        others = ("gym", "form", "prompt_column", "answer_column", "answer_after", "scorer", "answer")
         given = [key for key in others if getattr(self, key) != type(self).model_fields[key].default]
         if given:
             raise ValueError(
@@ -100,7 +111,7 @@ class TaskSettings(Settings):
     def build(self, environments: EnvironmentSettings | None = None) -> Task:
         """Open the source of problems. Raises UserError if the source cannot provide a problem."""
         if self.environment is not None:
-            rows = [] if self.path is None else read_rows(f"task {self.name!r}", self.path, self.split)
+            rows = [] if self.path is None else read_rows(f"task {self.name!r}", self.path, self.split, self.config)
             spec = environment_spec(self.name, self.environment, self.params)
             return EnvironmentTask(spec, environments or EnvironmentSettings(), [row for _, row in rows])
         if self.path is not None:
@@ -108,6 +119,7 @@ class TaskSettings(Settings):
                 self.name,
                 self.path,
                 split=self.split,
+                config=self.config,
                 prompt_column=self.prompt_column,
                 answer_column=self.answer_column,
                 answer_after=self.answer_after,
@@ -116,57 +128,121 @@ class TaskSettings(Settings):
         return GymTask(self.name, self.gym or self.name, self.params, is_compact=self.form == "compact")
 
 
-class AnswerSettings(Settings):
-    """[answer] Format in which a response states its answer."""
+class TaskSettings(ProblemSettings):
+    """[[task]] One source of problems to train on."""
 
-    format: AnswerFormat = "tags"
-    """`tags`, `boxed` or `last_line`; see docs/tasks.md."""
-    instruct: bool = True
-    """True: prompts begin with a system message that asks for the format."""
+    held_out: Literal["hash", "none"] = "hash"
+    """hash: a tenth of the problems is held out from training, selected by a hash. none: all problems of `path` are
+    trained, except those of an [[eval.task]]."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this task in the training stream, relative to the others."""
+
+    @model_validator(mode="after")
+    def _may_train_all(self) -> TaskSettings:
+        if self.held_out == "none" and (self.path is None or self.environment is not None):
+            raise ValueError('held_out: got "none", which applies only to a task with a path and without environment')
+        return self
+
+
+class EvalTaskSettings(ProblemSettings):
+    """[[eval.task]] One test set. With test sets, evaluations use them in place of the held-out problems of [[task]].
+    No problem of a test set is trained on."""
+
+    split: str = "auto"
+    """Split to read, if `path` is a directory or a hub name with several splits. auto: `test`, or the only split."""
+    held_out: Literal["all", "hash"] = "all"
+    """all: every row of `path` is a test problem. hash: only the tenth that a [[task]] with the same problems holds
+    out. Without `path`, the value is always hash."""
+    num_prompts: int | None = Field(default=None, ge=1)
+    """Maximum number of problems. The default is all rows of `path`, and eval.num_prompts for a task without `path`."""
+    samples: int | None = Field(default=None, ge=1)
+    """Number of sampled responses per prompt; the default is eval.samples."""
+
+    @property
+    def uses_all(self) -> bool:
+        """True if every row is a test problem."""
+        return self.held_out == "all" and self.path is not None
 
 
 class TaskMixture:
-    """All tasks of a recipe and their weights."""
+    """All tasks of a recipe and their weights, and its test sets."""
 
     def __init__(
         self,
         settings: Sequence[TaskSettings],
         answer: AnswerSettings,
         environments: EnvironmentSettings | None = None,
+        tests: Sequence[EvalTaskSettings] = (),
     ) -> None:
-        """Open every task. Raises UserError for an empty mixture or two tasks with the same name."""
-        if not settings:
+        """Open every task and test set. Raises UserError for an empty mixture or two tasks with the same name."""
+        if not (settings or tests):
             raise UserError("the recipe has no [[task]]: add at least one")
-        names = [s.name for s in settings]
+        every: list[ProblemSettings] = [*settings, *tests]
+        names = [s.name for s in every]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise UserError(f"[[task]]: the name {min(twice)!r} is used twice; give each task its own name")
-        self.tasks: dict[str, Task] = {s.name: s.build(environments) for s in settings}
+            raise UserError(
+                f"[[task]] and [[eval.task]]: the name {min(twice)!r} is used twice; give each task its own name"
+            )
+        opened = {s.name: s.build(environments) for s in every}
+        self.tasks: dict[str, Task] = {s.name: opened[s.name] for s in settings}
+        """Tasks of the training stream."""
+        self.tests: dict[str, Task] = {s.name: opened[s.name] for s in tests}
+        """Test sets. Without test sets, evaluations use the held-out problems of `tasks`."""
         self.weights = [s.weight for s in settings]
-        self.refuses_long = {s.name: s.too_long == "refuse" for s in settings}
+        self.refuses_long = {s.name: s.too_long == "refuse" for s in every}
         """Task name → True if the run must not start when the task has a prompt that is too long."""
+        self._own_limits = {s.name: s.max_prompt_tokens or sys.maxsize for s in every}
+        self.max_tokens = self._own_limits
+        """Task name → maximum number of tokens of its prompts."""
+        self.answers = {s.name: s.answer or answer for s in every}
+        """Task name → answer format."""
+        self.samples = {s.name: s.samples for s in tests if s.samples is not None}
+        """Test set → number of sampled responses per prompt, if its block states one."""
         self.has_room: Callable[[Prompt], bool] = lambda prompt: True
         """Function that returns whether a prompt leaves room for a response; `limit` sets it."""
-        self._system = INSTRUCTIONS[answer.format] if answer.instruct else None
+        self._trains_all = {s.name for s in settings if s.held_out == "none"}
+        self._tests = {s.name: s for s in tests}
+        self._tested = {
+            problem.problem_id
+            for name, task in self.tests.items()
+            if isinstance(task, FileTask)
+            for problem in task.rows
+            if self.evaluates(name, problem)
+        }
 
     @property
     def scored_tasks(self) -> dict[str, Task]:
-        """The tasks whose responses a scorer rewards, which are all tasks except multi-turn tasks."""
-        return {name: task for name, task in self.tasks.items() if not isinstance(task, EnvironmentTask)}
+        """The tasks and test sets whose responses a scorer rewards, which are all except multi-turn tasks."""
+        every = {**self.tasks, **self.tests}
+        return {name: task for name, task in every.items() if not isinstance(task, EnvironmentTask)}
 
     def close(self) -> None:
         """End the processes that draw problems. May be called twice; a later draw starts them again."""
-        for task in self.tasks.values():
+        for task in (*self.tasks.values(), *self.tests.values()):
             if isinstance(task, EnvironmentTask):
                 task.close()
 
     def limit(self, num_tokens: Callable[[Sequence[Message]], int], max_tokens: int) -> None:
         """Skip prompts with more than `max_tokens` tokens, in the training stream and in the held-out set."""
-        self.has_room = lambda prompt: num_tokens(prompt.messages) <= max_tokens
+        self.max_tokens = {name: min(max_tokens, own) for name, own in self._own_limits.items()}
+        self.has_room = lambda prompt: num_tokens(prompt.messages) <= self.max_tokens[prompt.task]
+
+    def trains_on(self, name: str, problem: Problem) -> bool:
+        """Return whether a problem of a task is trained on: it is neither held out nor in a test set."""
+        return problem.problem_id not in self._tested and (name in self._trains_all or not problem.is_held_out)
+
+    def evaluates(self, name: str, problem: Problem) -> bool:
+        """Return whether evaluations use a problem of a task or test set."""
+        if name in self._tests and self._tests[name].uses_all:
+            return True
+        return problem.is_held_out and name not in self._trains_all
 
     def prompt(self, task: str, problem: Problem) -> Prompt:
         """Return the prompt of a problem. The messages of a conversation are used unchanged."""
-        system = () if self._system is None else (Message("system", self._system),)
+        answer = self.answers[task]
+        text = INSTRUCTIONS.get(answer.format) if answer.instruct else None
+        system = () if text is None else (Message("system", text),)
         messages = problem.messages or (*system, Message("user", problem.question))
         is_conversation = problem.messages is not None
         return Prompt(problem.problem_id, task, messages, problem.answer, problem.metadata, is_conversation)
@@ -174,29 +250,50 @@ class TaskMixture:
     def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
+        If there are test sets, return the prompts of these instead. `num_prompts` is then the number of prompts of a
+        test set that does not have its own number; without `or_fewer`, it is the maximum of each test set.
+
         Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, raises it
         only if a task has no held-out problem.
         """
         prompts: list[Prompt] = []
+        if self.tests:
+            for name, task in self.tests.items():
+                own = self._tests[name]
+                rows = len(task.rows) if own.uses_all and isinstance(task, FileTask | EnvironmentTask) else num_prompts
+                share = own.num_prompts or rows
+                found = self._distinct(name, task, share if or_fewer else min(share, num_prompts), set(), or_fewer=True)
+                self._tested.update(prompt.prompt_id for prompt in found)
+                prompts += found
+            return prompts
         seen: set[str] = set()
         for number, (name, task) in enumerate(self.tasks.items()):
             share = num_prompts // len(self.tasks) + (number < num_prompts % len(self.tasks))
-            found, index, last_new = 0, 0, 0
-            while found < share:
-                problem = task.draw(0, index)  # the seed is the same in every run, so that evaluations are comparable
-                index += 1
-                is_new = problem.is_held_out and problem.problem_id not in seen
-                if is_new and self.has_room(prompt := self.prompt(name, problem)):
-                    seen.add(problem.problem_id)
-                    prompts.append(prompt)
-                    found, last_new = found + 1, index
-                elif index - last_new > MAX_MISSES:
-                    if found and or_fewer:
-                        break
-                    raise TaskExhausted(
-                        f"task {name!r} has only {found} distinct held-out problems ({HELD_OUT_PERCENT} % of all), "
-                        f"but {share} were requested: request fewer, or widen its params"
-                    )
+            prompts += self._distinct(name, task, share, seen, or_fewer=or_fewer)
+        return prompts
+
+    def _distinct(self, name: str, task: Task, share: int, seen: set[str], *, or_fewer: bool) -> list[Prompt]:
+        """Return `share` prompts of evaluated problems that are not in `seen`, and add their ids to `seen`."""
+        prompts: list[Prompt] = []
+        index, last_new, too_long = 0, 0, 0
+        while len(prompts) < share:
+            problem = task.draw(0, index)  # the seed is the same in every run, so that evaluations are comparable
+            index += 1
+            is_new = self.evaluates(name, problem) and problem.problem_id not in seen
+            has_room = not is_new or self.has_room(prompt := self.prompt(name, problem))
+            too_long += not has_room
+            if is_new and has_room:
+                seen.add(problem.problem_id)
+                prompts.append(prompt)
+                last_new = index
+            elif index - last_new > MAX_MISSES:
+                if prompts and or_fewer:
+                    break
+                advice = "raise engine.max_context_tokens, because other prompts are too long, or " * bool(too_long)
+                raise TaskExhausted(
+                    f"task {name!r} has only {len(prompts)} distinct held-out problems ({HELD_OUT_PERCENT} % of all), "
+                    f"but {share} were requested: {advice}request fewer, or widen its params"
+                )
         return prompts
 
 
@@ -234,14 +331,19 @@ class PromptStream:
             problem = self._mixture.tasks[name].draw(self._seed, self.position[name])
             self.position[name] += 1
             prompt = self._mixture.prompt(name, problem)
-            has_room = problem.is_held_out or self._mixture.has_room(prompt)
+            is_trained = self._mixture.trains_on(name, problem)
+            has_room = not is_trained or self._mixture.has_room(prompt)
             self._too_long += not has_room
-            if problem.is_held_out or not has_room:
+            if not is_trained or not has_room:
                 misses += 1
             else:
                 misses = 0
                 prompts.append(prompt)
             if misses > MAX_MISSES:
-                hint = "widen its params" if has_room else "its prompts are too long: raise engine.max_context_tokens"
+                hint = (
+                    "widen its params, or choose a dataset with other problems than the test sets"
+                    if has_room
+                    else "its prompts are too long: raise engine.max_context_tokens"
+                )
                 raise TaskExhausted(f"task {name!r} gave no training problem in {MAX_MISSES} draws: {hint}")
         return prompts

@@ -136,7 +136,11 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
         ("trainer.lr=0", "trainer.lr: got 0, input should be greater than 0"),
         ("trainer.betas=[0.9, 1.0]", "trainer.betas: got [0.9, 1.0], each must be at least 0 and less than 1"),
         ("algorithm.name=gppo", "algorithm.name: got 'gppo', allowed are grpo, dr_grpo, "),
-        ("answer.format=xml", "answer.format: got 'xml', input should be 'tags', 'boxed' or 'last_line'"),
+        (
+            "answer.format=xml",
+            "answer.format: got 'xml', input should be 'tags', 'boxed', 'last_line', 'last_number', ",
+        ),
+        ("answer.format=regex", 'answer: pattern belongs to format = "regex" and is required there'),
         ("engine.dtype=float16", "engine.dtype: got 'float16', input should be 'float32' or 'bfloat16'"),
         ("run.name=a/b", "run.name: got 'a/b', string should match pattern"),
         ("run.steps=0", "run.steps: got 0, input should be greater than or equal to 1"),

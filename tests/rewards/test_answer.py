@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.rewards.answer import INSTRUCTIONS, extract_answer, meets_format
+from baton.rewards.answer import INSTRUCTIONS, AnswerFormat, choice_letter, extract_answer, meets_format
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,45 @@ def test_the_last_line_after_the_thought_is_the_answer(response: str, answer: st
     assert meets_format(response, "last_line") is (answer is not None)
 
 
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("It is 1,234,567.50 in all.", "1,234,567.50"),
+        ("1,2345", "2345"),  # no thousands
+        ("5-3", "3"),
+        ("x = -3", "-3"),
+        ("−3 °C", "-3"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        (".5", ".5"),
+        ("72.", "72"),
+        ("room2 has H2O", None),
+        ("<think>4</think>five", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_is_a_number_as_people_write_it(response: str, answer: str | None) -> None:
+    assert extract_answer(response, "last_number") == answer
+    assert meets_format(response, "last_number") is (answer is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("C", "C"),
+        ("c", "C"),
+        (" (C) Paris", "C"),
+        ("C. Paris", "C"),
+        ("\\text{C}", "C"),
+        ("$C$", "C"),
+        ("Cat", None),
+        ("", None),
+    ],
+)
+def test_a_letter_states_a_choice_if_it_stands_alone(text: str, letter: str | None) -> None:
+    assert choice_letter(text) == letter
+
+
 @given(pieces=st.lists(st.sampled_from(["<answer>", "</answer>", "\\boxed{", "{", "}", "</think>", "4", " ", "\n"])))
 def test_a_met_format_always_has_an_answer_and_an_answer_never_holds_its_own_mark(pieces: list[str]) -> None:
     response = "".join(pieces)
@@ -75,5 +116,5 @@ def test_a_met_format_always_has_an_answer_and_an_answer_never_holds_its_own_mar
             assert answer is not None
 
 
-def test_every_format_has_an_instruction() -> None:
-    assert set(INSTRUCTIONS) == {"tags", "boxed", "last_line"}
+def test_every_format_but_a_users_own_has_an_instruction() -> None:
+    assert {*INSTRUCTIONS, "regex"} == set(get_args(AnswerFormat))

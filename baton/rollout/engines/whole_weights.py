@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -16,7 +15,7 @@ from baton.errors import EngineFault
 from baton.policy.adapters import BaseWeights, base_of_adapter, is_adapter
 from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_dtype
 from baton.policy.tensors import check_fit, policy_tensors
-from baton.policy.tokenizer import load_tokenizer
+from baton.policy.tokenizer import load_tokenizer, model_directory
 from baton.rollout.engine import EngineSettings
 
 ReadBase = Callable[[], Mapping[str, Tensor]]
@@ -58,8 +57,7 @@ class ModelFiles:
         return policy_tensors(self._load(self.base_path))
 
     def base_directory(self) -> Path:
-        directory = Path(self.base_path)
-        return directory if directory.is_dir() else Path(snapshot_download(self.base_path, local_files_only=True))
+        return model_directory(self.base_path)
 
     def _load(self, path: str) -> PreTrainedModel:
         return load_model(path, dtype=self._dtype, device=torch.device("cpu"), attention=self._attention)

@@ -22,7 +22,7 @@ def print_keys(console: Console, keys: Sequence[RecipeKey]) -> None:
         if key.section != section:
             section = key.section
             console.print(f"\n[{section}]" if section else "\ntop level", style="bold")
-            if section in LISTS:
+            if section.rpartition(".")[2] in LISTS:
                 console.print(
                     f"  a list: [[{section}]] may appear several times; overrides number the entries from 0, such as "
                     f"{section}.0.{key.key}=…"

@@ -30,7 +30,7 @@ def print_report(console: Console, report: RunReport) -> None:
         soft_wrap=True,
     )
     if report.evaluated_steps is None:
-        console.print("no held-out evaluation yet")
+        console.print("no held-out evaluation")
     else:
         console.print(_changes_table(report), soft_wrap=True)
     if not report.steps:
@@ -59,6 +59,8 @@ def _changes_table(report: RunReport) -> Table:
         table = _table("held-out accuracy", f"step {first}")
         for change in report.changes:
             table.add_row(f"{change.before.task}, {change.before.way}", shown_share(change.before.accuracy))
+            if change.before.own_reward is not None:
+                table.add_row(f"{change.before.task}, {change.before.way}, reward", f"{change.before.own_reward:.3f}")
         return table
     table = _table("held-out accuracy", f"step {first}", f"step {last}", "gain")
     for change in report.changes:
@@ -68,6 +70,14 @@ def _changes_table(report: RunReport) -> Table:
             "" if change.after is None else shown_share(change.after.accuracy),
             "" if change.points is None else f"{change.points:+.1f}",
         )
+        before, after = change.before, change.after or change.before
+        if (
+            before.reward is not None
+            and after.reward is not None
+            and (before.own_reward, after.own_reward) != (None,) * 2
+        ):
+            gain = f"{after.reward - before.reward:+.3f}"
+            table.add_row(f"{before.task}, {before.way}, reward", f"{before.reward:.3f}", f"{after.reward:.3f}", gain)
     return table
 
 
@@ -82,13 +92,15 @@ def _table(first: str, *others: str) -> Table:
 
 def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
     """Print evaluations as a table with 95 % intervals; pass@k has a row of its own."""
-    table = _table("task", "held-out", "measure", "result", "tokens", "cut")
+    has_rewards = any(r.own_reward is not None for r in results)
+    table = _table("task", "held-out", "measure", "result", *["reward"] * has_rewards, "tokens", "cut")
     for r in results:
         measure = "greedy" if r.temperature == 0 else f"avg@{r.samples}" if r.samples > 1 else "accuracy"
         length, cut = f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %"
-        table.add_row(r.task, str(r.num_prompts), measure, shown_share(r.accuracy), length, cut)
+        reward = [f"{r.reward:.3f}" if r.reward is not None else ""] * has_rewards
+        table.add_row(r.task, str(r.num_prompts), measure, shown_share(r.accuracy), *reward, length, cut)
         if r.samples > 1:
-            table.add_row("", "", f"pass@{r.samples}", shown_share(r.pass_at_k), "", "")
+            table.add_row("", "", f"pass@{r.samples}", shown_share(r.pass_at_k))
     console.print(table, soft_wrap=True)
 
 
@@ -108,7 +120,9 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: b
     lines = [
         f"model       {recipe.model.path}, {needs.parameters:,} parameters{made_for}",
         *(f"task        {prompts}" for prompts in needs.prompts),
-        f"evaluation  {needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})",
+        f"evaluation  {needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})"
+        if recipe.eval.enabled
+        else "evaluation  none (eval.enabled = false)",
         f"memory      {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW moments),"
         f" engine {_size(needs.engine_bytes)} (weights, and KV cache {_size(needs.cache_bytes)}), and activations"
         f"{'; alternately on one device' if recipe.rollout.is_colocated else ''}{free}",
