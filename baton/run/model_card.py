@@ -41,7 +41,7 @@ def model_card(run: RunDirectory, step: int, dtype: str) -> str:
     base, algorithm = str(recipe["model"]["path"]), str(recipe["algorithm"]["name"])
     is_on_hub = not Path(base).exists() and base.count("/") == 1
     head = ["library_name: transformers", "pipeline_tag: text-generation"]
-    head += [f"base_model: {json.dumps(base)}"] if is_on_hub else []
+    head += [f"base_model: {json.dumps(base.partition('@')[0])}"] if is_on_hub else []
     head += [f"tags: {json.dumps(['baton', 'reinforcement-learning', algorithm])}"]
     return _CARD.format(
         head="\n".join(head),
