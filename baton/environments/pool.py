@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +61,8 @@ FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 10.0
 @dataclass(slots=True, eq=False)
 class _QueuedCall:
     request: ActRequest
+    queued_at: float
+    """Time since which the call has waited in the queue."""
     num_suspected: int = 0
     """Times that a process ended or stopped responding while it ran this call."""
 
@@ -106,6 +108,7 @@ class EnvironmentPool:
         self._done: deque[Observation | ActFailure] = deque()
         self._ending: list[tuple[subprocess.Popen[bytes], float]] = []
         self._latencies_s: list[float] = []
+        self._queue_s: list[float] = []
         self._counts: Counter[str] = Counter()
         self._polled_at = time.monotonic()
         self.description = ""
@@ -124,6 +127,13 @@ class EnvironmentPool:
         """Number of calls in the queues."""
         return sum(len(process.waiting) for process in self._processes)
 
+    @property
+    def sockets(self) -> Sequence[FrameSocket]:
+        """Sockets of which one can be read when `collect` has a result. Empty while `collect` must be called without
+        one: it has a result, or restarts a process."""
+        pipes = [process.pipe for process in self._processes if process.pipe is not None and process.is_ready]
+        return pipes if len(pipes) == len(self._processes) and not self._done else ()
+
     def submit(self, request: ActRequest) -> None:
         """Queue a call. Each call is answered by one result of `collect`, unless its episode is discarded before."""
         if request.environment not in self._specs:
@@ -133,7 +143,7 @@ class EnvironmentPool:
         if key not in self._homes:
             self._homes[key] = min(self._processes, key=lambda p: (len(p.running) + len(p.waiting), len(p.episodes)))
         assert key not in self._homes[key].running, f"{key} has a running call"
-        self._homes[key].waiting.append(_QueuedCall(request))
+        self._homes[key].waiting.append(_QueuedCall(request, time.monotonic()))
         self._dispatch(self._homes[key])
 
     def collect(self, timeout_s: float) -> list[Observation | ActFailure]:
@@ -168,13 +178,14 @@ class EnvironmentPool:
         found = {f"env/{name}": float(count) for name, count in self._counts.items()}
         found["env/running"] = float(sum(len(process.running) for process in self._processes))
         found["env/waiting"] = float(self.num_waiting)
-        if self._latencies_s:
-            ordered = sorted(self._latencies_s)
-            found["env/latency_mean"] = statistics.fmean(ordered)
-            found["env/latency_p95"] = ordered[int(0.95 * (len(ordered) - 1))]
-            found["env/latency_max"] = ordered[-1]
+        for name, seconds in (("latency", self._latencies_s), ("queue", self._queue_s)):
+            if seconds:
+                ordered = sorted(seconds)
+                found[f"env/{name}_mean"] = statistics.fmean(ordered)
+                found[f"env/{name}_p95"] = ordered[int(0.95 * (len(ordered) - 1))]
+                found[f"env/{name}_max"] = ordered[-1]
+            seconds.clear()
         self._counts.clear()
-        self._latencies_s.clear()
         return found
 
     def close(self) -> None:
@@ -266,13 +277,15 @@ class EnvironmentPool:
             if process.running and (call.num_suspected or process.has_suspect):
                 return
             process.waiting.popleft()
+            now_s = time.monotonic()
+            self._queue_s.append(now_s - call.queued_at)
             if request.key in self._gone:
                 self._fail(call, FailureCause.CRASHED, "its instance ended with its process; replay = 'never'")
                 continue
             if request.log and request.key not in process.episodes:
                 self._counts["replays"] += 1
             if not process.running:
-                process.seen_at = time.monotonic()
+                process.seen_at = now_s
             process.running[request.key] = call
             process.episodes[request.key] = request.environment
             self._post(process, request)
@@ -331,6 +344,7 @@ class EnvironmentPool:
             elif cause is not None and call.num_suspected > self._settings.retries:
                 self._fail(call, cause, f"its process {why}, in each of {call.num_suspected} attempts")
             else:
+                call.queued_at = time.monotonic()
                 process.waiting.appendleft(call)
         if not was_ready:
             process.num_failed_starts += 1

@@ -15,8 +15,8 @@ class EnvironmentSettings(Settings):
     max_concurrent: int = Field(default=64, ge=1)
     """Maximum number of calls that run at once in all processes together; further calls wait in a queue."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Maximum seconds of one call of `reset` or `step`. The process of a call that exceeds it is killed; the other
-    episodes of that process are rebuilt."""
+    """Maximum seconds of one call of `reset` or `step`, without its time in the queue. The process of a call that
+    exceeds it is killed; the other episodes of that process are rebuilt."""
     retries: int = Field(default=2, ge=0)
     """Further attempts of a call whose process ended or stopped responding."""
     load_timeout_s: float = Field(default=120.0, gt=0)

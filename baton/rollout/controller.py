@@ -280,17 +280,18 @@ class RolloutController:
     def _pump(self, timeout_s: float, stage: str) -> None:
         """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived."""
         begin_s = self._now_s()
-        if self.scheduler.num_acting:
-            timeout_s = min(timeout_s, SHORT_WAIT_S)  # so that neither the worker nor the environments wait for long
+        beside = self._player.sockets if self._player is not None and self.scheduler.num_acting else None
         if self.scheduler.num_leased or not self._slots:
             num_waiting = len(self._lease_of) or int(not self._slots)
-            messages = self._worker.receive(timeout_s, num_waiting, (f"{g}/{s}" for g, s in self._lease_of))
+            messages = self._worker.receive(timeout_s, num_waiting, (f"{g}/{s}" for g, s in self._lease_of), beside)
             self._update_capacity()
             for message in messages:
                 self._on_message(message)
             self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
         if self._player is not None and self.scheduler.num_acting:
+            if self._num_scoring:  # rewards cannot end the wait for environments
+                timeout_s = min(timeout_s, SHORT_WAIT_S)
             for answer in self._player.collect(timeout_s):
                 self._on_answer(answer)
             self.seconds["environment"] += self._now_s() - begin_s

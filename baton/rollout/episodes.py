@@ -23,6 +23,7 @@ import msgspec
 from baton.environments.calls import ActFailure, ActRequest, EpisodeKey, Observation, Turn
 from baton.environments.token_bridge import TokenBridge
 from baton.errors import EnvironmentFault
+from baton.frames import FrameSocket
 from baton.rollout.worker_client import SeededSampling
 from baton.types import (
     Author,
@@ -41,6 +42,10 @@ from baton.types import (
 
 class EnvironmentClient(Protocol):
     """Runs environments and answers later. One client serves training and evaluations."""
+
+    @property
+    def sockets(self) -> Sequence[FrameSocket]:
+        """Sockets of which one can be read when an answer arrives. Empty: call `collect` every few milliseconds."""
 
     def submit(self, request: ActRequest) -> None:
         """Send an action, without waiting."""
@@ -64,6 +69,10 @@ class EnvironmentInbox:
     def __init__(self, client: EnvironmentClient) -> None:
         self.client = client
         self._kept: dict[int, list[Observation | ActFailure]] = {}
+
+    def sockets(self, stream: int) -> Sequence[FrameSocket]:
+        """Return the client's sockets, or none if answers of a stream are kept."""
+        return () if self._kept.get(stream) else self.client.sockets
 
     def collect(self, stream: int, timeout_s: float) -> list[Observation | ActFailure]:
         """Return a stream's answers, waiting at most `timeout_s` for the first; keep those of other streams."""
@@ -161,6 +170,11 @@ class EpisodePlayer:
     def num_acting(self) -> int:
         """Number of episodes whose environment has not answered yet."""
         return len(self._acting)
+
+    @property
+    def sockets(self) -> Sequence[FrameSocket]:
+        """Sockets of which one can be read when an environment answers; may be empty, see `EnvironmentClient`."""
+        return self._setup.inbox.sockets(self._stream)
 
     def plays(self, prompt: Prompt) -> bool:
         """Whether a prompt belongs to a multi-turn task."""

@@ -11,7 +11,7 @@ import msgspec
 
 from baton.errors import EngineFault
 from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, EpisodeSetup, path_seeds
-from baton.rollout.worker_client import SHORT_WAIT_S, SeededSampling, WorkerClient
+from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.types import (
     Abort,
     FromPort,
@@ -67,9 +67,9 @@ class EvalRollout:
         while leases.growing or leases.num_acting:
             self.worker.stop.check()
             if leases.growing:
-                timeout_s = SHORT_WAIT_S if leases.num_acting else LONG_WAIT_S
+                beside = player.sockets if player is not None and player.num_acting else None
                 names = (t.name for t in leases.growing.values())
-                for message in self.worker.receive(timeout_s, len(leases.growing), names):
+                for message in self.worker.receive(LONG_WAIT_S, len(leases.growing), names, beside):
                     yield from leases.on_message(message)
             if leases.num_acting:
                 yield from leases.collect(0.0 if leases.growing else LONG_WAIT_S)

@@ -277,6 +277,8 @@ class RolloutScheduler:
         if submitted >= self._most_groups:
             return False
         if rules.mode == "partial":
+            if math.isinf(self.overprovision):  # else episodes whose environments work would be opened without end
+                return len(self._leased) + self.num_acting < (rules.max_concurrency or math.inf)
             return len(self._buffer) < rules.max_outstanding(self.overprovision)
         return submitted // rules.batch_groups <= self._oldest_served() + rules.max_staleness
 

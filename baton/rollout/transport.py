@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from baton.frames import FrameSocket
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import TraceWriter
 from baton.rollout.engine import Engine, EngineStats
@@ -30,6 +31,11 @@ class WorkerTransport(Protocol):
     def no_worker_timeout_s(self) -> float:
         """Seconds that a swarm may have no worker before the run stops, if longer than `rollout.stall_timeout_s`."""
         return 0.0
+
+    @property
+    def sockets(self) -> Sequence[FrameSocket]:
+        """Sockets of which one can be read when `receive` has messages. Empty: only `receive` itself can wait."""
+        return ()
 
     def send(self, message: FromHub) -> None:
         """Send a lease or an abort. Does not block."""

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import DeadlineExceeded, UserError
+from baton.frames import FrameSocket, ready
 from baton.rollout.transport import WorkerTransport
 from baton.stop import StopRequest
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
-"""Longest wait for messages of the worker while something else may need attention: a train step, an environment."""
+"""Longest wait for messages of the worker while something else may need attention that cannot end the wait."""
 MAX_COUNTED_WAIT_S = 5.0
 """Maximum time that counts between two calls of `receive`: this process may have been suspended in the meantime."""
 
@@ -78,14 +79,23 @@ class WorkerClient:
         self._stats, self._is_empty = self.transport.stats(), not self.transport.slots
         self._waited_s, self._looked_s = 0.0, time.monotonic()
 
-    def receive(self, timeout_s: float, num_waiting: int, names: Iterable[str]) -> Sequence[FromPort]:
+    def receive(
+        self,
+        timeout_s: float,
+        num_waiting: int,
+        names: Iterable[str],
+        beside: Sequence[FrameSocket] | None = None,
+    ) -> Sequence[FromPort]:
         """Return the worker's messages; wait at most `timeout_s` for the first one.
+
+        beside: sockets of environments that work; the wait ends if one can be read. Without such sockets, or with a
+        transport that has none, it ends after SHORT_WAIT_S. None: nothing else may need attention.
 
         Progress is a message, a change of the engine's counters, or a change between no slots and some. Raises
         DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. names: their
         names, consumed only for the error.
         """
-        messages = self.transport.receive(timeout_s)
+        messages = self._messages(timeout_s, beside)
         stats, is_empty, now_s = self.transport.stats(), not self.transport.slots, time.monotonic()
         self._waited_s += min(now_s - self._looked_s, MAX_COUNTED_WAIT_S)
         self._looked_s = now_s
@@ -100,3 +110,13 @@ class WorkerClient:
                 f"({waiting})"
             )
         return messages
+
+    def _messages(self, timeout_s: float, beside: Sequence[FrameSocket] | None) -> Sequence[FromPort]:
+        if beside is None:
+            return self.transport.receive(timeout_s)
+        if not beside or not (sockets := self.transport.sockets):
+            return self.transport.receive(min(timeout_s, SHORT_WAIT_S))
+        if messages := self.transport.receive(0.0):
+            return messages
+        ready((*sockets, *beside), timeout_s)
+        return self.transport.receive(0.0)

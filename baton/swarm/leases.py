@@ -143,6 +143,11 @@ class TrackedTask:
         """True if the task has no lease."""
         return not self.leases
 
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Order in which waiting tasks are granted: the next turns of episodes first, then by age."""
+        return not self.start, self.number
+
 
 class LeaseTable:
     """Grants tasks to workers, and ends the leases of workers that fail."""
@@ -158,9 +163,8 @@ class LeaseTable:
         self._next_lease = 0
         self._owners: dict[str, TokenOwner] = {}
         self._index = WorkerIndex(rules.prefetch)
-        self._waiting: dict[Ask, list[int]] = {}
-        """Required version → heap of the numbers of waiting tasks. The smallest number is the oldest task. Outdated
-        entries stay in a heap and are skipped."""
+        self._waiting: dict[Ask, list[tuple[bool, int]]] = {}
+        """Required version → heap of the `order` of waiting tasks. Outdated entries stay in a heap and are skipped."""
         self._may_grant = False
         """True if a task or a slot has become available since the last attempt to grant leases."""
 
@@ -456,15 +460,15 @@ class LeaseTable:
     def _queue(self, task: TrackedTask) -> None:
         self.num_waiting += 1
         self._may_grant = True
-        heapq.heappush(self._waiting.setdefault(task.ask, []), task.number)
+        heapq.heappush(self._waiting.setdefault(task.ask, []), task.order)
 
     def _grant_all(self, at_s: float) -> Iterator[Command]:
-        """Grant waiting tasks, the oldest first, to workers that have a free slot and a suitable version."""
+        """Grant waiting tasks in their order to workers that have a free slot and a suitable version."""
         if not self._may_grant:
             return
         self._may_grant = False
         unavailable: set[Ask] = set()
-        while (task := self._oldest_waiting(unavailable)) is not None:
+        while (task := self._first_waiting(unavailable)) is not None:
             worker = self._preferred(task) or self._index.least_loaded(*task.ask)
             if worker is None:
                 unavailable.add(task.ask)
@@ -473,18 +477,22 @@ class LeaseTable:
                 self.num_waiting -= 1
                 yield from self._grant(task, worker, at_s)
 
-    def _oldest_waiting(self, unavailable: set[Ask]) -> TrackedTask | None:
-        """Return the oldest waiting task whose requirement is not in `unavailable`."""
-        oldest: TrackedTask | None = None
+    def _first_waiting(self, unavailable: set[Ask]) -> TrackedTask | None:
+        """Return the first waiting task whose requirement is not in `unavailable`."""
+        first: TrackedTask | None = None
         for ask in [*self._waiting]:
             heap, task = self._waiting[ask], None
-            while heap and ((task := self._tasks.get(heap[0])) is None or not task.is_waiting or task.ask != ask):
+            while heap and (
+                (task := self._tasks.get(heap[0][1])) is None
+                or not task.is_waiting
+                or (task.ask, task.order) != (ask, heap[0])
+            ):
                 heapq.heappop(heap)
             if not heap or task is None:
                 del self._waiting[ask]
-            elif ask not in unavailable and (oldest is None or task.number < oldest.number):
-                oldest = task
-        return oldest
+            elif ask not in unavailable and (first is None or task.order < first.order):
+                first = task
+        return first
 
     def _preferred(self, task: TrackedTask) -> Worker | None:
         """Return a task's preferred worker, if it has a free slot and a suitable version."""

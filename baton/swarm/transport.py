@@ -70,6 +70,11 @@ class SwarmTransport:
         """Total number of slots of the connected workers."""
         return self._members.slots
 
+    @property
+    def sockets(self) -> tuple[()]:
+        """None: messages come from the hub's thread."""
+        return ()
+
     def send(self, message: FromHub) -> None:
         hub, members = self.hub, self._members
         match message:

@@ -37,6 +37,8 @@ class Counter:
         reward: Any = 1.0
         if action == "sleep":
             time.sleep(3600)
+        elif action == "pause":
+            time.sleep(0.4)
         elif action == "hold the interpreter":
             ctypes.PyDLL(None).sleep(3600)
         elif action == "raise":

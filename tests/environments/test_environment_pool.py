@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from environment_cases import Turn, play, pool_of, request, results, spec
+from environment_cases import WAIT_S, Turn, play, pool_of, request, results, spec
 
 from baton.environments.calls import ActFailure, EpisodeKey, Observation
 from baton.environments.pool import EnvironmentPool
 from baton.errors import UserError
+from baton.frames import ready
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.timing]
 
@@ -89,6 +90,30 @@ def test_a_discarded_episode_has_no_result(tmp_path: Path) -> None:
     assert metrics["env/latency_max"] >= metrics["env/latency_p95"] >= 0
     assert (metrics["env/running"], metrics["env/waiting"]) == (0, 0)
     assert "env/latency_mean" not in pool.metrics(), "counted since the last call"
+    pool.close()
+
+
+def test_a_result_can_be_waited_for_on_the_sockets(pool: EnvironmentPool) -> None:
+    pool.submit(request(8, "pause"))
+    found: list[object] = []
+    while not found:
+        assert ready(pool.sockets, WAIT_S), "the process says that it lives while the call runs"
+        found = [*pool.collect(0.0)]
+    pool.discard(EpisodeKey(0, 8, 0))
+
+
+def test_no_call_times_out_in_the_queue_whose_time_is_not_latency() -> None:
+    """Calls of 0.4 s, one at a time, with a deadline of 2 s: the last one waits for 3.6 s."""
+    pool = pool_of(spec(), processes=1, max_concurrent=1, timeout_s=2.0)
+    for number in range(10):
+        pool.submit(request(number, "pause"))
+    assert pool.num_waiting == 9
+    found = results(pool, 10)
+    assert not [one for one in found.values() if isinstance(one, ActFailure)]
+    metrics = pool.metrics()
+    assert metrics["env/queue_max"] > 2.0 > metrics["env/latency_max"]
+    assert metrics["env/queue_max"] >= metrics["env/queue_p95"] >= metrics["env/queue_mean"] > 0
+    assert not [name for name in pool.metrics() if "queue" in name], "counted since the last call"
     pool.close()
 
 

@@ -34,6 +34,20 @@ def test_every_lease_ends_once_with_more_leases_than_slots(any_engine, driver):
     assert engine.step() == []
 
 
+def test_a_waiting_turn_precedes_trajectories_that_have_not_begun(any_engine, driver):
+    """9 leases run or wait for the 8 slots when the next turn of an episode comes: it gets the first free slot."""
+    engine = any_engine()
+    turn = driver.lease(9, PROMPT, 20, segments=(segment([1, 2, 3]), segment([9], author=Author.ENVIRONMENT)))
+    leases = [*(driver.lease(i, PROMPT, 5 + 4 * i) for i in range(9)), turn]
+    ended = []
+    for lease in leases:
+        engine.submit(lease)
+    while len(ended) < len(leases):
+        ended += [report.lease_id for report in engine.step() if report.finish_reason is not None]
+    assert ended.index(9) < ended.index(8)
+    assert ended.index(9) > ended.index(0)
+
+
 def test_an_end_id_is_kept_as_the_last_token_with_its_logprob(any_engine, driver):
     free = driver.run(any_engine(), [driver.lease(0, PROMPT, 30)])[0]
     at = first_new(free.token_ids, 3)

@@ -86,6 +86,8 @@ class PlainBridge:
 class ScriptedEnvironments:
     """Answers late and in any order; executes each (key, turn) once, and counts."""
 
+    sockets = ()
+
     def __init__(self, seed: int = 0, fails: Any = lambda request: False) -> None:
         self.executed: Counter[tuple[Any, ...]] = Counter()
         self.requests: list[ActRequest] = []

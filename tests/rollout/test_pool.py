@@ -27,7 +27,7 @@ from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
-from baton.types import Abort, Lease, PolicyVersion, SamplingParams, Trajectory
+from baton.types import Abort, Author, Lease, PolicyVersion, SamplingParams, Segment, Trajectory
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timing]
 
@@ -140,6 +140,22 @@ def test_an_abort_reaches_running_and_waiting_leases(pool: EnginePool) -> None:
             if message.finish_reason is not None or message.is_aborted:
                 assert message.lease_id not in ended
                 ended.add(message.lease_id)
+
+
+def test_a_waiting_turn_is_handed_over_before_trajectories_that_have_not_begun(pool: EnginePool) -> None:
+    def send(lease_id: int, num_tokens: int, segments: tuple[Segment, ...] = ()) -> None:
+        trajectory = Trajectory(lease_id, 0, (5, 6, 7), segments)
+        pool.send(Lease(lease_id, trajectory, SamplingParams(num_tokens), noise_seed=1, version=0))
+
+    for lease_id in range(34):  # for 32 slots
+        send(lease_id, 10 + 2 * lease_id)
+    send(34, 20, (Segment((8, 9), (-1.0, -1.0), 0, Author.POLICY),))
+    assert not any({32, 33, 34} & process.leases for process in pool.processes)
+    held: list[int] = []
+    while 32 not in held:
+        pool.receive(10.0)
+        held += [i for process in pool.processes for i in process.leases if i > 31 and i not in held]
+    assert 34 in held
 
 
 def test_closing_leaves_no_process_and_no_file(model_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from baton.errors import UserError
@@ -18,12 +20,14 @@ from baton.rollout.events import (
     Finished,
     LeaseEnded,
     Load,
+    Observed,
     Open,
     Restart,
     Revoked,
     Rewarded,
     TokensLost,
     TokensReceived,
+    TurnEnded,
     VersionServed,
     VersionTrained,
 )
@@ -90,6 +94,18 @@ def test_leases_fill_slots_and_queue_up_to_the_concurrency(queue: int, max_concu
     assert leased(said) == [(i // 2, i % 2) for i in range(most)]
     assert made.num_leased == most
     assert opened(said) == list(range((most + 1) // 2)), "a group is opened when its first member is leased"
+
+
+def test_partial_without_overprovision_opens_no_episodes_without_end_while_environments_work() -> None:
+    """Of at most 4 trajectories, 3 act: one of the 2 slots stays empty until an environment answers."""
+    rules = Rules(mode="partial", batch_groups=9, group_size=1, overprovision=math.inf, max_concurrency=4)
+    made, said = served(rules, slots=2)
+    assert leased(said) == [(0, 0), (1, 0)]
+    for group_id, opened_next in ((0, [2]), (1, [3]), (2, [])):
+        made.handle(TokensReceived(0.0, group_id, 0, 0, 1))
+        assert opened(made.handle(TurnEnded(0.0, group_id, 0))) == opened_next
+    assert (made.num_leased, made.num_acting) == (1, 3)
+    assert leased(made.handle(Observed(0.0, 0, 0))) == [(0, 0)]
 
 
 def test_a_lease_asks_for_exactly_the_served_version_but_in_flight_for_at_least_the_oldest() -> None:

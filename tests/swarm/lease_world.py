@@ -250,8 +250,9 @@ class World:
             if len(worker.held) >= self.room(worker):
                 full = [len(w.held) >= self.room(w) or not self.owner_allows(w) for w in eligible]
                 assert all(full), "prefetch, though a slot is free elsewhere"
-            older = [t for t in self.tasks.values() if t.is_waiting and t.number < task.number]
-            assert not any(t.suits(worker.told_version) for t in older), "the oldest first"
+            order = (not task.start, task.number)
+            earlier = [t for t in self.tasks.values() if t.is_waiting and (not t.start, t.number) < order]
+            assert not any(t.suits(worker.told_version) for t in earlier), "next turns first, then the oldest"
         if not worker.held:
             worker.moved_s = self.now_s
         worker.held.add(grant.lease)

@@ -591,6 +591,16 @@ def test_a_turn_goes_to_the_worker_of_the_turn_before_while_that_has_a_free_slot
     assert want_turn(table, 2, 7, 7, preferred=9) == [GrantLease(0, 2, 2, 7)], "it is gone"
 
 
+def test_the_next_turn_of_an_episode_precedes_older_tasks_that_have_not_begun():
+    table = table_of(1)
+    for task in range(3):
+        want(table, task)
+    assert want_turn(table, 3, 7, 7) == []
+    assert want_turn(table, 4, 9, 9) == []
+    granted = [c[-1] for lease in range(4) for c in [table.handle(LeaseFinished(1.0, lease))]]
+    assert [grant.task for grant in granted] == [3, 4, 1, 2]
+
+
 def test_a_turn_that_its_worker_has_lost_is_not_preferred_there_again():
     table = table_of(4, 1, starve_s=5.0, backup_lease_factor=0.0)
     want_turn(table, 0, 7, 7, preferred=1)

@@ -182,14 +182,14 @@ class SlotTable:
         return reports
 
     def admit(self) -> list[tuple[int, RunningLease]]:
-        """Move waiting leases into free slots; the oldest lease gets the lowest slot. Return (slot, row) of each moved
-        lease."""
+        """Move waiting leases into free slots, and return (slot, row) of each moved lease. Trajectories that have begun
+        come first, then older leases; the first gets the lowest slot."""
         admitted: list[tuple[int, RunningLease]] = []
         if not self._waiting:
             return admitted
         for slot, row in enumerate(self.rows):
             if row is None and self._waiting:
-                row = next(iter(self._waiting.values()))
+                row = min(self._waiting.values(), key=lambda waiting: not waiting.length)
                 self._unqueue(row)
                 self.rows[slot] = row
                 self.num_running += 1

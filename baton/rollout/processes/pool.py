@@ -23,7 +23,7 @@ import msgspec
 
 from baton.errors import DeadlineExceeded, EngineFault, Fault, UserError
 from baton.files import memory_directory
-from baton.frames import end_children, exit_code, ready, start_child
+from baton.frames import FrameSocket, end_children, exit_code, ready, start_child
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import ASIDE, TraceWriter
 from baton.rollout.engine import EngineStats
@@ -134,8 +134,15 @@ class EnginePool(WorkerTransport):
         """Total number of slots of all processes."""
         return self._count * self._slots
 
+    @property
+    def sockets(self) -> Sequence[FrameSocket]:
+        return [process.socket for process in self.processes]
+
     def send(self, message: FromHub) -> None:
         match message:
+            case Lease() if message.trajectory.num_tokens:  # before trajectories that have not begun
+                begun = sum(bool(lease.trajectory.num_tokens) for lease in self._queue)
+                self._queue.insert(begun, message)
             case Lease():
                 self._queue.append(message)
             case Abort(lease_id=lease_id):
