@@ -40,13 +40,14 @@ def model_card(run: RunDirectory, step: int, dtype: str) -> str:
     recipe = run.recipe()
     base, algorithm = str(recipe["model"]["path"]), str(recipe["algorithm"]["name"])
     is_on_hub = not Path(base).exists() and base.count("/") == 1
+    place = Path(base).parents[1] if Path(base).parent.name == "checkpoints" else Path(base)  # a run, or a model
     head = ["library_name: transformers", "pipeline_tag: text-generation"]
     head += [f"base_model: {json.dumps(base.partition('@')[0])}"] if is_on_hub else []
     head += [f"tags: {json.dumps(['baton', 'reinforcement-learning', algorithm])}"]
     return _CARD.format(
         head="\n".join(head),
         name=recipe["run"]["name"],
-        base=f"`{base}`" if is_on_hub else f"`{Path(base).name}`",
+        base=f"`{base}`" if is_on_hub else f"`{place.name}`",
         version=baton.__version__,
         steps=step,
         algorithm=algorithm,

@@ -28,10 +28,16 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 class _Sizes(Settings):
+    """Parameters of both tasks."""
+
     min_terms: int = Field(default=2, ge=1)
+    """Minimum number of numbers in an expression."""
     max_terms: int = 6
+    """Maximum number of numbers in an expression."""
     min_digits: int = Field(default=1, ge=1)
+    """Minimum number of digits; the numbers of one expression have the same number of digits or fewer."""
     max_digits: int = 4
+    """Maximum number of digits."""
 
     @model_validator(mode="after")
     def _are_ranges(self) -> _Sizes:
@@ -48,6 +54,7 @@ class ChainSum(_Sizes):
     """Sums and differences of numbers with the same number of digits."""
 
     allow_negation: bool = False
+    """Draw negative numbers too."""
 
     def draw(self, dice: random.Random) -> tuple[str, str]:
         """Return a question and its expression."""
@@ -75,10 +82,15 @@ class BasicArithmetic(_Sizes):
     """Expressions of the four operations, with or without parentheses."""
 
     operators: tuple[Literal["+", "-", "*", "/"], ...] = Field(default=("+", "-", "*", "/"), min_length=1)
+    """Operators of the expressions."""
     allow_parentheses: bool = True
+    """False: neither parentheses nor negative numbers."""
     allow_negation: bool = True
+    """Negate some of the parentheses."""
     format_style: Literal["simple", "natural"] = "simple"
+    """Wording of the question. natural: one of four wordings."""
     whitespace: Literal["no_space", "single", "random"] = "single"
+    """Blanks between numbers and operators."""
 
     def draw(self, dice: random.Random) -> tuple[str, str]:
         """Return a question and its expression."""
