@@ -1,6 +1,12 @@
-"""Baton trains language models with reinforcement learning on whatever hardware its users have."""
+"""Baton trains language models with reinforcement learning on whatever hardware its users have.
+
+The public names are imported when they are first used, so that `import baton` imports neither torch nor transformers.
+`__init__.pyi` declares them for type checkers.
+"""
 
 import sys
+from importlib import import_module
+from typing import Any
 
 if sys.platform == "win32":
     raise ImportError(
@@ -9,3 +15,25 @@ if sys.platform == "win32":
     )
 
 __version__ = "0.1.0"
+_PLACES = {
+    "train": "api",
+    "preview": "api",
+    "evaluate": "api",
+    "Recipe": "api:TrainableRecipe",
+    "Run": "api",
+    "Callback": "api",
+    "Sample": "run.trajectories",
+    "Evaluation": "records.evaluation",
+}
+"""Public name → the module of this package that defines it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'baton' has no attribute {name!r}")
+    module, _, own_name = _PLACES[name].partition(":")
+    return getattr(import_module(f"baton.{module}"), own_name or name)
+
+
+def __dir__() -> list[str]:
+    return [*_PLACES, "__version__"]

@@ -7,6 +7,7 @@ start of a run, loading a version) runs inside `with stop.interrupting()`, in wh
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +22,14 @@ class StopRequest:
     """A context manager that handles SIGINT and SIGTERM.
 
     The first signal requests a clean stop, and a second Ctrl-C raises KeyboardInterrupt. Further SIGTERMs are ignored,
-    because a cluster scheduler may send several before it kills the process.
+    because a cluster scheduler may send several before it kills the process. Outside the main thread, where Python
+    allows no signal handlers, only `request` requests a stop.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         """say: prints a line for the user when a stop is requested."""
         self.signal: int | None = None
-        """Number of the first signal."""
+        """Number of the first signal; 0 if a callback requested the stop."""
         self._say = say
         self._interrupts = False
         self._before: dict[int, Any] = {}
@@ -53,16 +55,22 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request a stop in the same way as a signal with this number."""
+        """Request a stop in the same way as a signal with this number, or without a signal if it is 0."""
         if self.signal is None:
             self.signal = number
-            self._say("stopping after the current train step; press Ctrl-C again to exit immediately")
+            self._say(
+                "stopping after the current train step"
+                if number == 0
+                else "stopping after the current train step; press Ctrl-C again to exit immediately"
+            )
             if self._interrupts:
                 raise Stopped
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
     def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         handler = lambda number, _: self.request(number)  # noqa: E731
         self._before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
         return self

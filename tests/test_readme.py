@@ -22,7 +22,8 @@ PLACEHOLDER = re.compile(r"^[A-Z]+$")
 
 def shell_lines() -> list[str]:
     """Lines of fenced shell blocks, and the inline commands of tables and sentences; comments taken off."""
-    blocks = re.findall(r"```(?:sh|bash|shell|console)?\n(.*?)```", TEXT, flags=re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if language != "python"]
     lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`(baton [^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
     return [words for line in lines if (words := line.partition(" #")[0].strip())]

@@ -43,7 +43,7 @@ from baton.rollout.processes import protocol
 from baton.run import dry_run as footprint
 from baton.run import loop, summary
 from baton.run import sft as warmstart
-from baton.run.trajectories import ShownTrajectory
+from baton.run.trajectories import Sample
 from baton.simulator import parameter_sweep as simulator_sweep
 from baton.simulator import result as simulator_result
 from baton.specs import plan
@@ -109,7 +109,7 @@ ROOTS: dict[str, Any] = {
     "baton status --json": status.HubStatus,
     "baton token --json": auth.ShownToken,
     "baton eval --json": evaluation.Evaluation,
-    "baton show --json": ShownTrajectory,
+    "baton show --json": Sample,
     "baton keys --json": keys.RecipeKey,
     "baton tasks --json": gym.ListedTask,
     "baton algorithms --json": algorithms_shown.Algorithm,

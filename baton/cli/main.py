@@ -31,6 +31,7 @@ from baton.cli import (
     export,
     lists,
     plan,
+    preview,
     profile,
     relay,
     report,
@@ -66,6 +67,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 app.command()(train.train)
+app.command()(preview.preview)
 app.command()(sft.sft)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(show.show)

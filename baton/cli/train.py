@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,11 +18,8 @@ from baton.errors import UserError
 from baton.stop import Stopped, StopRequest
 
 if TYPE_CHECKING:
+    from baton.api import Start
     from baton.recipe.recipe import Recipe
-    from baton.run.loop import Loop, Observer
-
-Start = Callable[["Observer", StopRequest], "Loop"]
-"""Function that runs a recipe until the run is complete or a stop is requested."""
 
 
 def train(
@@ -97,31 +94,30 @@ def train(
         from baton.run.assemble import train_here
 
         start = partial(train_here, loaded, resume=resume, overwrite=overwrite)
-    _run(start, loaded.run.steps, as_json)
+    _run(start, loaded, as_json)
 
 
-def _run(start: Start, steps: int, as_json: bool) -> None:
+def _run(start: Start, recipe: Recipe, as_json: bool) -> None:
     """Run until the run is complete or a signal arrives, and print the report."""
-    from baton.run.summary import write_summary
-    from baton.views.terminal.progress import TerminalObserver
+    from baton.api import execute
+    from baton.records.run_lock import RunLock
     from baton.views.terminal.report import print_report
 
     out.ends_when_closed = False
     stop = StopRequest(say)
     console = err if as_json else out
     try:
-        with TerminalObserver(console, steps) as observer, stop:
-            loop = start(observer, stop)
+        report = execute(start, stop, console, recipe)
     except Stopped:
         console.print("stopped before the first step; to start again, add --resume to the same command")
         raise typer.Exit(_exit_code(stop)) from None
-    report = write_summary(loop.run)
     if as_json:
         print_json(report)
     else:
         print_report(out, report)
-    if not loop.is_complete:
-        console.print(f"stopped after step {loop.state.step} of {steps}; to continue, add --resume to the same command")
+    if RunLock.status(recipe.run.path) != "finished":
+        step = f"step {report.steps} of {report.num_steps}"
+        console.print(f"stopped after {step}; to continue, add --resume to the same command", soft_wrap=True)
         raise typer.Exit(_exit_code(stop))
 
 

@@ -28,6 +28,15 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
     in the file that exists in the file's directory is replaced by this path. If `model.path` is a run's directory, it
     is replaced by the path of the run's newest intact checkpoint.
     """
+    tree = read_tree(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_recipe(kind, tree, str(path))
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the sections of a recipe file, or of the shipped recipe with this name. Raises UserError if neither exists
+    or the file is not TOML."""
     path = shipped(path) or path
     if not path.is_file():
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
@@ -38,13 +47,19 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> 
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
     _find_beside(tree, path.parent)
-    for override in overrides:
-        _apply_override(tree, override)
+    return tree
+
+
+def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
+    """Return the recipe with these sections. Raises UserError with a line per mistake, each beginning with `where`.
+
+    If `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
+    """
     try:
         recipe = kind.model_validate(tree)
     except ValidationError as error:
         lines = [_sentence(kind, problem) for problem in error.errors()]
-        raise UserError("\n".join(f"{path}: {line}" for line in lines)) from error
+        raise UserError("\n".join(f"{where}: {line}" for line in lines)) from error
     model = getattr(recipe, "model", None)
     if not isinstance(model, ModelSettings):
         return recipe
@@ -100,7 +115,12 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text  # an unquoted word is a string
-    *parents, last = key.strip().split(".")
+    set_key(tree, key.strip(), value)
+
+
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key such as `trainer.lr` or `reward.0.weight`. Raises UserError if a section does not exist."""
+    *parents, last = key.split(".")
     if parents == ["algorithm"] and isinstance(tree.get("algorithm"), str):
         tree["algorithm"] = {"name": tree["algorithm"]}
     node: Any = tree
@@ -112,7 +132,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         else:
             node[last] = value
     except (ValueError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(f"override {override!r}: the recipe has no section or list for {key!r}") from error
+        raise UserError(f"override {f'{key}={value}'!r}: the recipe has no section or list for {key!r}") from error
 
 
 def _sentence(kind: type[BaseModel], problem: Any) -> str:

@@ -45,6 +45,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     """Mean reward of the scored responses; None without any, and in results of earlier versions of Baton."""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     """Mean of each reward part, by its name."""
+    step: int | None = None
+    """Train step after which the evaluation ran; None if it did not run during a training."""
 
     @property
     def own_reward(self) -> float | None:

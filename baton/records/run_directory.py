@@ -89,7 +89,7 @@ class RunDirectory:
             if not overwrite:
                 raise UserError(
                     f"{path} already holds a run: continue it with --resume, replace it with --overwrite, "
-                    "or choose another run.name"
+                    f"or choose another run.name (in Python: baton.Run({str(path)!r}).resume(), or another name)"
                 )
             cls(path).facts()
             return

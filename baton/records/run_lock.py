@@ -15,9 +15,11 @@ import fcntl
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +28,7 @@ import msgspec
 from baton.errors import RunTakenOver, UserError
 from baton.files import make_directory, write_whole
 
+STATUS_S = 0.05
 LOCK_FILES = frozenset({"lock", "holder.json"})
 
 
@@ -40,6 +43,8 @@ class LockHolder(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
     is_over: bool = False
     """True if the process has released the directory."""
+    outcome: str = ""
+    """How the last run in the directory ended: `finished`, `stopped` or `failed`; empty if no run has ended."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}: {' '.join(self.command)}"
@@ -69,7 +74,8 @@ class RunLock:
             )
         since = datetime.now(UTC).isoformat(timespec="seconds")
         epoch = 1 if before is None else before.epoch + 1
-        holder = LockHolder(epoch, os.getpid(), socket.gethostname(), since, tuple(sys.argv))
+        outcome = "" if before is None else before.outcome
+        holder = LockHolder(epoch, os.getpid(), socket.gethostname(), since, tuple(sys.argv), outcome=outcome)
         _write(directory, holder)
         return cls(directory, file, holder, made)
 
@@ -82,16 +88,29 @@ class RunLock:
                 "this process stops and writes no more to it"
             )
 
-    def release(self) -> None:
+    @staticmethod
+    def status(directory: Path) -> str:
+        """Return `running` if a process holds the directory, otherwise how the last run in it ended: `finished`,
+        `stopped` or `failed`, or an empty text if an earlier version of Baton ended it."""
+        with suppress(FileNotFoundError), (directory / "lock").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return "running"
+        found = _read(directory)
+        return "failed" if found is None or not found.is_over else found.outcome
+
+    def release(self, outcome: str | None = None) -> None:
         """Release the lock. Remove the directory if `take` created it and no run was started in it. May be called
-        twice."""
+        twice. outcome: how the run ended, if one ran."""
         if self._file.closed:
             return
         with suppress(OSError), self._file:
             if _read(self._directory) != self._holder:
                 return
             if (self._directory / "run.json").exists():
-                _write(self._directory, msgspec.structs.replace(self._holder, is_over=True))
+                ended = self._holder.outcome if outcome is None else outcome
+                _write(self._directory, msgspec.structs.replace(self._holder, is_over=True, outcome=ended))
                 return
             for name in LOCK_FILES:
                 (self._directory / name).unlink()
@@ -101,12 +120,15 @@ class RunLock:
 
 def _lock(directory: Path) -> IO[bytes]:
     path = directory / "lock"
-    while True:
+    for attempt in count():
         file = path.open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
+            if attempt == 0:  # `status` holds the lock for microseconds
+                time.sleep(STATUS_S)
+                continue
             raise UserError(
                 f"{directory} is in use by {_read(directory) or 'another process'}; wait until it ends, or stop it"
             ) from error
@@ -114,6 +136,7 @@ def _lock(directory: Path) -> IO[bytes]:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         file.close()  # the previous holder has deleted the locked file; open and lock the new file
+    raise AssertionError
 
 
 def _read(directory: Path) -> LockHolder | None:

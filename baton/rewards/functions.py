@@ -2,43 +2,60 @@
 
 | signature | called as                                                           | returns                            |
 |-----------|---------------------------------------------------------------------|------------------------------------|
-| `baton`   | f(prompt, response, answer)                                         | a number                           |
+| `names`   | f(response, answer, …): prompt, response, parsed, any column        | a number, None, a mapping of parts |
 | `trl`     | f(prompts=[…], completions=[…], completion_ids=[…], **columns)      | a list of numbers or None          |
 | `verl`    | f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)      | a number, or a dict with `score`   |
 
 Functions of each convention may be `async`. A `trl` function is called once per group with all responses of the group.
-Functions of the other conventions are called once per response.
+Functions of the other conventions are called once per response. Arguments are passed by name: a function may have any
+subset of the parameters.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from baton.errors import UserError
 from baton.rewards.dataset_columns import find_reference
-from baton.rewards.scorer_protocol import Call, CallFailure, CallValue, Outcome, Signature, failed
+from baton.rewards.scorer_protocol import Call, CallFailure, CallValue, Outcome, ScoredTask, Signature, failed
 from baton.types import FailureCause, Message
 
 RewardFunction = Callable[..., Any]
 MAX_REWARD = 1e6
 """Maximum magnitude of a reward and of each reward part. Statistics are computed in float32, which has 7 digits. Above
 this limit, rewards that differ by 0.1 become equal; the square of a reward above 1.8e19 overflows."""
+PASSED: dict[str, RewardFunction] = {}
+"""Functions that a script passed to `baton.train`, by their paths in the recipe. Other processes cannot call them."""
+BUILT_IN: dict[Signature, tuple[str, ...]] = {
+    "names": ("prompt", "response", "parsed", "episode"),
+    "trl": ("prompts", "completions", "completion_ids", "answer"),
+    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+}
+"""Arguments of each calling convention. `names` and `trl` also have all columns of the row."""
+
+
+def import_function(path: str, what: str = "reward function") -> RewardFunction:
+    """Return the function of `PASSED`, or import `module:name` or `file.py:name`. Modules in the current directory are
+    found too. Raises UserError if the import fails."""
+    return PASSED[path] if path in PASSED else _imported(path, what)
 
 
 @lru_cache(maxsize=64)
-def import_function(path: str, what: str = "reward function") -> RewardFunction:
-    """Import `module:name` or `file.py:name`. Modules in the current directory are found too. Raises UserError if the
-    import fails."""
+def _imported(path: str, what: str) -> RewardFunction:
     module_name, _, name = path.rpartition(":")
     if not module_name or not name:
         raise UserError(f"{what}: got {path!r}, allowed is 'module:name' or 'path/to/file.py:name'")
@@ -47,6 +64,8 @@ def import_function(path: str, what: str = "reward function") -> RewardFunction:
         function = getattr(module, name)
     except Exception as error:
         reason = str(error) if isinstance(error, (ImportError, AttributeError, OSError)) else describe_error(error)
+        if module_name == "__main__":
+            reason = f"a script passed it to baton.train; define {name} and call baton.Run(…).resume() in a script"
         raise UserError(f"{what} {path!r} cannot be imported: {reason}") from error
     if not callable(function):
         raise UserError(f"{what} {path!r} is a {type(function).__name__}, not a function")
@@ -56,17 +75,39 @@ def import_function(path: str, what: str = "reward function") -> RewardFunction:
 def detect_signature(function: RewardFunction) -> Signature:
     """Detect the calling convention of a function from its name and parameters.
 
-    `verl`: the name `compute_score`, or verl's parameters. `trl`: a parameter `completions`. `baton`: anything else.
+    `verl`: the name `compute_score`, or verl's parameters. `trl`: a parameter `completions`. `names`: anything else.
     """
     if getattr(function, "__name__", "") == "compute_score":
         return "verl"
     try:
         names = inspect.signature(function).parameters.keys()
     except (TypeError, ValueError):  # a builtin without a signature
-        return "baton"
+        return "names"
     if {"data_source", "solution_str", "ground_truth"} <= names:
         return "verl"
-    return "trl" if "completions" in names else "baton"
+    return "trl" if "completions" in names else "names"
+
+
+def check_arguments(path: str, function: RewardFunction, signature: Signature, tasks: Iterable[ScoredTask]) -> None:
+    """Raise UserError if a function needs an argument that is neither built in nor a column of each task."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward function {path!r}: its parameters cannot be read; wrap it in a function") from error
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind not in optional and p.default is inspect.Parameter.empty]
+    for task in tasks:
+        known = list(BUILT_IN[signature])
+        if signature != "verl":
+            known += ["answer"] * (task.scorer is not None) + sorted(task.columns)
+        for name in needed:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise UserError(
+                    f"reward function {path!r} has the parameter {name!r}, but task {task.name!r} provides only "
+                    f"{', '.join(dict.fromkeys(known))}{hint}"
+                )
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -75,12 +116,18 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
-    """Call a function that is not async in this thread. An exception of the function is returned as an outcome."""
+    """Call a function, async or not, in a thread without an event loop; otherwise as `call_function`."""
     try:
         result = _call(function, signature, calls)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function is the user's and may raise anything
         return failed(calls, FailureCause.RAISED, f"raised {describe_error(error, function)}")
     return _outcomes(result, signature, calls)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 async def call_function(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
@@ -113,9 +160,25 @@ def _outcome(result: Any, signature: Signature) -> Outcome:
     try:
         if signature == "verl" and isinstance(result, dict):
             return number(result["score"]) if "score" in result else malformed(result, "has no 'score'")
+        if signature == "names" and (result is None or isinstance(result, Mapping)):
+            return _parts(result or {})
         return number(result)
     except Exception as error:  # noqa: BLE001 - the result may be any object
         return malformed(result, f"cannot be read ({describe_error(error)})")
+
+
+def _parts(result: Mapping[str, Any]) -> Outcome:
+    """Convert named parts to a value, which is their sum. A part that is None is left out; no part at all means that
+    the function does not apply to the response."""
+    parts: dict[str, float] = {}
+    for name, value in result.items():
+        outcome = CallValue(None) if value is None else number(value)
+        if isinstance(outcome, CallFailure):
+            return CallFailure(outcome.cause, f"for the part {name!r} {outcome.detail}")
+        if outcome.value is not None:
+            parts[str(name)] = outcome.value
+    total = number(sum(parts.values())) if parts else CallValue(None)
+    return msgspec.structs.replace(total, parts=parts) if isinstance(total, CallValue) else total
 
 
 def number(result: Any) -> Outcome:
@@ -173,8 +236,11 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
     call = calls[0]
     prompt, columns = call.prompt, call.prompt.metadata
     assert signature == "trl" or len(calls) == 1, f"a {signature} function is called with {len(calls)} responses"
-    if signature == "baton":
-        return function(prompt, call.response, call.answer)
+    if signature == "names":
+        text = [_plain(m) for m in prompt.messages] if prompt.is_conversation else prompt.messages[-1].content
+        built_in = {"prompt": text, "response": call.response, "parsed": call.answer, "episode": None}
+        reference = {} if prompt.answer is None else {"answer": prompt.answer}
+        return function(**_accepted(function, {**columns, **reference, **built_in}))
     if signature == "verl":
         raw = find_reference(columns)
         return function(
@@ -191,10 +257,16 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
         arguments["prompts"] = [prompt.messages[-1].content] * len(calls)
         arguments["completions"] = [c.response for c in calls]
     arguments["completion_ids"] = [list(c.token_ids) for c in calls]
-    parameters = inspect.signature(function).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        arguments = {name: value for name, value in arguments.items() if name in parameters}
-    return function(**arguments)
+    return function(**_accepted(function, arguments))
+
+
+def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for which the function has parameters. A required column that the row lacks is None."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return arguments
+    named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    return {p.name: arguments.get(p.name) for p in named if p.name in arguments or p.default is inspect.Parameter.empty}
 
 
 def _plain(message: Message) -> dict[str, str]:

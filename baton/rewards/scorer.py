@@ -26,7 +26,7 @@ from baton.errors import DeadlineExceeded, UserError
 from baton.rewards.answer import AnswerFormat, extract_answer, meets_format
 from baton.rewards.functions import (
     MAX_REWARD,
-    call_sync,
+    check_arguments,
     describe_error,
     detect_signature,
     import_function,
@@ -83,7 +83,6 @@ class _InlineScorer:
     name: str
     """Name in messages."""
     call: Callable[[Calls], Outcomes]
-    sees_groups: bool = False
 
 
 _Scorer = _BackgroundScorer | _InlineScorer
@@ -132,7 +131,7 @@ class RewardScorer:
         self._parts = {r.name: self._part(r) for r in rewards}
         self.timeout_s = self._longest_call_s()
         """`collect` and `drain` raise DeadlineExceeded after this number of seconds without a new reward."""
-        self.sees_groups = any(part is not None and part.sees_groups for part in self._parts.values())
+        self.sees_groups = any(isinstance(p, _BackgroundScorer) and p.sees_groups for p in self._parts.values())
         """True if the trajectories of a group must be submitted together, because a reward function compares them."""
 
     def start(self) -> str:
@@ -290,14 +289,17 @@ class RewardScorer:
         task_scorer, score = self._scorers[call.prompt.task], outcomes.get("")
         failure = _failure(task_scorer, score)
         parts: dict[str, float] = {}
+        values: dict[str, float] = {}
         for reward in self._rewards:
             outcome = score if reward.kind in NEEDS_SCORER else outcomes[reward.name]
             failure = failure or _failure(self._parts[reward.name] or task_scorer, outcome)
             if isinstance(outcome, CallValue) and outcome.value is not None:
-                parts[reward.name] = float(outcome.value >= 1.0) if reward.kind == "correct" else outcome.value
+                value = values[reward.name] = float(outcome.value >= 1.0) if reward.kind == "correct" else outcome.value
+                prefix = "" if len(self._rewards) == 1 else f"{reward.name}."
+                parts |= {prefix + name: part for name, part in outcome.parts.items()} or {reward.name: value}
         if failure is None and not parts:
             failure = FailureCause.MALFORMED, "no reward part applies: every reward function returned None"
-        total = sum(r.weight * parts.get(r.name, 0.0) for r in self._rewards)
+        total = sum(r.weight * values.get(r.name, 0.0) for r in self._rewards)
         if failure is None and not abs(total) <= MAX_REWARD:
             text = f"the weighted sum of the reward parts is {total:g}, above {MAX_REWARD:g} in magnitude"
             failure = FailureCause.MALFORMED, f"{text}: lower the weights in [[reward]]"
@@ -306,7 +308,7 @@ class RewardScorer:
         if isinstance(score, CallValue):
             is_correct = score.value is not None and score.value >= 1.0
         else:
-            is_correct = all(parts.get(r.name, 1.0) >= 1.0 for r in self._rewards if r.weight > 0)
+            is_correct = all(values.get(r.name, 1.0) >= 1.0 for r in self._rewards if r.weight > 0)
         return RewardResult(total, parts, is_correct, call.answer)
 
     def _scorer(self, task: ScoredTask) -> _Scorer | None:
@@ -358,17 +360,18 @@ class RewardScorer:
     def _function(self, reward: RewardSettings) -> _Scorer:
         path = reward.function or ""
         function = import_function(path)
-        signature = reward.signature or detect_signature(function)
-        spec = FunctionSpec(path, signature)
+        signature = detect_signature(function) if reward.signature == "auto" else reward.signature
+        check_arguments(path, function, signature, self._tasks.values())
+        spec, concurrency = FunctionSpec(path, signature), reward.concurrency if is_async(function) else 0
         if reward.isolate:
-            return self._in_worker(spec, reward, concurrency=reward.concurrency if is_async(function) else 0)
-        if is_async(function):
-            raise UserError(
-                f"reward function {path!r} is async, but isolate = false allows only functions that are not"
-            )
-        if signature == "trl":
-            return _InlineScorer(str(spec), lambda calls: call_sync(function, signature, calls), sees_groups=True)
-        return _per_response(str(spec), lambda call: call_sync(function, signature, (call,))[0])
+            return self._in_worker(spec, reward, concurrency=concurrency)
+        deadline_s = reward.deadline_s or self._settings.deadline_s
+
+        async def call_here(calls: Calls) -> Outcomes:
+            thread = self._scoring_thread()
+            return await thread.call_here(function, spec, calls, deadline_s, concurrency=concurrency or 1)
+
+        return _BackgroundScorer(str(spec), call_here, signature == "trl")
 
     def _remote(self, reward: RewardSettings) -> _BackgroundScorer:
         url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s

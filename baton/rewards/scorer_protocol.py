@@ -11,14 +11,14 @@ A message is a frame: four bytes of length (big-endian), then a msgpack body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from baton.types import FailureCause, Prompt
 
-Signature = Literal["baton", "trl", "verl"]
+Signature = Literal["names", "trl", "verl"]
 """Calling convention of a reward function; docs/tasks.md describes the three."""
 
 
@@ -37,7 +37,9 @@ class CallValue(msgspec.Struct, frozen=True, tag="Value"):
     """Outcome of a call: the value that the scorer returned."""
 
     value: float | None
-    """Finite value. With TRL's calling convention, None means that the scorer does not apply to the response."""
+    """Finite value. None means that the scorer does not apply to the response."""
+    parts: dict[str, float] = msgspec.field(default_factory=dict)
+    """Named parts of the value, which is their sum, if the function returned a mapping."""
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag="Failed"):
@@ -105,6 +107,10 @@ class ScoredTask(Protocol):
     @property
     def scorer(self) -> Scorer:
         """How answers are scored: inline, in a worker process, or not at all."""
+
+    @property
+    def columns(self) -> Collection[str]:
+        """Names of the metadata that at least one prompt of the task has."""
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return the metadata to send to a worker process, with additional values if these make `score` faster

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
 
-from baton.errors import DeadlineExceeded
+from baton.errors import DeadlineExceeded, UserError
+from baton.rewards.functions import RewardFunction, call_sync
 from baton.rewards.pool import Calls, Outcomes, WorkerPool
 from baton.rewards.remote import call_remote_scorer
-from baton.rewards.scorer_protocol import Call, CallFailure, ScorerSetup
+from baton.rewards.scorer_protocol import Call, CallFailure, FunctionSpec, ScorerSetup
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
 
@@ -74,6 +75,31 @@ class ScoringThread:
             return (await call_remote_scorer(session, url, call, deadline_s),)
 
         return await self._retried(post, FailureCause.UNREACHABLE, url, concurrency)
+
+    async def call_here(
+        self, function: RewardFunction, spec: FunctionSpec, calls: Calls, deadline_s: float, *, concurrency: int
+    ) -> Outcomes:
+        """Call a function in a thread of this process. Raises UserError after the deadline, because a thread cannot be
+        killed: the thread keeps running until the process ends."""
+        async with self._limits.setdefault(str(spec), asyncio.Semaphore(concurrency)):
+            done: Future[Outcomes] = Future()
+            done.set_running_or_notify_cancel()
+
+            def work() -> None:
+                try:
+                    done.set_result(call_sync(function, spec.signature, calls))
+                except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+                    done.set_exception(error)
+
+            threading.Thread(target=work, name="reward function", daemon=True).start()
+            try:
+                return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
+            except TimeoutError as error:
+                raise UserError(
+                    f"{spec} gave no answer within {deadline_s:g} s, and a thread of this process cannot be killed; "
+                    "raise judge.deadline_s, or name the function by an import path such as 'module:name', so that it "
+                    "runs in a process that can be killed"
+                ) from error
 
     async def start_worker(self) -> str:
         """Start a worker process; return a line for the user that describes its isolation."""

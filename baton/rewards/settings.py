@@ -48,11 +48,11 @@ class RewardSettings(Settings):
     """Factor of this part in the sum."""
     function: str | None = None
     """`module:name` or `file.py:name`, for kind = "function"."""
-    signature: Signature | None = None
-    """Calling convention of the function. By default, it is detected from the function's name and parameters."""
+    signature: Signature | Literal["auto"] = "auto"
+    """Calling convention of the function. auto: detected from the function's name and parameters."""
     isolate: bool = True
-    """True: run the function in a worker process that can be killed. False: run the function in the controller process
-    without a deadline; use this only for functions that always return."""
+    """True: run the function in a worker process that can be killed. False: run the function in a thread of the
+    controller process; the run stops if a call exceeds its deadline."""
     url: str | None = None
     """URL that receives a POST request for each response, for kind = "http"."""
     deadline_s: float | None = Field(default=None, gt=0)
@@ -77,7 +77,7 @@ class RewardSettings(Settings):
             raise ValueError('url = "http://…" belongs to kind = "http" and is required there')
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: got {self.url!r}, allowed is http://… or https://…")
-        if self.kind != "function" and (self.signature is not None or not self.isolate):
+        if self.kind != "function" and (self.signature != "auto" or not self.isolate):
             raise ValueError('signature and isolate belong to kind = "function"')
         return self
 

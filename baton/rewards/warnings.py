@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.types import FailureCause, FinishReason, Group, RewardResult
+from baton.types import FailureCause, FinishReason, Group, RewardResult, ScoredTrajectory
 
 MAX_EXPLAINED = 10
 """Maximum number of kinds of failure that are explained; further kinds are only counted."""
 EQUAL_STEPS = 3
 """Number of consecutive steps with equal rewards that cause the first warning. The number doubles after each
 warning."""
+
+_NO_ANSWER = "{:.0f} % state no answer in the format of [answer]; see `baton show`, or reward the format"
 
 
 class RewardWarnings:
@@ -86,26 +88,74 @@ def have_equal_rewards(groups: Sequence[Group]) -> bool:
 def nothing_to_learn(steps: int, groups: Sequence[Group]) -> str:
     """Return a sentence that rewards have been equal for this number of steps, and the likely reason, found in the last
     groups."""
-    members = [m for g in groups for m in g.members if m.judgement.is_judged]
-    rewards = {m.judgement.reward for m in members}
-    value = f"{rewards.pop():g} everywhere" if len(rewards) == 1 else "it differs only between groups"
-    no_answer = sum(m.judgement.answer is None for m in members) / len(members)
-    cut = sum(m.trajectory.finish_reason is FinishReason.LENGTH for m in members) / len(members)
-    if no_answer > 0.5 and cut > 0.5:
-        reason = f"{100 * cut:.0f} % are cut at rollout.max_new_tokens before they state an answer; raise this limit"
-    elif no_answer > 0.5:
-        reason = (
-            f"{100 * no_answer:.0f} % state no answer in the format of [answer]; see `baton show`, or reward the format"
-        )
-    elif all(m.judgement.is_correct for m in members):
-        reason = "all are correct; choose harder tasks"
-    elif not any(m.judgement.is_correct for m in members):
-        reason = (
+    members = _scored(groups)
+    return (
+        f"for {steps} steps all responses to a prompt have had the same reward ({_values(members)}), so they give no "
+        f"gradient: {_reason(members)}"
+    )
+
+
+def first_impression(groups: Sequence[Group]) -> list[str]:
+    """Return what the responses of an untrained policy say about the training: a line with their shares, and warnings
+    about everything that prevents learning."""
+    every, scored = [m for g in groups for m in g.members], _scored(groups)
+    failures = [m.judgement.failure for m in every if m.judgement.failure is not None]
+    found = []
+    if failures:
+        found.append(f"{len(failures)} of {len(every)} responses could not be scored; the first: {failures[0]}")
+    if have_equal_rewards(groups):
+        to = "a prompt" if any(len(g.members) > 1 for g in groups) else "all prompts"
+        same = f"all responses to {to} have the same reward ({_values(scored)}), so they give no gradient"
+        found.append(f"{same}: {_reason(scored)}")
+    elif scored and _share_without_answer(scored) == 1.0:
+        found.append(f"the rewards differ, but {_NO_ANSWER.format(100)}")
+    if (cut := _share_cut(every)) > 0.5 and not (scored and _is_cut_before_answer(scored)):
+        found.append(f"{100 * cut:.0f} % of the responses are cut at rollout.max_new_tokens; raise this limit")
+    if not scored:
+        return [f"warning: {text}" for text in found]
+    shares = f"{100 * (1 - _share_without_answer(scored)):.0f} % state an answer, "
+    if all(m.episode is not None for m in scored):
+        shares = ""
+    correct = sum(m.judgement.is_correct for m in scored) / len(scored)
+    line = f"of {len(every)} responses {shares}{100 * correct:.0f} % are correct, {100 * cut:.0f} % are cut"
+    is_ready = not found and len({m.judgement.reward for m in scored}) > 1
+    verdict = f"before training: {line}{'; rewards differ, so training can begin' if is_ready else ''}"
+    return [verdict, *(f"warning: {text}" for text in found)]
+
+
+def _scored(groups: Sequence[Group]) -> list[ScoredTrajectory]:
+    return [m for g in groups for m in g.members if m.judgement.is_judged]
+
+
+def _values(scored: Sequence[ScoredTrajectory]) -> str:
+    rewards = {m.judgement.reward for m in scored}
+    return f"{rewards.pop():g} everywhere" if len(rewards) == 1 else "it differs only between groups"
+
+
+def _share_without_answer(scored: Sequence[ScoredTrajectory]) -> float:
+    """Return the share of responses without an answer. An episode needs none, because its environment rewards it."""
+    return sum(m.judgement.answer is None and m.episode is None for m in scored) / len(scored)
+
+
+def _share_cut(members: Sequence[ScoredTrajectory]) -> float:
+    return sum(m.trajectory.finish_reason is FinishReason.LENGTH for m in members) / len(members)
+
+
+def _is_cut_before_answer(scored: Sequence[ScoredTrajectory]) -> bool:
+    return _share_without_answer(scored) > 0.5 and _share_cut(scored) > 0.5
+
+
+def _reason(scored: Sequence[ScoredTrajectory]) -> str:
+    """Return the likely reason why the rewards of these responses are equal, and what to do."""
+    if _is_cut_before_answer(scored):
+        share = 100 * _share_cut(scored)
+        return f"{share:.0f} % are cut at rollout.max_new_tokens before they state an answer; raise this limit"
+    if (no_answer := _share_without_answer(scored)) > 0.5:
+        return _NO_ANSWER.format(100 * no_answer)
+    if all(m.judgement.is_correct for m in scored):
+        return "all are correct; choose harder tasks"
+    if not any(m.judgement.is_correct for m in scored):
+        return (
             "none is correct; choose easier tasks, or check with `baton show` that answers are extracted as you expect"
         )
-    else:
-        reason = "check with `baton show` what the reward functions return"
-    return (
-        f"for {steps} steps all responses to a prompt have had the same reward ({value}), so they give no gradient: "
-        f"{reason}"
-    )
+    return "check with `baton show` what the reward functions return"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from baton.environments.pool import EnvironmentPool
 from baton.environments.token_bridge import TokenBridge
-from baton.errors import UserError
+from baton.errors import UserError, first_line
 from baton.files import writing
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
 from baton.policy.threads import set_up_threads
@@ -61,7 +63,7 @@ from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import Ranks, TrainerSetup
 from baton.trainer.parallel.ranked_trainer import RankedTrainer
 from baton.trainer.trainer import Trainer
-from baton.types import PolicyVersion, Prompt, SamplingParams
+from baton.types import Group, PolicyVersion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 StartRanks = Callable[[int, int], Ranks]
@@ -142,13 +144,32 @@ def build_loop(
 
 def train_here(recipe: Recipe, observer: Observer, stop: StopRequest, *, resume: bool, overwrite: bool) -> Loop:
     """Run a recipe from this process until the run ends or `stop` is requested; return the closed loop."""
-    with stop.interrupting():
-        loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
-    try:
-        loop.train()
-    finally:
-        loop.close()
+    with _memory_errors(recipe):
+        with stop.interrupting():
+            loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
+        try:
+            loop.train()
+        finally:
+            loop.close()
     return loop
+
+
+@contextmanager
+def _memory_errors(recipe: Recipe | TaskRecipe) -> Iterator[None]:
+    """Replace an error of a full device by a UserError that says which keys to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        advice = (
+            f"engine.slots = {recipe.engine.slots} or engine.max_context_tokens = {recipe.engine.max_context_tokens}"
+        )
+        if isinstance(recipe, Recipe):
+            most = recipe.trainer.max_tokens_per_microbatch
+            advice += f" if it generated, or trainer.max_tokens_per_microbatch = {most} if it trained"
+        raise UserError(
+            f"the device is out of memory: {first_line(error)}; lower {advice}, use a smaller model or [lora], or set "
+            "trainer.activation_checkpointing = true; a run with a checkpoint continues with --resume"
+        ) from error
 
 
 def _build_loop(
@@ -400,36 +421,74 @@ def evaluate_model(
             raise UserError(f"{path} has no complete checkpoint to evaluate")
         model_path = checkpoint
     recipe = load_recipe(TaskRecipe, recipe_path or (run or path) / "recipe.toml")
+    sampling = SamplingParams(0, temperature, top_p, top_k)
+    return evaluate_recipe(recipe, str(model_path), sampling, num_prompts=num_prompts, samples=samples)
+
+
+def evaluate_recipe(
+    recipe: TaskRecipe | Recipe,
+    model_path: str,
+    sampling: SamplingParams,
+    *,
+    num_prompts: int | None = None,
+    samples: int | None = None,
+) -> list[Evaluation]:
+    """Evaluate a model on a recipe's test sets or held-out prompts. `sampling` has temperature, top_p and top_k."""
+    longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
+    sampling = replace(sampling, max_new_tokens=longest, stop=recipe.rollout.stop)
+    wanted = num_prompts or recipe.eval.num_prompts
+    with open_sampler(recipe, model_path, lambda m: m.held_out(wanted, or_fewer=num_prompts is None)) as sampler:
+        results, groups = sampler.sample(sampling, samples)
+    require_judged(groups, "the evaluation")
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """An engine with a model, which generates responses to prompts outside of a training, and their scorers."""
+
+    prompts: Sequence[Prompt]
+    samples: Mapping[str, int]
+    """Test set → number of responses per prompt, if the recipe states one."""
+    tokenizer: Tokenizer
+    judge: RewardScorer
+    rollout: EvalRollout
+
+    def sample(self, sampling: SamplingParams, samples: int | None) -> tuple[list[Evaluation], list[Group]]:
+        """Generate and score `samples` responses to each prompt, by default the test set's number or 1; return the
+        results of each task, and the groups. Greedy decoding generates one response."""
+        return evaluate(
+            self.rollout,
+            self.judge,
+            self.tokenizer,
+            self.prompts,
+            sampling,
+            samples=samples or 1 if sampling.temperature else 1,
+            samples_of=None if samples or not sampling.temperature else self.samples,
+            version=EVAL.number,
+        )
+
+
+EVAL = PolicyVersion("eval", 0)
+"""Version of a model that is not trained."""
+
+
+@contextmanager
+def open_sampler(
+    recipe: TaskRecipe | Recipe, model_path: str, choose: Callable[[TaskMixture], Sequence[Prompt]]
+) -> Iterator[Sampler]:
+    """Load a model, and open the tasks and scorers of a recipe. choose: selects the prompts."""
     set_up_torch(recipe.run.threads)
-    tokenizer = load_tokenizer(str(model_path))
+    tokenizer = load_tokenizer(model_path)
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task)
     mixture.limit(tokenizer.num_tokens, recipe.engine.max_context_tokens - 1)
     judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
-    prompts = mixture.held_out(num_prompts or recipe.eval.num_prompts, or_fewer=num_prompts is None)
+    prompts = choose(mixture)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
-    model = load_model(str(model_path), dtype=torch_dtype(recipe.engine.dtype), device=device)
-    version = PolicyVersion("eval", 0)
-    engine = EmbeddedEngine(model, tokenizer, recipe.engine, version, end_ids(model, tokenizer))
-    longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
-    sampling = SamplingParams(longest, temperature, top_p, top_k, stop=recipe.rollout.stop)
+    model = load_model(model_path, dtype=torch_dtype(recipe.engine.dtype), device=device)
+    engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
     episodes = open_episodes(recipe, mixture, tokenizer, logger.info)
-    with closing(mixture), judge, closing(episodes) if episodes is not None else nullcontext():
-        results, groups = evaluate(
-            EvalRollout(
-                WorkerClient(
-                    LocalTransport(engine),
-                    recipe.rollout.stall_timeout_s,
-                    max_context_tokens=recipe.engine.max_context_tokens,
-                ),
-                episodes,
-            ),
-            judge,
-            tokenizer,
-            prompts,
-            sampling,
-            samples=samples or 1 if temperature else 1,
-            samples_of=None if samples or not temperature else mixture.samples,
-            version=version.number,
-        )
-    require_judged(groups, "the evaluation")
-    return results
+    timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
+    worker = WorkerClient(LocalTransport(engine), timeout_s, max_context_tokens=most_tokens)
+    with _memory_errors(recipe), closing(mixture), judge, closing(episodes) if episodes is not None else nullcontext():
+        yield Sampler(prompts, mixture.samples, tokenizer, judge, EvalRollout(worker, episodes))

@@ -202,13 +202,14 @@ def _check_side_by_side(recipe: Recipe, config: PretrainedConfig, model: PreTrai
     free = available_bytes(device)
     if sum(needed.values()) > free:
         first, *others = sorted(needed, key=lambda name: -needed[name])
-        beside = "".join(f", {name} {_gib(needed[name])}" for name in others)
+        beside = "".join(f", {name} {gib(needed[name])}" for name in others)
         raise UserError(
-            f"{first} needs {_gib(needed[first])}{beside}, but {_gib(free)} are free on {device}: {advice[first]}"
+            f"{first} needs {gib(needed[first])}{beside}, but {gib(free)} are free on {device}: {advice[first]}"
         )
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """Return a size for the user."""
     return f"{num_bytes / 2**30:.3g} GiB"
 
 

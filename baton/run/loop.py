@@ -32,6 +32,7 @@ from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.records.trace import StageTimer
 from baton.rewards.scorer import RewardScorer, failure_metrics, require_judged
+from baton.rewards.warnings import first_impression
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineStats
 from baton.rollout.episodes import EpisodeSetup
@@ -228,7 +229,8 @@ class Loop:
         """Stop the workers and the trainer, and close all files. An error here does not replace an error of `train`."""
         try:
             with ExitStack() as parts:  # the functions are called in reverse order, so the lock is released last
-                parts.callback(self.lock.release)
+                outcome = "failed" if self.has_failed else "finished" if self.is_complete else "stopped"
+                parts.callback(self.lock.release, outcome)
                 parts.callback(self.journal.close)
                 parts.callback(self.metrics.close)
                 parts.callback(self.clock.trace.flush)
@@ -436,11 +438,12 @@ class Loop:
         if self.eval.greedy:
             ways.append(SamplingParams(longest, 0.0, stop=self.rollout.stop))
         results: list[Evaluation] = []
+        impression: list[str] = []
         with self.clock.stage("eval", self.state.step), self.controller.paused() if self.has_begun else nullcontext():
             for sampling in ways:
                 samples = self.eval.samples if sampling.temperature else 1
                 with self.observer.phase("evaluate", 0):
-                    found, _ = evaluate(
+                    found, groups = evaluate(
                         self.sweep,
                         self.judge,
                         self.tokenizer,
@@ -451,6 +454,8 @@ class Loop:
                         version=self.trainer.version.number,
                     )
                 results += found
+                if not self.state.step and sampling.temperature:
+                    impression = first_impression(groups)
         values: dict[str, float] = {"time/eval": self.clock.take().get("eval", 0.0)}
         for result in results:
             values |= evaluation_metrics(result)
@@ -464,7 +469,7 @@ class Loop:
         if overall is not None and overall.value > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)
         self.observer.evaluated(self.state.step, results)
-        self._warn(self.judge.warnings.take(f"evaluation after step {self.state.step}"))
+        self._warn([*self.judge.warnings.take(f"evaluation after step {self.state.step}"), *impression])
         return results
 
     def _warn(self, warnings: Sequence[str]) -> None:

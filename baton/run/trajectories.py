@@ -86,7 +86,7 @@ class Sibling(msgspec.Struct, frozen=True):
     attempt: int
 
 
-class ShownTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """A trajectory with decoded texts, reward and metadata. Tokens and logprobs are the policy's."""
 
     step: int
@@ -96,7 +96,8 @@ class ShownTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: str
     """Decoded prompt, including special tokens."""
     response: str
-    answer: str | None
+    parsed: str | None = msgspec.field(name="answer")
+    """Answer extracted from the response; None if the response does not follow the answer format."""
     reference: str | None
     reward: float
     parts: dict[str, float]
@@ -131,7 +132,7 @@ class ShownTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
 class ReadableTrajectory(msgspec.Struct, frozen=True):
     """A trajectory whose texts are split into special and other tokens."""
 
-    shown: ShownTrajectory
+    shown: Sample
     prompt: tuple[TextPiece, ...]
     response: tuple[TextPiece, ...]
     turns: tuple[tuple[tuple[TextPiece, ...], tuple[TextPiece, ...]], ...] = ()
@@ -170,7 +171,7 @@ def read_trajectories(
         raise UserError(f"{path}, step {step} has no trajectory of task {task!r}; its tasks are {names}")
     members = [(g, m) for g in chosen for m in g.members if is_correct is None or _is(m, is_correct)]
     tokenizer = load_tokenizer(str(run.tokenizer))
-    return [_decoded(tokenizer, step, g, member) for g, member in _ordered(members, order)[:limit]]
+    return [decode(tokenizer, step, g, member) for g, member in _ordered(members, order)[:limit]]
 
 
 def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory]]:
@@ -192,7 +193,7 @@ def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory
                 if member.trajectory.name not in taken and group.group_id not in groups:
                     taken.add(member.trajectory.name)
                     groups.add(group.group_id)
-                    yield order, _decoded(tokenizer, step, group, member)
+                    yield order, decode(tokenizer, step, group, member)
 
 
 def _ordered(
@@ -210,13 +211,13 @@ def _ordered(
             return list(members)
 
 
-def _decoded(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTrajectory) -> ReadableTrajectory:
-    """Decode one trajectory of a step."""
+def decode(tokenizer: Tokenizer, step: int, group: Group, member: ScoredTrajectory) -> ReadableTrajectory:
+    """Return a trajectory of a step with its texts."""
     trajectory, judgement, episode = member.trajectory, member.judgement, member.episode
     prompt_ids = member.paths[0].prompt_ids
     sampled = _by_policy(chain.from_iterable(path.segments for path in member.paths))
     turns = list(_turns(tokenizer, member)) if episode is not None else []
-    shown = ShownTrajectory(
+    shown = Sample(
         step,
         group.group_id,
         trajectory.sample_index,

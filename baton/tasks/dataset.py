@@ -56,6 +56,7 @@ class FileTask:
             prompt_column = next((c for c in PROMPT_COLUMNS if rows[0][1].get(c) is not None), prompt_column)
         self._prompt_column, self._answer_column, self._answer_after = prompt_column, answer_column, answer_after
         self._rows = [self._problem(where, row) for where, row in rows]
+        self.columns = frozenset(name for row in self._rows for name in row.metadata)
         self._order = lru_cache(maxsize=4)(self._make_order)
 
     def __len__(self) -> int:
@@ -102,7 +103,7 @@ class FileTask:
             messages = messages_of(prompt)
         except ValueError as error:
             raise UserError(f"{where}: {self._prompt_column!r} {error}") from error
-        extra = {name: value for name, value in row.items() if name != self._prompt_column}
+        extra = {name: value for name, value in row.items() if name != "prompt" or self._prompt_column != "prompt"}
         value = None if self._scorer == "none" else self._value(where, row)
         answer = None if value is None else self._reference(where, value)
         if self._scorer == "letter":

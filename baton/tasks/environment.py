@@ -48,6 +48,7 @@ class EnvironmentTask:
     seed."""
 
     scorer: Scorer = None
+    columns = ()
 
     def __init__(
         self, spec: EnvironmentSpec, settings: EnvironmentSettings, rows: Sequence[Mapping[str, Any]] = ()

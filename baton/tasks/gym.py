@@ -51,6 +51,8 @@ NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
 class GymTask:
     """One reasoning-gym task with its parameters."""
 
+    columns = ("gym_seed", "gym_index")
+
     def __init__(self, name: str, gym_name: str, params: dict[str, Any], *, is_compact: bool) -> None:
         """Check the arguments by generating one item. Raises UserError for an unknown task, invalid params or a missing
         form."""

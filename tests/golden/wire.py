@@ -27,7 +27,7 @@ from baton.rewards import scorer_protocol as calls
 from baton.rollout.processes import protocol
 from baton.run.loop import LoopState
 from baton.run.summary import RunReport
-from baton.run.trajectories import ShownTrajectory
+from baton.run.trajectories import Sample
 from baton.specs.plan import Plan
 from baton.swarm import messages
 from baton.swarm.audit_log import AuditLine
@@ -149,7 +149,7 @@ CASES = {
         quarantine_lifted=LiftRecord,
     ),
     "json output": _records(
-        "json", status=HubStatus, plan=Plan, relay=RelayTicket, show=ShownTrajectory, keys=RecipeKey, eval=Evaluation
+        "json", status=HubStatus, plan=Plan, relay=RelayTicket, show=Sample, keys=RecipeKey, eval=Evaluation
     ),
     "train step": _records("msgpack", batch=Batch),
 }

@@ -20,104 +20,104 @@ SOURCE = """
 import asyncio, os, signal, subprocess, sys, time
 from pathlib import Path
 
-def length(prompt, response, answer):
+def length(prompt, response, parsed):
     return len(response)
 
-def sleeps(prompt, response, answer):
+def sleeps(prompt, response, parsed):
     if response == "bad":
         time.sleep(1000)
     return 1
 
-def notes_and_sleeps(prompt, response, answer):
+def notes_and_sleeps(prompt, response, parsed):
     if response != "good":
         Path(response).touch()
         time.sleep(1000)
     return 1
 
-def spins(prompt, response, answer):
+def spins(prompt, response, parsed):
     while response == "bad":
         pass
     return 1
 
-def spins_in_c(prompt, response, answer):
+def spins_in_c(prompt, response, parsed):
     return 9**9**9 if response == "bad" else 1
 
-def exits(prompt, response, answer):
+def exits(prompt, response, parsed):
     if response == "bad":
         os._exit(3)
     return 1
 
-def always_exits(prompt, response, answer):
+def always_exits(prompt, response, parsed):
     os._exit(3)
 
-def exits_after_two(prompt, response, answer):
-    mark = Path(answer)
+def exits_after_two(prompt, response, parsed):
+    mark = Path(parsed)
     asked = mark.read_text() if mark.exists() else ""
     mark.write_text(asked + ".")
     if len(asked) >= 2:
         os._exit(3)
     return 1
 
-def segfaults(prompt, response, answer):
+def segfaults(prompt, response, parsed):
     if response == "bad":
         os.kill(os.getpid(), signal.SIGSEGV)
     return 1
 
-def leaves(prompt, response, answer):
+def leaves(prompt, response, parsed):
     sys.exit("enough")
 
-def eats(prompt, response, answer):
+def eats(prompt, response, parsed):
     return len(bytearray(1 << 34)) if response == "bad" else 1
 
-def raises_in_a_library(prompt, response, answer):
+def raises_in_a_library(prompt, response, parsed):
     import json
     return json.loads(response)
 
-def raises_with_escapes(prompt, response, answer):
+def raises_with_escapes(prompt, response, parsed):
     raise ValueError("\\x1b[2J gone\\n2")
 
-def raises(prompt, response, answer):
+def raises(prompt, response, parsed):
     if response == "bad":
         raise KeyError("no such key")
     return 1
 
-def notes_and_raises(prompt, response, answer):
+def notes_and_raises(prompt, response, parsed):
     with open(response, "a") as mark:
         mark.write("called\\n")
     raise KeyError("no such key")
 
-def nothing(prompt, response, answer):
+def nothing(prompt, response, parsed):
     return None
 
-def not_a_number(prompt, response, answer):
+def not_a_number(prompt, response, parsed):
     return float("nan")
 
-def infinite(prompt, response, answer):
+def infinite(prompt, response, parsed):
     return float("-inf")
 
-def a_text(prompt, response, answer):
+def a_text(prompt, response, parsed):
     return "much"
 
-def a_dict(prompt, response, answer):
-    return {"reward": 1}
+def a_dict(prompt, response, parsed):
+    return {"format": 1, "length": "much"}
 
-def huge(prompt, response, answer):
+def huge(prompt, response, parsed):
     return 1e308
 
-def huge_int(prompt, response, answer):
+def huge_int(prompt, response, parsed):
     return 10**400
 
-def beyond(prompt, response, answer):
+def beyond(prompt, response, parsed):
     return -1.0001e6
 
-def a_decimal(prompt, response, answer):
+def a_decimal(prompt, response, parsed):
     from decimal import Decimal
     return Decimal("0.5")
 
-def a_complex(prompt, response, answer):
+def a_complex(prompt, response, parsed):
     return 1j
 
-def of_numpy(prompt, response, answer):
+def of_numpy(prompt, response, parsed):
     import numpy
     return {"bool": numpy.bool_(True), "float": numpy.float32(0.5), "array": numpy.array(2), "true": True,
             "edge": 10**6, "vector": numpy.array([1.0])}[response]
@@ -142,7 +142,7 @@ def no_list(prompts, completions, **columns):
 def not_applicable(prompts, completions, **columns):
     return [None]
 
-def crashes_once(prompt, response, answer):
+def crashes_once(prompt, response, parsed):
     mark = Path(response)
     if not mark.exists():
         mark.touch()
@@ -151,12 +151,12 @@ def crashes_once(prompt, response, answer):
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
 
-def starts_another_and_spins(prompt, response, answer):
+def starts_another_and_spins(prompt, response, parsed):
     subprocess.Popen([*SLEEP, response])
     Path(response).touch()
     return 9**9**9
 
-def starts_escapees_and_spins(prompt, response, answer):
+def starts_escapees_and_spins(prompt, response, parsed):
     subprocess.Popen([*SLEEP, response], start_new_session=True)
     if os.fork() == 0:  # a daemon: in a session of its own, and an orphan
         os.setsid()
@@ -166,12 +166,12 @@ def starts_escapees_and_spins(prompt, response, answer):
     Path(response).touch()
     return 9**9**9
 
-def starts_escapees_and_exits(prompt, response, answer):
+def starts_escapees_and_exits(prompt, response, parsed):
     subprocess.Popen([*SLEEP, response], start_new_session=True)
     Path(response).touch()
     os._exit(3)
 
-def looks_around(prompt, response, answer):
+def looks_around(prompt, response, parsed):
     import json, resource, socket
     def reach(address):
         with socket.socket() as s:
@@ -192,22 +192,22 @@ def looks_around(prompt, response, answer):
     Path("left-behind").write_text("x")
     Path(response.splitlines()[0]).write_text(json.dumps({
         "environ": dict(os.environ), "cwd": os.getcwd(), "secrets": parent_secrets(),
-        "reach": reach(("127.0.0.1", int(answer))), "files": resource.getrlimit(resource.RLIMIT_FSIZE)[0],
+        "reach": reach(("127.0.0.1", int(parsed))), "files": resource.getrlimit(resource.RLIMIT_FSIZE)[0],
         "uid": os.getuid(),
     }))
     return 1
 
-def prints(prompt, response, answer):
+def prints(prompt, response, parsed):
     print("hello from a judge")
     return 1
 
-def threads(prompt, response, answer):
+def threads(prompt, response, parsed):
     return int(os.environ["OMP_NUM_THREADS"])
 
 together = asyncio.Barrier(20)
 within = most_within = 0
 
-async def waits_for_twenty(prompt, response, answer):
+async def waits_for_twenty(prompt, response, parsed):
     global within, most_within
     within += 1
     most_within = max(most_within, within)
@@ -215,16 +215,16 @@ async def waits_for_twenty(prompt, response, answer):
     within -= 1
     return most_within
 
-async def waits(prompt, response, answer):
+async def waits(prompt, response, parsed):
     return 1
 
-async def waits_forever(prompt, response, answer):
+async def waits_forever(prompt, response, parsed):
     if response == "bad":
         await asyncio.Event().wait()
     await asyncio.sleep(0.05)
     return 1
 
-async def never_lets_go(prompt, response, answer):
+async def never_lets_go(prompt, response, parsed):
     await asyncio.sleep(0.05)
     if response == "bad":
         Path(__file__).with_name("spins").touch()
@@ -232,14 +232,14 @@ async def never_lets_go(prompt, response, answer):
         pass
     return 1
 
-async def exits_async(prompt, response, answer):
+async def exits_async(prompt, response, parsed):
     await asyncio.sleep(0.05)
     if response == "bad":
         os._exit(4)
     return 1
 
 class Awaited:
-    async def __call__(self, prompt, response, answer):
+    async def __call__(self, prompt, response, parsed):
         return 0.25
 
 awaited = Awaited()
@@ -253,6 +253,7 @@ class SomeTask:
 
     name = "some"
     scorer = "inline"
+    columns = ()
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         return float(answer == reference)

@@ -126,6 +126,7 @@ class BreaksAtThree:
 
     name = "some"
     scorer = "inline"
+    columns = ()
 
     def score(self, answer: str | None, reference: str | None, metadata: object) -> float:
         if answer == "3":
@@ -175,6 +176,7 @@ class WithoutReference:
 
     name = "some"
     scorer = None
+    columns = ()
 
 
 def test_without_a_scorer_correct_is_what_all_parts_of_positive_weight_call_full() -> None:

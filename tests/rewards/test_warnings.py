@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.rewards.warnings import MAX_EXPLAINED, RewardWarnings, have_equal_rewards
+from baton.rewards.warnings import MAX_EXPLAINED, RewardWarnings, first_impression, have_equal_rewards
 from baton.types import FailureCause, FinishReason, Group, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
 
 
@@ -81,3 +81,26 @@ def test_the_likely_reason_is_named(groups: list[Group], reason: str) -> None:
     for step in (1, 2, 3):
         said = warnings.stepped(step, groups)
     assert reason in said[0]
+
+
+def test_a_first_impression_says_what_will_not_work() -> None:
+    cut = FinishReason.LENGTH
+    assert first_impression([group(0.0, 1.0), group(0.0, 0.0)]) == [
+        "before training: of 4 responses 100 % state an answer, 25 % are correct, 0 % are cut; rewards differ, "
+        "so training can begin"
+    ]
+    verdict, equal = first_impression([group(0.0, 0.0, answer=None)])
+    assert verdict == "before training: of 2 responses 0 % state an answer, 0 % are correct, 0 % are cut"
+    assert equal.startswith("warning: all responses to a prompt have the same reward (0 everywhere), so they give no ")
+    assert "100 % state no answer in the format of [answer]" in equal
+    (_, too_short) = first_impression([group(0.0, 1.0, reason=cut)])
+    assert too_short == "warning: 100 % of the responses are cut at rollout.max_new_tokens; raise this limit"
+    (_, both) = first_impression([group(0.0, 0.0, answer=None, reason=cut)])
+    assert "100 % are cut at rollout.max_new_tokens before they state an answer" in both
+    (_, unread) = first_impression([group(0.2, 0.7, answer=None)])
+    assert unread.startswith("warning: the rewards differ, but 100 % state no answer")
+    assert first_impression([group(None, None)]) == [
+        "warning: 2 of 2 responses could not be scored; the first: x",
+    ]
+    (_, single) = first_impression([group(0.0), group(0.0)])
+    assert single.startswith("warning: all responses to all prompts have the same reward")

@@ -71,6 +71,7 @@ class Lengths:
 
     name = "lengths"
     scorer = "inline"
+    columns = ()
 
     def score(self, answer: str | None, reference: str | None, metadata: object) -> float:
         return float(answer == reference)

@@ -133,7 +133,7 @@ def test_metrics_are_those_of_the_trajectories_that_were_kept(small: Any) -> Non
                 assert set(trajectory.policy_versions) == {row["step"] - 1}, "step v + 1 trains what version v wrote"
                 assert trajectory.prompt_ids == tokenizer.prompt_ids(group.prompt.messages)
                 text = tokenizer.text(trajectory.token_ids)
-                assert judgement.parts["evenness"] == evenness(None, text, None)
+                assert judgement.parts["evenness"] == evenness(text)
                 assert judgement.reward == judgement.parts["evenness"] + 0.5 * judgement.parts["correct"]
 
 

@@ -80,7 +80,7 @@ def recipe(model: Path, directory: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate(tree)
 
 
-def evenness(prompt: Any, response: str, answer: str | None) -> float:
+def evenness(response: str) -> float:
     """A reward that a random model varies in."""
     return len(response) % 5 / 5
 

@@ -58,16 +58,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert extra_info["split"] == "train" and type(extra_info["index"]) is int, extra_info
     return {"score": len(solution_str) % 7, "acc": False}
 
-def plain(prompt, response, answer):
-    assert prompt.messages[-1].content.startswith("What is") and prompt.answer in ("3", "4", "5"), prompt
-    assert prompt.metadata["topic"] == "sums", prompt
+def plain(prompt, response, parsed, answer, topic, absent=None):
+    assert prompt.startswith("What is") and answer in ("3", "4", "5"), prompt
+    assert parsed is None or parsed in response
+    assert topic == "sums" and absent is None, topic
     return len(response) % 7
 
 def raises(prompt, response, answer):
     raise RuntimeError("no licence")
 
 def raises_for_some(prompt, response, answer):
-    if int(prompt.messages[-1].content.split()[2]) % 3 == 0:
+    if int(prompt.split()[2]) % 3 == 0:
         raise KeyError("no such test case")
     return len(response) % 7
 

@@ -102,9 +102,9 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, sou
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_an_own_function_gets_prompt_response_and_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "def brevity(prompt, response, answer):\n    assert prompt.task == 'countdown'\n"
-    source += "    return -len(response) if answer is None else 2\n"
+def test_an_own_function_gets_its_arguments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def brevity(parsed, response, *, answer, episode, gym_index):\n    assert answer and episode is None\n"
+    source += "    return -len(response) if parsed is None else 2\n"
     write_module(tmp_path, monkeypatch, "own_reward_one", source)
     own = RewardSettings(kind="function", function="own_reward_one:brevity", weight=0.5)
     found = judge(RewardSettings(kind="correct"), own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group as Stack
@@ -13,7 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.console import Console, visible
-from baton.run.trajectories import ReadableTrajectory, ShownTrajectory, TextPiece
+from baton.run.trajectories import ReadableTrajectory, Sample, TextPiece
+
+if TYPE_CHECKING:
+    from baton.run.preview import Preview
+
+
+def print_preview(console: Console, preview: Preview) -> None:
+    """Print the first response to each prompt, and what the preview found."""
+    first = {reading.shown.group_id: reading for reading in reversed(preview.responses)}
+    print_trajectories(console, [first[number] for number in sorted(first)])
+    for line in preview.findings:
+        console.print(line, soft_wrap=True)
 
 
 def print_trajectories(console: Console, readings: Sequence[ReadableTrajectory]) -> None:
@@ -29,7 +41,7 @@ def print_trajectories(console: Console, readings: Sequence[ReadableTrajectory])
         parts = ", ".join(f"{name} {value:g}" for name, value in t.parts.items()) if len(t.parts) > 1 else ""
         colour = "yellow" if t.failure is not None else "green" if t.is_correct else "red"
         facts = Text(style=colour)
-        compared = "" if t.turns else f": answer {t.answer!r}, reference {t.reference!r}"
+        compared = "" if t.turns else f": answer {t.parsed!r}, reference {t.reference!r}"
         facts.append(visible(f"{t.verdict}{compared}\n"))
         turns = f"{len(t.turns)} turns, " if t.turns else ""
         facts.append(
@@ -64,7 +76,7 @@ def _turns(reading: ReadableTrajectory) -> Iterator[Text | Padding]:
             yield Padding(_text(observation), (0, 0, 0, 2))
 
 
-def _siblings(trajectory: ShownTrajectory) -> Table:
+def _siblings(trajectory: Sample) -> Table:
     """Return one row per member of a group, with the reward of each turn."""
     title = Text(f"step {trajectory.step}, group {trajectory.group_id}")
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)

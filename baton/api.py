@@ -1,0 +1,370 @@
+"""The public Python API, which `import baton` provides; docs/api.md shows every name. The commands call it too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from datetime import datetime
+from functools import partial
+from math import nan
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
+
+import msgspec
+import tomli_w
+from pydantic import PrivateAttr
+
+from baton.console import Console, out, say
+from baton.errors import UserError
+from baton.recipe.arguments import Reward, Rows, environment_section, reward_sections, task_section
+from baton.recipe.changes import with_current_keys
+from baton.recipe.load import parse_recipe, read_tree, set_key
+from baton.recipe.recipe import Recipe
+from baton.records.evaluation import Evaluation
+from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory, without_none
+from baton.records.run_lock import RunLock
+from baton.run.summary import RunReport, write_summary
+from baton.stop import Stopped, StopRequest
+from baton.views.terminal.progress import TerminalObserver
+from baton.views.terminal.report import print_report
+
+if TYPE_CHECKING:
+    from baton.policy.load import ExportDType
+    from baton.run.dry_run import Footprint
+    from baton.run.loop import Loop, Observer
+    from baton.run.trajectories import Sample
+
+Status = Literal["running", "finished", "stopped", "failed"]
+Start = Callable[["Observer", StopRequest], "Loop"]
+"""Function that runs a recipe until the run is complete or a stop is requested, and returns the closed loop."""
+
+
+def train(
+    model: str | Path,
+    data: Rows | None,
+    reward: Reward | Sequence[Reward] = "correct",
+    *,
+    eval_data: Rows | None = None,
+    environment: str | type | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    answer_format: str = "last_number",
+    algorithm: str = "grpo",
+    steps: int = 100,
+    seed: int = 0,
+    name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Train a model with reinforcement learning, and return the run.
+
+    The function prints progress, writes the run to `runs/<name>` and may be called in a script without a `__main__`
+    guard, or in a notebook. Ctrl-C completes the train step, writes a checkpoint and raises KeyboardInterrupt.
+
+    Args:
+        model: directory of a Hugging Face causal LM, or its name on the hub.
+        data: file or dataset by name, or rows with a prompt and a reference answer.
+        reward: function, name of a reward, or a list of these, whose sum is the reward. The arguments of a function
+            bind by name, any subset of: `prompt`, `response`, `parsed` (the answer in the response), `episode`, and the
+            columns of the data (`answer` is the row's reference). It returns a number, None for no reward, or a mapping
+            of named parts. A function with a parameter `completions` is called as in TRL.
+        eval_data: test set; the default is a tenth of `data`, which is then not trained on.
+        environment: class of a multi-turn environment, or its name; it gives the reward, and `data` may be None.
+        tools: functions that the policy may call in several turns; the reward is then a function of the last turn.
+        answer_format: format in which responses state their answer.
+        algorithm: preset, such as "grpo" or "dapo".
+        steps: number of train steps.
+        seed: seed of prompts and sampling.
+        name: name of the run; the default is the model's name and the time.
+        config: further keys of the recipe, such as `{"trainer.lr": 1e-6}`.
+        callbacks: objects whose `on_step` is called after each train step.
+
+    Raises UserError (a ValueError) for mistakes, before anything is written.
+    """
+    tree = _tree(model, data, reward, answer_format, algorithm, seed, config, eval_data, environment, tools)
+    default = f"{Path(model).name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    tree["run"] = {"name": name or default, "steps": steps} | tree["run"]
+    return TrainableRecipe.of(tree, "train").train(callbacks=callbacks)
+
+
+def preview(
+    model: str | Path,
+    data: Rows | None,
+    reward: Reward | Sequence[Reward] = "correct",
+    *,
+    n: int = 4,
+    answer_format: str = "last_number",
+    algorithm: str = "grpo",
+    seed: int = 0,
+    config: Mapping[str, Any] | None = None,
+) -> list[Sample]:
+    """Sample and score four responses to each of `n` training prompts before any training, and return them.
+
+    Prints the first response to each prompt as rendered, with its answer and reward parts, and says what will not work:
+    no answers, equal rewards, cut responses, prompts that are too long, memory. The other arguments are those of
+    `train`. Writes no run.
+    """
+    from baton.run.preview import preview as make_preview
+    from baton.views.terminal.trajectories import print_preview
+
+    with TemporaryDirectory() as directory:
+        config = {"run.directory": directory, **(config or {})}
+        tree = _tree(model, data, reward, answer_format, algorithm, seed, config)
+        tree["run"] = {"name": "preview"} | tree["run"]
+        found = make_preview(TrainableRecipe.of(tree, "preview"), n)
+    print_preview(out, found)
+    return [reading.shown for reading in found.responses]
+
+
+def evaluate(
+    model: str | Path | Run,
+    data: Rows,
+    reward: Reward | Sequence[Reward] = "correct",
+    *,
+    samples: int = 1,
+    temperature: float = 0.0,
+    answer_format: str = "last_number",
+    config: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Generate `samples` responses to every row of the data, score them, and return accuracy and mean reward.
+
+    `model` may be a run, whose newest checkpoint is evaluated. With temperature 0, decoding is greedy. Prompts that are
+    too long are left out. Raises UserError if no response can be scored.
+    """
+    from baton.run.assemble import evaluate_recipe
+    from baton.types import SamplingParams
+
+    with TemporaryDirectory() as directory:
+        config = {"run.directory": directory, **(config or {})}
+        path = model.path if isinstance(model, Run) else model
+        tree = _tree(path, None, reward, answer_format, "grpo", 0, config, data)
+        tree["run"] = {"name": "evaluate"} | tree["run"]
+        recipe = TrainableRecipe.of(tree, "evaluate")
+        sampling = SamplingParams(0, temperature)
+        (result,) = evaluate_recipe(recipe, recipe.model.path, sampling, samples=samples)
+    return result
+
+
+def _tree(
+    model: str | Path,
+    data: Rows | None,
+    reward: Reward | Sequence[Reward],
+    answer_format: str,
+    algorithm: str,
+    seed: int,
+    config: Mapping[str, Any] | None,
+    eval_data: Rows | None = None,
+    environment: str | type | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+) -> dict[str, Any]:
+    """Return the sections of a recipe, in which `config` overrides the other arguments."""
+    directory = Path((config or {}).get("run.directory", "runs")) / ".data"
+    played: dict[str, Any] = {}
+    if environment is not None or tools:
+        played, reward = environment_section(environment, tools, reward), "correct"
+    rewards = reward_sections(reward)
+    tasks, tests = [], []
+    if eval_data is not None:
+        tests.append(task_section(eval_data, rewards, directory))
+    if data is not None:
+        tasks.append(task_section(data, rewards, directory) | ({"held_out": "none"} if tests and not played else {}))
+        tests = [
+            test | {"name": f"{test['name']}_test"} if test["name"] == tasks[0]["name"] else test for test in tests
+        ]
+    elif played:
+        tasks.append({"name": "episodes"})
+    tree = {
+        "run": {"seed": seed},
+        "model": {"path": str(model)},
+        "task": [task | played for task in tasks],
+        "eval": {"task": tests},
+        "answer": {"format": answer_format},
+        "reward": rewards,
+        "algorithm": algorithm,
+    }
+    for key, value in (config or {}).items():
+        set_key(tree, key, value)
+    return tree
+
+
+class TrainableRecipe(Recipe):
+    """A recipe: all settings of a run. `baton.Recipe` is this class. Recipes do not change; `override` returns another
+    one."""
+
+    _tree: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def of(cls, tree: dict[str, Any], where: str) -> Self:
+        """Return the recipe with these sections. Raises UserError with a line per mistake, each beginning with
+        `where`."""
+        recipe = parse_recipe(cls, tree, where)
+        recipe._tree = tree
+        return recipe
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a recipe file. Raises UserError with a line per mistake."""
+        return cls.of(read_tree(Path(path)), str(path))
+
+    def override(self, changes: Mapping[str, Any]) -> Self:
+        """Return a recipe in which these keys have other values, such as `{"trainer.lr": 1e-6}`."""
+        tree = deepcopy(self._tree)
+        for key, value in changes.items():
+            set_key(tree, key, value)
+        return self.of(tree, "override")
+
+    def to_toml(self) -> str:
+        """Return the resolved recipe with all keys as TOML."""
+        return tomli_w.dumps(without_none(self.model_dump(mode="json")))
+
+    def check(self) -> Footprint:
+        """Check data, model and memory without starting the run, and return what the run needs. Raises UserError for
+        every recipe with which the run would not start."""
+        from baton.run.dry_run import footprint
+
+        return footprint(self)
+
+    def train(self, *, callbacks: Sequence[Callback] = ()) -> Run:
+        """Train, as `baton.train` does."""
+        return self._train(callbacks, resume=False)
+
+    def resume(self, *, callbacks: Sequence[Callback] = ()) -> Run:
+        """Continue the run of this recipe from its latest checkpoint."""
+        return self._train(callbacks, resume=True)
+
+    def _train(self, callbacks: Sequence[Callback], *, resume: bool) -> Run:
+        from baton.run.assemble import train_here
+
+        path, stop = self.run.path, StopRequest(say)
+        try:
+            report = execute(partial(train_here, self, resume=resume, overwrite=False), stop, out, self, callbacks)
+        except Stopped:
+            raise KeyboardInterrupt("stopped before the first train step") from None
+        print_report(out, report)
+        run = Run(path)
+        if run.status == "stopped" and stop.signal == signal.SIGTERM:
+            sys.exit(128 + signal.SIGTERM)
+        if run.status == "stopped" and stop.signal == signal.SIGINT:
+            raise KeyboardInterrupt(f"stopped after step {report.steps}; baton.Run({str(path)!r}).resume() continues")
+        return run
+
+
+def execute(
+    start: Start, stop: StopRequest, console: Console, recipe: Recipe, callbacks: Sequence[Callback] = ()
+) -> RunReport:
+    """Run until the run is complete or a stop is requested, with progress on the console; write and return its report.
+
+    Raises Stopped if a stop was requested before the run had a directory.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with _CallbackObserver(console, recipe, callbacks, stop) as observer, stop:
+        loop = start(observer, stop)
+    return write_summary(loop.run)
+
+
+class Callback(Protocol):
+    """Receives the metrics of a run after each train step."""
+
+    def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Return True to stop the run, as Ctrl-C does, but without an exception."""
+        ...
+
+
+class _CallbackObserver(TerminalObserver):
+    """Prints progress and calls the callbacks."""
+
+    def __init__(self, console: Console, recipe: Recipe, callbacks: Sequence[Callback], stop: StopRequest) -> None:
+        super().__init__(console, recipe.run.steps)
+        self._callbacks, self._path, self._stop = callbacks, recipe.run.path, stop
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        super().stepped(step, metrics)
+        answers = [callback.on_step(Run(self._path), step, dict(metrics)) for callback in self._callbacks]
+        if any(answers) and not self._stop.is_requested:
+            self._stop.request(0)
+
+
+class Run:
+    """A run, finished or not, by its directory. All values are read from its files when they are requested."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a run's directory. Raises UserError if it is not a run."""
+        self.path = Path(path)
+        self._directory = RunDirectory.open(self.path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def recipe(self) -> TrainableRecipe:
+        """The recipe with all keys."""
+        return TrainableRecipe.of(with_current_keys(self._directory.recipe()), f"{self.path}/recipe.toml")
+
+    @property
+    def status(self) -> Status:
+        """`running` while a process trains; `finished`, `stopped` (it can be resumed), or `failed` (with an error, or
+        killed)."""
+        found = RunLock.status(self.path)
+        if not found:  # an earlier version of Baton ended the run
+            done = max((row["step"] for row in read_metrics(self.path)), default=0)
+            found = "finished" if done >= self._directory.recipe()["run"]["steps"] else "stopped"
+        return cast(Status, found)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Return the metrics of each step, evaluations included, in order. docs/metrics.md describes the names."""
+        rows: dict[int, dict[str, float]] = {}
+        for row in read_metrics(self.path):
+            values = {name: nan if value is None else value for name, value in row.items()}
+            rows.setdefault(row["step"], {}).update(values)
+        return [rows[step] for step in sorted(rows)]
+
+    def samples(self, step: int) -> Iterator[Sample]:
+        """Yield the trajectories of a train step. Raises UserError, which names the recorded steps, if the step is not
+        recorded."""
+        from baton.run.trajectories import read_trajectories
+
+        for reading in read_trajectories(self.path, step, limit=sys.maxsize):
+            yield reading.shown
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return the results of all evaluations in order. `step` is the train step after which an evaluation ran."""
+        return [msgspec.structs.replace(each.result, step=each.step) for each in self._directory.evaluations()]
+
+    def resume(self, changes: Mapping[str, Any] | None = None, *, callbacks: Sequence[Callback] = ()) -> Run:
+        """Continue the run from its latest checkpoint, with these keys of the recipe changed.
+
+        Raises UserError if a key must not change, and names the keys that may. If a function of a script is the reward,
+        the script must have defined it again, under the same name.
+        """
+        place = {"run.directory": str(self.path.parent), "run.name": self.path.name}
+        return self.recipe.override({**place, **(changes or {})}).resume(callbacks=callbacks)
+
+    def export(self, to: str | Path, *, step: int | None = None, dtype: str | None = None) -> Path:
+        """Write the model as a Hugging Face directory: merged, with tokenizer, generation config and model card.
+
+        to: directory, empty or absent. step: the checkpoint's train step; default: the newest. dtype: float32, bfloat16
+        or float16; default: that of the model with which the run started.
+        """
+        from baton.run.export import export_run
+
+        return export_run(self.path, Path(to), step=step, dtype=cast("ExportDType | None", dtype))
+
+    def report(self) -> Path:
+        """Write a page with curves and examples to the run's directory, and return its path.
+
+        Without the packages of `pip install 'baton-rl[report]'`, prints the summary and returns report.json's path.
+        """
+        from baton.views.pages.report import write_page
+
+        page = self.path / "report.html"
+        try:
+            write_page(self._directory, page)
+        except UserError as error:
+            say(f"{error}; the summary is printed instead")
+            print_report(out, write_summary(self._directory))
+            return self.path / "report.json"
+        return page

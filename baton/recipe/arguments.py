@@ -1,0 +1,131 @@
+"""Makes the sections of a recipe from Python objects: rows of data, and functions as rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from blake3 import blake3
+
+from baton.errors import UserError
+from baton.files import make_directory, write_whole
+from baton.rewards.dataset_columns import find_reference
+from baton.rewards.functions import PASSED
+from baton.rewards.settings import RewardSettings
+
+Rows = str | Path | Iterable[Mapping[str, Any]]
+"""A file or dataset by name, or rows: a list of dicts, or a `datasets.Dataset`."""
+Reward = str | Callable[..., Any]
+"""A kind of [[reward]], the path of a function or a URL, or a function; see docs/tasks.md#functions."""
+KINDS = get_args(RewardSettings.model_fields["kind"].annotation)
+
+
+def task_section(data: Rows, rewards: Sequence[Mapping[str, Any]], directory: Path) -> dict[str, Any]:
+    """Return the [[task]] of data. Rows are written to a file in `directory`, whose name is a digest of the rows, so
+    that a resumed run reads the same rows.
+
+    Rows without reference answers get `scorer = "none"` if no reward needs a reference. Raises UserError for rows that
+    are not dicts of JSON values.
+    """
+    if isinstance(data, (str, Path)):
+        return {"name": Path(data).stem, "path": str(data)}
+    rows = list(data)
+    if not rows:
+        raise UserError("data has no rows: give at least one")
+    lines = b"".join(_line(number, row) for number, row in enumerate(rows, 1))
+    path = directory / f"{blake3(lines).hexdigest(length=8)}.jsonl"
+    if not path.exists():
+        make_directory(directory)
+        write_whole(path, lines)
+    section = {"name": "data", "path": str(path)}
+    if all(r["kind"] in ("function", "http") for r in rewards) and not any(find_reference(row) for row in rows):
+        section["scorer"] = "none"
+    return section
+
+
+def _line(number: int, row: Any) -> bytes:
+    if not isinstance(row, Mapping):
+        raise UserError(
+            f"data: row {number} is {_kind(row)}, but a row must be a dict of columns; of a DatasetDict pass one "
+            "split, such as data['train'], and of a DataFrame data.to_dict('records')"
+        )
+    try:
+        return msgspec.json.encode(msgspec.to_builtins(dict(row), str_keys=True)) + b"\n"
+    except (TypeError, ValueError) as error:
+        raise UserError(f"data: row {number} has a value that JSON cannot hold: {error}; convert it first") from error
+
+
+def environment_section(
+    environment: str | type | None, tools: Sequence[Callable[..., Any]], reward: Any
+) -> dict[str, Any]:
+    """Return the keys of [[task]] for an environment, or for tools whose reward is a function.
+
+    Environments run in processes of their own, so classes and functions must be importable. Raises UserError.
+    """
+    if not tools:
+        if reward != "correct":
+            raise UserError("reward: an environment gives its own reward; remove the argument")
+        if isinstance(environment, str):
+            return {"environment": environment}
+        return {"environment": _importable(environment, "environment")}
+    if environment is not None:
+        raise UserError("environment, tools: give only one of them; tools are an environment of their own")
+    if not (callable(reward) or (isinstance(reward, str) and ":" in reward)):
+        raise UserError(f"reward: got {_kind(reward)}, but with tools the reward is a function of the last turn's text")
+    paths = {"tools": [_importable(tool, "tool") for tool in tools]}
+    own = reward if isinstance(reward, str) else _importable(reward, "reward of tools")
+    return {"environment": "baton.environments.tools:ToolEnvironment", "params": {**paths, "reward": own}}
+
+
+def _importable(one: Any, what: str) -> str:
+    path = f"{one.__module__}:{one.__qualname__}"
+    if "<locals>" in path or "." in one.__qualname__ or one.__module__ == "__main__":
+        raise UserError(
+            f"{what} {one.__qualname__!r} cannot be imported by another process; define it at the top level of a "
+            "module other than the script"
+        )
+    return path
+
+
+def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
+    """Return the [[reward]] of each reward, and register functions under the paths that the sections name.
+
+    Raises UserError for a reward that is neither a function nor a known text.
+    """
+    rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    sections: list[dict[str, Any]] = []
+    for one in rewards:
+        if callable(one):
+            sections.append(_passed(one, {s["name"] for s in sections}))
+        elif not isinstance(one, str):
+            raise UserError(
+                f"reward: got {_kind(one)}, allowed is a function, the name of a reward, or a list of these"
+            )
+        elif one.startswith(("http://", "https://")):
+            sections.append({"kind": "http", "name": f"http_{len(sections)}", "url": one})
+        elif ":" in one:
+            sections.append({"kind": "function", "name": one.rpartition(":")[2], "function": one})
+        elif one in KINDS and one not in ("function", "http"):
+            sections.append({"kind": one, "name": one})
+        else:
+            raise UserError(
+                f"reward: got {one!r}, allowed is a function, 'module:name', 'file.py:name', a URL, or one of "
+                f"{', '.join(kind for kind in KINDS if kind not in ('function', 'http'))}"
+            )
+    return sections
+
+
+def _passed(function: Callable[..., Any], taken: set[str]) -> dict[str, Any]:
+    """Register a function, and return its [[reward]]. The path is the function's import path if it has one."""
+    own = getattr(function, "__qualname__", type(function).__qualname__).rpartition(".")[2].strip("<>")
+    name = next(n for k in count(1) if (n := own if k == 1 else f"{own}_{k}") not in taken)
+    path = f"{getattr(function, '__module__', None) or '__main__'}:{name}"
+    PASSED[path] = function
+    return {"kind": "function", "name": name, "function": path, "isolate": False}
+
+
+def _kind(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"[:120]

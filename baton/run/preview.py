@@ -1,0 +1,63 @@
+"""Sample a few responses before any training, and say what will not work: `baton preview`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from baton.recipe.recipe import Recipe
+from baton.rewards.warnings import first_impression
+from baton.run.assemble import open_sampler
+from baton.run.dry_run import Footprint, footprint, gib
+from baton.run.trajectories import ReadableTrajectory, decode
+from baton.tasks.stream import PromptStream
+from baton.types import Group
+
+SAMPLES = 4
+"""Responses per prompt, so that their rewards can be compared."""
+
+
+class Preview(msgspec.Struct, frozen=True):
+    """Responses of a policy before training, and what they and the dry run say about the training."""
+
+    responses: tuple[ReadableTrajectory, ...]
+    """`SAMPLES` responses to each prompt, prompt by prompt."""
+    findings: tuple[str, ...]
+    """Lines for the user. Those that begin with `warning:` name something that will not work."""
+
+
+def preview(recipe: Recipe, num_prompts: int) -> Preview:
+    """Generate responses to the first training prompts, and score them. Writes nothing.
+
+    Raises UserError for every recipe with which a run would not start.
+    """
+    needs = footprint(recipe)
+    with open_sampler(recipe, recipe.model.path, lambda m: PromptStream(m, recipe.run.seed).take(num_prompts)) as it:
+        begin = time.perf_counter()
+        _, groups = it.sample(recipe.rollout.sampling(), SAMPLES)
+        seconds = time.perf_counter() - begin
+        responses = [decode(it.tokenizer, 0, group, member) for group in groups for member in group.members]
+    return Preview(tuple(responses), tuple(_findings(recipe, needs, groups, seconds)))
+
+
+def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds: float) -> Iterator[str]:
+    yield from first_impression(groups)
+    for lengths in needs.prompts:
+        if lengths.too_long:
+            yield f"warning: task {lengths}"
+    lengths_tokens = [member.num_policy_tokens for group in groups for member in group.members]
+    generated, longest = sum(lengths_tokens), max(lengths_tokens)
+    wanted = needs.trajectories_per_step * generated / len(lengths_tokens)
+    # all slots are busy and a wide decode step takes as long as a narrow one; or as many tokens per second as here
+    fastest = wanted / min(recipe.engine.slots, needs.trajectories_per_step) * seconds / longest
+    slowest = max(fastest, wanted * seconds / generated)
+    mean = generated / len(lengths_tokens)
+    yield (
+        f"generation of a step: {fastest:.2g} to {slowest:.2g} s for {needs.trajectories_per_step} responses of "
+        f"{mean:.3g} tokens on average, from {seconds:.2g} s for these {len(lengths_tokens)}; training is not included"
+    )
+    used = f"trainer {gib(needs.trainer_bytes)}, engine {gib(needs.engine_bytes)}, and activations"
+    free = "" if needs.available_bytes is None else f"; {gib(needs.available_bytes)} free on {needs.device}"
+    yield f"memory: {used}{free}"
