@@ -110,7 +110,7 @@ def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, 
 if __name__ == "__main__":
     try:
         main()
-    except EOFError:  # the run is gone
+    except (EOFError, ConnectionError):  # the run is gone
         pass
     except BaseException:  # noqa: BLE001 - printed as usual; `finally` would end the process before that
         traceback.print_exc()
