@@ -1,16 +1,98 @@
 """The types that pass between modules: prompt → lease → segments → trajectory → group → batch, and worker messages.
 
 All types are frozen msgspec structs. The same object is passed in memory, sent over the network and written to disk.
+Values per token are in a `TokenColumn`: whoever encodes them passes `plain` to msgspec as `enc_hook`.
 Shapes: `L` tokens of one trajectory after its prompt, `G` trajectories of one group.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator, MutableSequence, Sequence
 from enum import StrEnum
+from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import msgspec
+
+_T = TypeVar("_T")
+
+
+class TokenColumn(Sequence[_T]):
+    """One value per token: a read-only view of a buffer that only grows.
+
+    `appended` adds values to the buffer and returns a longer view, so the views of a growing trajectory share their
+    values. Each view keeps its length. A view of an `array` needs 4 bytes for a token id and 8 for a logprob, and at
+    most 1/16 more for growth.
+    """
+
+    __slots__ = ("_buffer", "_start", "_stop")
+
+    def __init__(self, buffer: MutableSequence[_T], start: int = 0, stop: int | None = None) -> None:
+        """buffer: an array or a list, which nobody else changes afterwards. start, stop: the part to view."""
+        self._buffer, self._start = buffer, start
+        self._stop = len(buffer) if stop is None else stop
+
+    def appended(self, values: Sequence[_T]) -> TokenColumn[_T]:
+        """Return a view of these values followed by others.
+
+        The buffer is copied only if it already has values after this view, because a longer view needs them.
+        """
+        buffer, start = self._buffer, self._start
+        if self._stop < len(buffer):
+            buffer, start = self._part(), 0
+        buffer.extend(values._part() if isinstance(values, TokenColumn) else values)
+        return TokenColumn(buffer, start)
+
+    def _part(self) -> MutableSequence[_T]:
+        """Return a copy of the viewed part of the buffer."""
+        return self._buffer[self._start : self._stop]
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> _T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> TokenColumn[_T]: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> _T | TokenColumn[_T]:
+        if not isinstance(index, slice):
+            return self._buffer[range(self._start, self._stop)[index]]
+        places = range(self._start, self._stop)[index]
+        if places.step != 1:
+            return TokenColumn(self._part()[index])
+        return TokenColumn(self._buffer, places.start, places.start + len(places))
+
+    def __iter__(self) -> Iterator[_T]:
+        return iter(self._part())
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, TokenColumn | tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def id_column(ids: Sequence[int]) -> TokenColumn[int]:
+    """Return token ids as a column; a column is returned as it is. Raises ValueError for an id of 2^31 or more."""
+    try:
+        return ids if isinstance(ids, TokenColumn) else TokenColumn(array("i", ids))
+    except OverflowError as error:
+        wrong = next(i for i in ids if not -(2**31) <= i < 2**31)
+        raise ValueError(f"a token id is {wrong}; allowed are ids below 2^31") from error
+
+
+def plain(value: object) -> list[Any]:
+    """Return the values of a `TokenColumn` as a list: the `enc_hook` of every msgspec encoder of trajectories."""
+    if isinstance(value, TokenColumn):
+        return list(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 
 class Author(StrEnum):
@@ -96,18 +178,23 @@ class Prompt(msgspec.Struct, frozen=True):
 class Segment(msgspec.Struct, frozen=True):
     """A maximal run of tokens from one engine call under one policy version, or one insertion by the environment."""
 
-    token_ids: tuple[int, ...]
-    """[L_segment]"""
-    behavior_logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    """[L_segment] Any sequence may be given; fields of one value per token are then a `TokenColumn`."""
+    behavior_logprobs: Sequence[float]
     """[L_segment] log π(token) over the whole vocabulary, at the sampling temperature; 0.0 for environment tokens."""
     policy_version: int
     """Number of the version whose weights computed the logits of these tokens."""
     author: Author = Author.POLICY
-    routing: tuple[bytes, ...] = ()
+    routing: Sequence[bytes] = ()
     """[L_segment] Experts selected at the position that computed each token's logits: one byte per expert, [routers ×
     experts per token]. Empty unless the model is a mixture of experts and the engine reports its routing."""
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "token_ids", id_column(self.token_ids))
+        if not isinstance(self.behavior_logprobs, TokenColumn):
+            msgspec.structs.force_setattr(self, "behavior_logprobs", TokenColumn(array("d", self.behavior_logprobs)))
+        if not isinstance(self.routing, TokenColumn):
+            msgspec.structs.force_setattr(self, "routing", TokenColumn(list(self.routing)) if self.routing else ())
         if self.routing and len(self.routing) != len(self.token_ids):
             raise ValueError(
                 f"a segment of {len(self.token_ids)} tokens must have as many routing entries or none: "
@@ -119,18 +206,45 @@ class Segment(msgspec.Struct, frozen=True):
                 f"tokens and {len(self.behavior_logprobs)} logprobs"
             )
 
+    def followed_by(self, other: Segment, *, is_merged: bool) -> Segment:
+        """Return another segment in the buffers of this one. is_merged: let the segment begin with this one's tokens.
 
-class Trajectory(msgspec.Struct, frozen=True):
+        The cost is linear in the other segment (`TokenColumn.appended`).
+        """
+        ids, logprobs, routing = self.token_ids, self.behavior_logprobs, other.routing
+        assert isinstance(ids, TokenColumn)
+        assert isinstance(logprobs, TokenColumn)
+        start = 0 if is_merged else len(ids)
+        if is_merged and routing:
+            routing = self.routing.appended(routing) if isinstance(self.routing, TokenColumn) else ()
+        return Segment(
+            ids.appended(other.token_ids)[start:],
+            logprobs.appended(other.behavior_logprobs)[start:],
+            other.policy_version,
+            other.author,
+            routing,
+        )
+
+    def between(self, start: int, end: int) -> Segment:
+        """Return the tokens from `start` to `end` (exclusive) as a segment."""
+        ids, logprobs, routing = self.token_ids[start:end], self.behavior_logprobs[start:end], self.routing[start:end]
+        return Segment(ids, logprobs, self.policy_version, self.author, routing)
+
+
+class Trajectory(msgspec.Struct, frozen=True, dict=True):
     """One response to a prompt. Only `extended` appends tokens."""
 
     group_id: int
     """Id that is unique within a run. It is never reused, not even after a restart."""
     sample_index: int
     """Index within the group, from 0. Run seed, group id, sample index and token position key the sampling noise."""
-    prompt_ids: tuple[int, ...]
-    """[prompt] Exactly the token ids that the engine received."""
+    prompt_ids: Sequence[int]
+    """[prompt] Exactly the token ids that the engine received. Any sequence may be given."""
     segments: tuple[Segment, ...] = ()
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "prompt_ids", id_column(self.prompt_ids))
 
     def extended(self, segments: tuple[Segment, ...], finish_reason: FinishReason | None = None) -> Trajectory:
         """Return this trajectory with whole segments appended.
@@ -152,40 +266,41 @@ class Trajectory(msgspec.Struct, frozen=True):
                     f"trajectory {self.name}: a segment of version {segment.policy_version} cannot follow one of "
                     f"version {last.policy_version}"
                 )
-            if (segment.author, segment.policy_version) == (last.author, last.policy_version):
-                merged[-1] = Segment(
-                    last.token_ids + segment.token_ids,
-                    last.behavior_logprobs + segment.behavior_logprobs,
-                    last.policy_version,
-                    last.author,
-                    last.routing + segment.routing if last.routing and segment.routing else (),
-                )
-            else:
-                merged.append(segment)
-        return msgspec.structs.replace(self, segments=tuple(merged), finish_reason=finish_reason)
+            is_merged = (segment.author, segment.policy_version) == (last.author, last.policy_version)
+            merged[len(merged) - is_merged :] = [last.followed_by(segment, is_merged=is_merged)]
+        grown = msgspec.structs.replace(self, segments=tuple(merged), finish_reason=finish_reason)
+        added = [(len(s.token_ids), s.author) for s in segments]
+        grown.__dict__["num_tokens"] = self.num_tokens + sum(length for length, _ in added)
+        grown.__dict__["num_policy_tokens"] = self.num_policy_tokens + sum(n for n, by in added if by is Author.POLICY)
+        return grown
 
     def segments_between(self, start: int, end: int) -> tuple[Segment, ...]:
         """Return the segments of the tokens from `start` to `end` (exclusive), counted after the prompt."""
-        found, offset = [], 0
-        for s in self.segments:
-            first, last = max(start - offset, 0), min(end - offset, len(s.token_ids))
-            if first < last:
-                logprobs, routing = s.behavior_logprobs[first:last], s.routing[first:last]
-                found.append(Segment(s.token_ids[first:last], logprobs, s.policy_version, s.author, routing))
-            offset += len(s.token_ids)
-        return tuple(found)
+        found, last = [], self.num_tokens
+        for s in reversed(self.segments):
+            first = last - len(s.token_ids)
+            if max(first, start) < min(last, end):
+                found.append(s.between(max(first, start) - first, min(last, end) - first))
+            if first <= start:
+                break
+            last = first
+        return tuple(reversed(found))
+
+    def ids_between(self, start: int, end: int) -> list[int]:
+        """Return the token ids from `start` to `end` (exclusive), counted after the prompt."""
+        return [token for s in self.segments_between(start, end) for token in s.token_ids]
 
     @property
     def name(self) -> str:
         """Name for messages and logs: `group/sample`."""
         return f"{self.group_id}/{self.sample_index}"
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """L: number of tokens after the prompt."""
         return sum(len(s.token_ids) for s in self.segments)
 
-    @property
+    @cached_property
     def num_policy_tokens(self) -> int:
         """Tokens that the policy wrote, at most L."""
         return sum(len(s.token_ids) for s in self.segments if s.author is Author.POLICY)
@@ -193,11 +308,17 @@ class Trajectory(msgspec.Struct, frozen=True):
     @property
     def turn_offset(self) -> int:
         """Number of tokens before the current turn, up to the end of the last observation; 0 without one."""
-        offset = found = 0
-        for s in self.segments:
-            offset += len(s.token_ids)
-            found = offset if s.author is Author.ENVIRONMENT else found
-        return found
+        offset = self.num_tokens
+        for s in reversed(self.segments):
+            if s.author is Author.ENVIRONMENT:
+                return offset
+            offset -= len(s.token_ids)
+        return 0
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """The policy's tokens of the current turn."""
+        return self.ids_between(self.turn_offset, self.num_tokens)
 
     @property
     def token_ids(self) -> list[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from array import array
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +30,9 @@ from baton.types import (
     SamplingParams,
     ScoredTrajectory,
     Segment,
+    TokenColumn,
     Trajectory,
+    plain,
 )
 
 PROMPT = Prompt("ab12", "sums", (Message("user", "1+1"),), "2", {"gym_seed": 7, "nested": {"list": [1, None]}})
@@ -157,11 +162,11 @@ def test_groups_and_messages_come_back_from_the_wire_as_they_went(codec: object)
         (Retry(11, 3), FromWorker),
         (PolicyVersion("ab", 3, "00ff"), PolicyVersion),
     ):
-        assert codec.decode(codec.encode(value), type=kind) == value  # type: ignore[attr-defined]
+        assert codec.decode(codec.encode(value, enc_hook=plain), type=kind) == value  # type: ignore[attr-defined]
 
 
 def test_a_message_cut_or_changed_into_one_with_unequal_lengths_is_refused() -> None:
-    bad = msgspec.json.encode(Report(1, 0, (segment(4, 5),))).replace(b"[4,5]", b"[4,5,6]")
+    bad = msgspec.json.encode(Report(1, 0, (segment(4, 5),)), enc_hook=plain).replace(b"[4,5]", b"[4,5,6]")
     with pytest.raises(msgspec.ValidationError, match="one behavior logprob per token"):
         msgspec.json.decode(bad, type=FromWorker)
 
@@ -177,3 +182,128 @@ def test_segments_between_two_tokens_by_hand():
     assert trajectory.segments_between(10, 99) == ()
     routed = msgspec.structs.replace(segment(0, 1, 2), routing=(b"a", b"b", b"c"))
     assert Trajectory(0, 0, (1,), (routed,)).segments_between(1, 2)[0].routing == (b"b",)
+    assert trajectory.ids_between(2, 7) == [2, 3, 4, 5, 6]
+
+
+def test_the_current_turn_begins_after_the_last_observation():
+    seen = segment(8, 9, author=Author.ENVIRONMENT)
+    before = Trajectory(0, 0, (1,)).extended((segment(1, 2, 3), seen))
+    turn = before.extended((segment(4, version=1),)).extended((segment(5, version=2),))
+    assert (before.turn_offset, before.turn_ids) == (5, [])
+    assert (turn.turn_offset, turn.turn_ids) == (5, [4, 5])
+    assert (turn.num_tokens, turn.num_policy_tokens) == (7, 5)
+    first = Trajectory(0, 0, (1,)).extended((segment(1, 2),))
+    assert (first.turn_offset, first.turn_ids) == (0, [1, 2])
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+VALUES = {
+    "i": st.integers(-(2**31), 2**31 - 1),
+    "d": st.floats(allow_nan=False),
+    "": st.binary(max_size=3),
+}
+"""Type code of the buffer, or an empty one for a list → its values."""
+
+
+@given(data=st.data(), code=st.sampled_from(sorted(VALUES)))
+def test_a_column_is_a_sequence_that_keeps_its_values_while_others_grow_from_it(data: Any, code: str) -> None:
+    """Every column is compared with a tuple that was made in the same way."""
+    some = st.lists(VALUES[code], max_size=5)
+
+    def column(values: list[Any]) -> TokenColumn[Any]:
+        return TokenColumn(array(code, values) if code else list(values))
+
+    first = data.draw(some)
+    pairs: list[tuple[TokenColumn[Any], tuple[Any, ...]]] = [(column(first), tuple(first))]
+    for _ in range(data.draw(st.integers(0, 12))):
+        grown, expected = data.draw(st.sampled_from(pairs))
+        match data.draw(st.sampled_from(("values", "column", "slice"))):
+            case "values":
+                more = data.draw(some)
+                pairs.append((grown.appended(more), (*expected, *more)))
+            case "column":  # perhaps of the same buffer
+                other, more = data.draw(st.sampled_from(pairs))
+                pairs.append((grown.appended(other), (*expected, *more)))
+            case "slice":
+                part = data.draw(st.slices(len(expected)) if expected else st.just(slice(None)))
+                pairs.append((grown[part], expected[part]))
+    for grown, expected in pairs:
+        assert (len(grown), bool(grown), tuple(grown), repr(grown)) == (
+            len(expected),
+            bool(expected),
+            expected,
+            repr(expected),
+        )
+        assert grown == expected
+        assert expected == grown
+        assert hash(grown) == hash(expected)
+        assert tuple(reversed(grown)) == expected[::-1]
+        assert [grown[i] for i in range(-len(expected), len(expected))] == [*expected, *expected]
+        with pytest.raises(IndexError):
+            grown[len(expected)]
+        encoded = [msgspec.msgpack.encode(each, enc_hook=plain) for each in (grown, expected)]
+        assert encoded[0] == encoded[1]
+        for other, same in pairs:
+            assert (grown == other) == (expected == same)
+
+
+def test_a_column_differs_from_what_is_no_column() -> None:
+    column = TokenColumn([1, 2])
+    assert column != [1, 2]
+    assert column != 1
+    assert column != (1, 3)
+    with pytest.raises(NotImplementedError, match="set cannot be encoded"):
+        msgspec.msgpack.encode({"a": object()}, enc_hook=lambda value: plain({value}))
+
+
+def test_only_the_first_view_that_grows_grows_in_place() -> None:
+    short = TokenColumn([1])
+    long = short.appended([2])
+    other = short.appended([3])
+    assert (tuple(short), tuple(long), tuple(other)) == ((1,), (1, 2), (1, 3))
+    again = long[:1].appended([4])
+    assert (tuple(long), tuple(again)) == ((1, 2), (1, 4))
+
+
+def test_a_segment_keeps_ids_and_logprobs_to_the_last_bit() -> None:
+    logprobs = (-0.1, -1e-300, 0.0, -123.456789012345)
+    ids = (0, 1, 151_935, 2**31 - 1)
+    kept = Segment(ids, logprobs, 3)
+    for codec in (msgspec.msgpack, msgspec.json):
+        found = codec.decode(codec.encode(kept, enc_hook=plain), type=Segment)
+        assert (found, tuple(found.token_ids), tuple(found.behavior_logprobs)) == (kept, ids, logprobs)
+    with pytest.raises(ValueError, match=r"a token id is 2147483648; allowed are ids below 2\^31"):
+        Segment((2**31,), (-0.5,), 0)
+    with pytest.raises(msgspec.ValidationError, match="allowed are ids below"):
+        msgspec.msgpack.decode(
+            msgspec.msgpack.encode({"token_ids": [2**40], "behavior_logprobs": [-0.5], "policy_version": 0}),
+            type=Segment,
+        )
+
+
+@pytest.mark.parametrize("turn_tokens", [None, 128])
+def test_a_growing_trajectory_takes_at_most_twenty_bytes_a_token_and_is_never_copied(turn_tokens: int | None) -> None:
+    """By turns of 128 tokens it has 312 segments, each of which costs a few objects."""
+    num_reports, size = 625, 64
+
+    def report(number: int) -> Segment:
+        is_seen = turn_tokens is not None and number * size // turn_tokens % 2 == 1
+        ids = tuple(1000 + number * size + i for i in range(size))
+        logprobs = tuple(-1 / token for token in ids)
+        return Segment(ids, logprobs, 0, Author.ENVIRONMENT if is_seen else Author.POLICY)
+
+    grown = Trajectory(0, 0, (1,)).extended((report(0),))
+    tracemalloc.start()
+    try:
+        before_bytes, _ = tracemalloc.get_traced_memory()
+        for number in range(1, num_reports):
+            grown = grown.extended((report(number),))
+        now_bytes, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    num_tokens = num_reports * size
+    assert grown.num_tokens == num_tokens
+    assert len(grown.segments) == (1 if turn_tokens is None else num_tokens // turn_tokens + 1)
+    assert now_bytes - before_bytes < 20 * num_tokens
+    assert most_bytes - now_bytes < 4 * num_tokens, "a copy of the whole trajectory needs 12 bytes a token"

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from baton.errors import StorageFault
 from baton.files import flush_to_disk
-from baton.types import Episode, Prompt, ScoredTrajectory, Segment, Trajectory
+from baton.types import Episode, Prompt, ScoredTrajectory, Segment, Trajectory, plain
 
 FORMAT = 2
 """Version of the journal's format, stored as SQLite's `user_version`."""
@@ -39,7 +39,8 @@ _GROUP_KINDS = (
     "segments",  # key: group id, sample index, token offset; content: reported segments of an unfinished trajectory
     "finished",  # key: group id, sample index; content: Trajectory
     "judged",  # key: group id, sample index; content: ScoredTrajectory
-    "episode",  # key: group id, sample index; content: Episode with the exchanges of an open multi-turn episode
+    # key: group id, sample index, number of exchanges; content: Episode with what the last exchange added to it
+    "episode",
     # key: group id, sample index; content: Trajectory that starts a later path of an episode with its new prompt
     "path",
     "turn",  # key: group id, sample index; content: number of tokens of the trajectory when its last turn ended
@@ -164,14 +165,17 @@ class Journal:
             self._put("turn", trajectory.group_id, trajectory.sample_index, content=trajectory.num_tokens)
 
     def observed(self, trajectory: Trajectory, episode: Episode) -> None:
-        """Record the exchanges of an open episode after an observation. If the observation started a new path, record
-        the path's trajectory. Otherwise `grew` records the observation's tokens."""
+        """Record the last exchange of an open episode. If its observation started a new path, record the path before
+        and the trajectory of the new one. Otherwise `grew` records the observation's tokens."""
         if not self._keeps_partials:
             return
         key = (trajectory.group_id, trajectory.sample_index)
-        self._put("episode", *key, content=episode)
+        begins_path = not trajectory.segments
+        paths = episode.earlier[-1:] if begins_path else ()
+        added = msgspec.structs.replace(episode, exchanges=episode.exchanges[-1:], earlier=paths)
+        self._put("episode", *key, len(episode.exchanges), content=added)
         self._remove("turn", *key)  # a new path could grow to the same number of tokens
-        if not trajectory.segments:
+        if begins_path:
             self._remove("segments", *key)
             self._put("path", *key, content=trajectory)
 
@@ -293,7 +297,10 @@ class Journal:
                 case "judged":
                     judged[index] = _unpack(content, ScoredTrajectory)
                 case "episode":
-                    episodes[index] = _unpack(content, Episode)
+                    known, added = episodes.get(index, Episode()), _unpack(content, Episode)
+                    episodes[index] = msgspec.structs.replace(
+                        added, exchanges=known.exchanges + added.exchanges, earlier=known.earlier + added.earlier
+                    )
                 case "turn":
                     turns[index] = _unpack(content, int)
                 case "path" | "finished":
@@ -310,7 +317,7 @@ class Journal:
     # ---- entries -----------------------------------------------------------------------------------------------------
 
     def _put(self, kind: str, number: int = 0, sample: int = 0, offset: int = 0, *, content: Any) -> None:
-        key, packed = (kind, number, sample, offset), msgspec.msgpack.encode(content)
+        key, packed = (kind, number, sample, offset), msgspec.msgpack.encode(content, enc_hook=plain)
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kind: str, number: int, sample: int) -> None:

@@ -40,7 +40,7 @@ from baton.errors import Damaged, UserError
 from baton.files import flush_to_disk, make_directory, read_rows, remove_leftovers, write_whole
 from baton.records.evaluation import Evaluation
 from baton.records.run_lock import LOCK_FILES, RunLock
-from baton.types import Group
+from baton.types import Group, plain
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
@@ -187,7 +187,7 @@ class RunDirectory:
     def write_groups(self, step: int, groups: Sequence[Group]) -> None:
         """Write the groups of a step's batch."""
         self.check_held()
-        lines = b"".join(msgspec.json.encode(group) + b"\n" for group in groups)
+        lines = b"".join(msgspec.json.encode(group, enc_hook=plain) + b"\n" for group in groups)
         write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def skip_groups(self, step: int) -> None:

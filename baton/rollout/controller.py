@@ -68,6 +68,7 @@ from baton.types import (
     Trajectory,
     WorkLost,
     WorkRevoked,
+    id_column,
 )
 
 MAX_REFUSALS = 8
@@ -546,7 +547,8 @@ class RolloutController:
         self._next_group_id = group_id + 1
         size, version = self.rules.group_size, self.scheduler.version
         issued = IssuedGroup(group_id, prompt, ids, size, version, attempts)
-        self._groups[group_id] = _Group(issued, [Trajectory(group_id, index, ids) for index in range(size)], {})
+        shared = id_column(ids)
+        self._groups[group_id] = _Group(issued, [Trajectory(group_id, index, shared) for index in range(size)], {})
         if self._journal is not None:
             self._journal.issued(issued, self.cursor)
 

@@ -207,7 +207,8 @@ class EpisodePlayer:
         Each path has its own noise, because the token positions of a new path start at 0 again.
         """
         left = min(
-            self._setup.tasks[prompt.task].max_turn_tokens - len(_turn_ids(trajectory)), self._tokens_left(trajectory)
+            self._setup.tasks[prompt.task].max_turn_tokens - (trajectory.num_tokens - trajectory.turn_offset),
+            self._tokens_left(trajectory),
         )
         params = msgspec.structs.replace(self._sampling.params, max_new_tokens=trajectory.num_tokens + left)
         return SeededSampling(params, path_seeds(self._sampling.noise_seed, self.num_paths(_key(trajectory)))[-1])
@@ -319,7 +320,7 @@ class EpisodePlayer:
             grown = Trajectory(trajectory.group_id, trajectory.sample_index, prompt_ids)
             episode = msgspec.structs.replace(episode, earlier=(*episode.earlier, ended))
         else:
-            ids = bridge.suffix(_turn_ids(trajectory), observation)
+            ids = bridge.suffix(trajectory.turn_ids, observation)
             version = trajectory.segments[-1].policy_version
             appended = (Segment(ids, (0.0,) * len(ids), version, Author.ENVIRONMENT),)
             grown = trajectory.extended(appended)
@@ -375,7 +376,7 @@ class EpisodePlayer:
 
     def _action(self, trajectory: Trajectory) -> str:
         """Return the text of the last turn, without special tokens."""
-        return self._setup.bridge.text(_turn_ids(trajectory))
+        return self._setup.bridge.text(trajectory.turn_ids)
 
     def _history(self, opened: _Open, rules: EpisodeRules) -> tuple[Message, ...]:
         """Return the conversation so far, the last observation included; long observations are cut."""
@@ -414,14 +415,6 @@ _FINISH = {
 
 def _key(trajectory: Trajectory) -> tuple[int, int]:
     return trajectory.group_id, trajectory.sample_index
-
-
-def _turn_ids(trajectory: Trajectory) -> list[int]:
-    """Return the policy's tokens after the last observation."""
-    found: list[int] = []
-    for segment in trajectory.segments:
-        found = [*found, *segment.token_ids] if segment.author is Author.POLICY else []
-    return found
 
 
 def _reward(episode: Episode, discount: float, failure: ActFailure | None) -> RewardResult:

@@ -411,7 +411,7 @@ class LeaseBroker:
         have."""
         known = self._tasks[progress.task].trajectory
         end = min(known.num_tokens, progress.trajectory.num_tokens)
-        return end <= start or known.token_ids[start:end] == progress.trajectory.token_ids[start:end]
+        return end <= start or known.ids_between(start, end) == progress.trajectory.ids_between(start, end)
 
     def _contradicted(self, progress: _LeaseProgress) -> list[BrokerCommand]:
         """Revoke a trajectory for which workers of one kind generated different tokens from the same noise.

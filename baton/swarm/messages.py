@@ -25,7 +25,7 @@ import msgspec
 from baton.errors import Fault, UserError
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.swarm.verification.verify import WorkerClass
-from baton.types import Abort, Lease, PolicyVersion, Report, Retry
+from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
 PROTOCOL = 2
 """Protocol version. It is incremented when a change of the messages could make an older worker misunderstand a newer
@@ -163,7 +163,7 @@ FromWorker = Hello | Heartbeat | Report | Retry | Fault | Leaving
 
 _from_hub: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 class Malformed(ValueError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -26,7 +27,7 @@ from baton.trainer.advantages import (
     overlong_penalty,
 )
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.types import Batch, FinishReason, Group, ScoredTrajectory, Trajectory
+from baton.types import Batch, FinishReason, Group, ScoredTrajectory, TokenColumn, Trajectory, id_column
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,18 @@ class TrainingSample:
     group_id: int
     name: str
     """group/sample of the episode"""
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     """[prompt + L]"""
     prompt_length: int
     """Number of prompt tokens."""
-    is_policy: tuple[bool, ...]
-    """[L] True if the policy wrote the token."""
-    is_trained: tuple[bool, ...]
-    """[L] True if the token gets a gradient: the policy wrote it, its version is not too old, and `is_filtered` is
-    False."""
-    behavior_logprobs: tuple[float, ...]
+    is_policy: Sequence[int]
+    """[L] 1 if the policy wrote the token, otherwise 0."""
+    is_trained: Sequence[int]
+    """[L] 1 if the token gets a gradient: the policy wrote it, its version is not too old, and `is_filtered` is False.
+    Otherwise 0."""
+    behavior_logprobs: Sequence[float]
     """[L]"""
-    policy_versions: tuple[int, ...]
+    policy_versions: Sequence[int]
     """[L]"""
     reward: float
     """Reward of the whole episode, or with `turns` the part of it that no turn gave."""
@@ -191,25 +192,25 @@ def _turns(member: ScoredTrajectory) -> Turns | None:
 
 def _sample(trajectory: Trajectory, reward: float, *, oldest: int, is_filtered: bool) -> TrainingSample:
     assert trajectory.prompt_ids, f"trajectory {trajectory.name} has no prompt, so its first token has no logits"
-    logprobs = tuple(trajectory.behavior_logprobs)
+    logprobs = trajectory.behavior_logprobs
     for place, logprob in enumerate(logprobs):
         if not math.isfinite(logprob):
             raise EngineFault(
                 f"trajectory {trajectory.name}: the engine reported log-probability {logprob} for token {place} of "
                 "the response; training needs finite values"
             )
-    is_policy, versions = tuple(trajectory.is_policy), tuple(trajectory.policy_versions)
+    is_policy, versions = bytes(trajectory.is_policy), trajectory.policy_versions
     return TrainingSample(
         group_id=trajectory.group_id,
         name=trajectory.name,
-        token_ids=(*trajectory.prompt_ids, *trajectory.token_ids),
+        token_ids=id_column((*trajectory.prompt_ids, *trajectory.token_ids)),
         prompt_length=len(trajectory.prompt_ids),
         is_policy=is_policy,
-        is_trained=tuple(
+        is_trained=bytes(
             own and version >= oldest and not is_filtered for own, version in zip(is_policy, versions, strict=True)
         ),
-        behavior_logprobs=logprobs,
-        policy_versions=versions,
+        behavior_logprobs=TokenColumn(array("d", logprobs)),
+        policy_versions=TokenColumn(array("i", versions)),
         reward=reward,
         is_filtered=is_filtered,
         routing=tuple(trajectory.routing) if any(s.routing for s in trajectory.segments) else (),

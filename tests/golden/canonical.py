@@ -15,6 +15,8 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
+from baton.types import plain
+
 Special = dict[type, Callable[[int, bool], Any]]
 """Type → what makes its instances where field types alone do not decide what is allowed."""
 
@@ -32,7 +34,7 @@ class Canonical:
         found: list[Any] = []
         for choice, is_least in wanted:
             made = self.make(kind, choice, is_least)
-            if not any(msgspec.msgpack.encode(made) == msgspec.msgpack.encode(other) for other in found):
+            if not any(_packed(made) == _packed(other) for other in found):
                 found.append(made)
         return found
 
@@ -98,6 +100,10 @@ class Canonical:
             case inspect.DateTimeType():
                 return datetime.datetime(2026, 1, next(numbers), tzinfo=datetime.UTC)
         raise AssertionError(f"no canonical instance of {info}")
+
+
+def _packed(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value, enc_hook=plain)
 
 
 def members(union: Any) -> tuple[Any, ...]:

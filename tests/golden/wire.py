@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from baton.swarm.verification.policy import QuarantineRecord
 from baton.swarm.verification.quarantine import LiftRecord
 from baton.trainer.checkpoint import CheckpointState
 from baton.trainer.parallel import messages as ranks
-from baton.types import Batch, FinishReason, Group, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory
+from baton.types import Batch, FinishReason, Group, Prompt, RewardResult, ScoredTrajectory, Segment, Trajectory, plain
 from tests.golden.canonical import Canonical, members, tag_of
 
 FILE = Path(__file__).parent / "wire.json"
@@ -95,7 +96,7 @@ def _records(of: str, **kinds: Any) -> Case:
     coder = msgspec.json if of == "json" else msgspec.msgpack
     return Case(
         {name.replace("_", " "): kind for name, kind in kinds.items()},
-        coder.encode,
+        partial(coder.encode, enc_hook=plain),
         lambda data, kind: coder.decode(data, type=kind),
     )
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
+from blake3 import blake3
 
 from baton.errors import StorageFault
 from baton.records.journal import IssuedGroup, Journal, StreamCursor
 from baton.types import (
     Episode,
+    Exchange,
     FailureCause,
     FinishReason,
     Message,
@@ -20,6 +25,7 @@ from baton.types import (
     ScoredTrajectory,
     Segment,
     Trajectory,
+    plain,
 )
 
 PROMPT = Prompt("p", "task", (Message("user", "2 + 2"),), "4", {"nested": {"a": [1, None]}})
@@ -83,6 +89,49 @@ def test_in_sync_partials_are_not_kept(tmp_path: Path):
     issue(journal, 0)
     journal.grew(0, 0, 0, (Segment((7,), (-0.5,), 3),))
     assert journal.open_groups()[0].members[0].segments == ()
+
+
+def exchanges(*paths: int) -> tuple[Exchange, ...]:
+    return tuple(Exchange(1, f"move {i}", i / 2, f"room {i}", f"{i}", 0.1, path) for i, path in enumerate(paths))
+
+
+def test_each_exchange_and_path_of_an_open_episode_is_recorded_once(tmp_path: Path):
+    journal = Journal(tmp_path / "j", keeps_partials=True)
+    issue(journal, 0)
+    first = Trajectory(0, 1, (5, 6)).extended((Segment((7,), (-0.5,), 3),))
+    journal.grew(0, 1, 0, first.segments)
+    journal.observed(first, Episode(exchanges(0), metrics={"moves": 1.0}))
+    ended = msgspec.structs.replace(first, finish_reason=FinishReason.STOP)
+    journal.observed(Trajectory(0, 1, (9, 9)), Episode(exchanges(0, 0), (ended,), metrics={"moves": 2.0}))
+    second = Trajectory(0, 1, (9, 9)).extended((Segment((8,), (-0.5,), 4),))
+    journal.grew(0, 1, 0, second.segments)
+    last = Episode(exchanges(0, 0, 1), (ended,), attempt=1, metrics={"moves": 3.0})
+    journal.observed(second, last)
+    (group,) = journal.open_groups()
+    assert (group.episodes, group.members[1]) == ({1: last}, second)
+    journal.close()
+    with closing(sqlite3.connect(tmp_path / "j")) as database:
+        contents = b"".join(content for (content,) in database.execute("SELECT content FROM entries"))
+    assert [contents.count(b"move %d" % i) for i in range(3)] == [1, 1, 1]
+    journal = Journal(tmp_path / "j", keeps_partials=True)
+    journal.revoked(0, 1)
+    assert journal.open_groups()[0].episodes == {}
+
+
+def test_an_episode_that_an_earlier_version_recorded_as_a_whole_goes_on(tmp_path: Path):
+    journal = Journal(tmp_path / "j", keeps_partials=True)
+    issue(journal, 0)
+    journal.close()
+    ended = finished(0, 1)
+    key, content = ("episode", 0, 1, 0), msgspec.msgpack.encode(Episode(exchanges(0, 0, 1), (ended,)), enc_hook=plain)
+    digest = blake3(msgspec.msgpack.encode((*key, content))).digest(length=16)
+    with closing(sqlite3.connect(tmp_path / "j")) as database, database:
+        database.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)", (*key, content, digest))
+    journal = Journal(tmp_path / "j", keeps_partials=True)
+    assert journal.open_groups()[0].episodes == {1: Episode(exchanges(0, 0, 1), (ended,))}
+    grown = Trajectory(0, 1, (9,)).extended((Segment((8,), (-0.5,), 4),))
+    journal.observed(grown, Episode(exchanges(0, 0, 1, 1), (ended,)))
+    assert journal.open_groups()[0].episodes == {1: Episode(exchanges(0, 0, 1, 1), (ended,))}
 
 
 def test_consumed_and_discarded_groups_are_not_open_and_a_checkpoint_forgets_them(tmp_path: Path):

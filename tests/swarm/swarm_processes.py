@@ -32,6 +32,7 @@ from baton.records.run_directory import RunDirectory
 from baton.swarm.auth import Role, TokenFile, write_private
 from baton.swarm.hub.status import HubStatus, WorkerStatus
 from baton.swarm.temporary_directories import TemporaryDirectories
+from baton.types import plain
 
 DEADLINE_S = 120.0
 """For anything that is waited for: only a failure takes so long."""
@@ -413,7 +414,7 @@ def outcome(run: RunDirectory) -> Outcome:
 
     last = latest_checkpoint(run.checkpoints)
     assert last is not None
-    groups = [msgspec.to_builtins(run.groups(step)) for step in run.recorded_steps()]
+    groups = [msgspec.to_builtins(run.groups(step), enc_hook=plain) for step in run.recorded_steps()]
     for member in (member for step in groups for group in step for member in group["members"]):
         for exchange in member.get("episode", {}).get("exchanges", ()):
             del exchange["seconds"]  # of an environment, which differ

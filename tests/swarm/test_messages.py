@@ -28,7 +28,18 @@ from baton.swarm.messages import (
     decode_from_worker,
     encode,
 )
-from baton.types import Abort, FinishReason, Lease, PolicyVersion, Report, Retry, SamplingParams, Segment, Trajectory
+from baton.types import (
+    Abort,
+    FinishReason,
+    Lease,
+    PolicyVersion,
+    Report,
+    Retry,
+    SamplingParams,
+    Segment,
+    Trajectory,
+    plain,
+)
 
 VERSION = PolicyVersion("a", 3, "d" * 64)
 SEGMENT = Segment((1, 2), (-0.1, -1e-9), 3, routing=(b"\x00", b"\xff"))
@@ -99,7 +110,7 @@ def test_what_is_out_of_bounds_is_malformed(message):
 
 
 def test_a_segment_that_lacks_logprobs_never_becomes_one():
-    lying = msgspec.to_builtins(FROM_WORKER[2], enc_hook=None)
+    lying = msgspec.to_builtins(FROM_WORKER[2], enc_hook=plain)
     lying["segments"][0]["behavior_logprobs"] = [-0.5]
     lying["segments"][0]["routing"] = []
     with pytest.raises(Malformed):

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.slot_table import RunningLease, SlotEngine
-from baton.types import Author, FromWorker, PolicyVersion
+from baton.types import FromWorker, PolicyVersion
 
 END_ID = 0
 """Last token of every scripted turn. No other token has this id."""
@@ -48,16 +48,12 @@ class FakeEngine(SlotEngine):
 
     def _token(self, row: RunningLease) -> int:
         trajectory = row.lease.trajectory
-        begin = offset = 0
-        for segment in trajectory.segments:
-            offset += len(segment.token_ids)
-            begin = offset if segment.author is Author.ENVIRONMENT else begin
         return fake_token(
             trajectory.group_id,
             trajectory.sample_index,
             row.length,
             self.version.number,
-            length=begin + self._length(trajectory.group_id, trajectory.sample_index),
+            length=trajectory.turn_offset + self._length(trajectory.group_id, trajectory.sample_index),
         )
 
 

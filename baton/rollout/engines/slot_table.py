@@ -72,7 +72,7 @@ class RunningLease:
     def close_segment(self, version: int) -> None:
         """End the current segment. All its tokens were sampled under `version`."""
         if self._tokens:
-            segment = Segment(tuple(self._tokens), tuple(self._logprobs), version, Author.POLICY, tuple(self._routing))
+            segment = Segment(self._tokens, self._logprobs, version, Author.POLICY, self._routing)
             self._closed.append(segment)
             self._tokens, self._logprobs, self._routing = [], [], []
 
@@ -95,9 +95,7 @@ class StopText:
         self._stop = lease.sampling.stop
         self._text = text
         self._window = max(len(s.encode()) for s in self._stop) + 8
-        self._tail: list[int] = []
-        for segment in lease.trajectory.segments:
-            self._tail = [*self._tail, *segment.token_ids] if segment.author is Author.POLICY else []
+        self._tail = lease.trajectory.turn_ids
 
     def ends_with(self, token: int) -> bool:
         """Append a token; return whether the text contains a stop string."""

@@ -10,7 +10,7 @@ import msgspec
 from baton.errors import Fault
 from baton.frames import FrameSocket
 from baton.rollout.engine import EngineSettings, EngineStats
-from baton.types import Abort, Lease, PolicyVersion, Report, Retry
+from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Maximum length of a frame in bytes. The receiver refuses a longer frame before it allocates memory for the frame."""
@@ -59,7 +59,7 @@ FromEngine = Progress | Serving | Fault
 
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 def send_to_engine(engine: FrameSocket, message: ToEngine) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from baton.errors import BatonError, EngineFault, Fault, RankLost, TrainingDiverged, UserError
-from baton.types import Batch, PolicyVersion
+from baton.types import Batch, PolicyVersion, plain
 
 
 class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +128,7 @@ FromRank = Listening | Ready | Stepped | Published | Fault
 
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 def encode(message: ToRank | FromRank) -> bytes:
