@@ -16,6 +16,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ OBSERVATION_TOKENS = 100
 TURN_TOKENS = {"one turn": 0, "turns of 400 + 100 tokens": 400, "turns of 60 + 40 tokens": 60}
 GROUP_SIZE = 8
 NO_LIMIT = 10**9
+_IDS = array("i", (1000 + 7919 * i % 150_000 for i in range(REPORT_TOKENS)))
+_LOGPROBS = array("d", (-1 / i for i in _IDS))
 
 
 class ScriptedWorker(WorkerTransport):
@@ -85,8 +88,7 @@ class ScriptedWorker(WorkerTransport):
         for number, (offset, end) in list(self._leases.items()):
             count = min(REPORT_TOKENS, end - offset)
             # new objects, as an engine's messages have them
-            ids = tuple((offset + 7919 * i) % 150_000 + 1000 for i in range(count))
-            segment = Segment(ids, tuple(-1 / (1 + i) for i in ids), 0)
+            segment = Segment(tuple(_IDS[:count].tolist()), tuple(_LOGPROBS[:count].tolist()), 0)
             self._decoded += count
             is_over = offset + count == end
             reports.append(Report(number, offset, (segment,), FinishReason.STOP if is_over else None))
