@@ -241,29 +241,28 @@ def sample_bytes(groups: list[Group]) -> int:
 
 
 def main() -> None:
-    """Run all cases in turn, and write the results."""
+    """Run in turn the cases that the results file does not have, and add them to it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--episodes", type=int, default=1000, help="of the cases that measure memory")
     parser.add_argument("--label", default="after")
-    parser.add_argument("--only", default="", help="part of the name of the turns")
     given = parser.parse_args()
-    cases = []
-    for turns in (name for name in TURN_TOKENS if given.only in name):
-        cases += [
-            {"turns": turns, "tokens": tokens, "episodes": 16, "journal": True, "samples": False}
-            for tokens in (10_000, 30_000, 100_000)
-        ]
-        is_short = TURN_TOKENS[turns] == 60
-        episodes = min(104, given.episodes) if is_short else given.episodes
-        cases.append({"turns": turns, "tokens": 100_000, "episodes": episodes, "journal": False, "samples": False})
-    cases.append({"turns": "one turn", "tokens": 100_000, "episodes": 104, "journal": False, "samples": True})
-    context, rows = multiprocessing.get_context("spawn"), []
-    for case in cases:
+    usual = {"turns": "one turn", "tokens": 100_000, "episodes": 104, "journal": False, "samples": False}
+    cases: list[dict[str, Any]] = [usual | {"turns": turns, "episodes": given.episodes} for turns in TURN_TOKENS]
+    cases += [
+        usual | {"turns": turns, "tokens": tokens, "episodes": 16, "journal": True}
+        for turns in TURN_TOKENS
+        for tokens in (10_000, 30_000, 100_000)
+    ]
+    cases.append(usual | {"samples": True})
+    file = HERE / "results" / f"{given.label}.json"
+    result = json.loads(file.read_text()) if file.is_file() else {**machine(), "rows": []}
+    measured = [{name: row[name] for name in cases[0]} for row in result["rows"]]
+    context = multiprocessing.get_context("spawn")
+    for case in (case for case in cases if case not in measured):
         with context.Pool(1) as process:
-            rows.append(process.apply_async(measure, (case,)).get(timeout=1800))
-        print(json.dumps(rows[-1]), flush=True)
-    result = {**machine(), "rows": rows}
-    (HERE / "results" / f"{given.label}.json").write_text(json.dumps(result, indent=2) + "\n")
+            result["rows"].append(process.apply_async(measure, (case,)).get(timeout=1800))
+        print(json.dumps(result["rows"][-1]), flush=True)
+        file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
