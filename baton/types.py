@@ -1,7 +1,7 @@
 """The types that pass between modules: prompt → lease → segments → trajectory → group → batch, and worker messages.
 
 All types are frozen msgspec structs. The same object is passed in memory, sent over the network and written to disk.
-Values per token are in a `TokenColumn`: whoever encodes them passes `plain` to msgspec as `enc_hook`.
+Values per token are in a `TokenColumn`; an encoder of msgspec needs `plain` as its `enc_hook`.
 Shapes: `L` tokens of one trajectory after its prompt, `G` trajectories of one group.
 """
 
@@ -30,7 +30,7 @@ class TokenColumn(Sequence[_T]):
     __slots__ = ("_buffer", "_start", "_stop")
 
     def __init__(self, buffer: MutableSequence[_T], start: int = 0, stop: int | None = None) -> None:
-        """buffer: an array or a list, which nobody else changes afterwards. start, stop: the part to view."""
+        """buffer: an array or a list that no other code changes afterwards. start, stop: the part to view."""
         self._buffer, self._start = buffer, start
         self._stop = len(buffer) if stop is None else stop
 
