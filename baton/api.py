@@ -34,7 +34,6 @@ from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_report
 
 if TYPE_CHECKING:
-    from baton.policy.load import ExportDType
     from baton.run.dry_run import Footprint
     from baton.run.loop import Loop, Observer
     from baton.run.trajectories import Sample
@@ -351,7 +350,7 @@ class Run:
         """
         from baton.run.export import export_run
 
-        return export_run(self.path, Path(to), step=step, dtype=cast("ExportDType | None", dtype))
+        return export_run(self.path, Path(to), step=step, dtype=dtype)
 
     def report(self) -> Path:
         """Write a page with curves and examples to the run's directory, and return its path.

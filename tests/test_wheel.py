@@ -123,11 +123,13 @@ def test_the_wheel_alone_runs_the_quickstart_in_an_empty_directory(bin_directory
 
     run(baton, "train", "recipes/quickstart.toml", "--dry-run", cwd=tmp_path)
     assert not list(tmp_path.iterdir())
+    assert "answer" in run(baton, "preview", "quickstart", "-n", 1, cwd=tmp_path)
     said = run(baton, "train", "quickstart", *SMALL, cwd=tmp_path)
     assert "runs/quickstart: 6 train steps, seed 0" in said
     assert "basic_arithmetic" in run(baton, "eval", "runs/quickstart", "-n", 8, cwd=tmp_path)
     assert "training reward" in run(baton, "report", "runs/quickstart", cwd=tmp_path)
     run(baton, "export", "runs/quickstart", "model", cwd=tmp_path)
     assert (tmp_path / "model" / "README.md").is_file()
+    assert run(python, "-c", "import baton; print(baton.Run('runs/quickstart').status)", cwd=tmp_path) == "finished\n"
     run(baton, "train", "quickstart", "model.path=model", "run.name=again", "--dry-run", cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "runs"]

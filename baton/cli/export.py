@@ -9,7 +9,6 @@ import typer
 
 from baton.cli.options import Json, RunPath, print_written
 from baton.console import print_json
-from baton.errors import UserError
 
 
 def export(
@@ -29,13 +28,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's model as a Hugging Face directory: merged, with tokenizer, generation config and model card."""
-    from baton.policy.load import EXPORT_DTYPES
     from baton.run.export import export_run
 
-    chosen = next((each for each in EXPORT_DTYPES if each == dtype), None)
-    if dtype is not None and chosen is None:
-        raise UserError(f"--dtype: got {dtype!r}, allowed are {', '.join(EXPORT_DTYPES)}")
-    path = export_run(run, to, step=step, dtype=chosen)
+    path = export_run(run, to, step=step, dtype=dtype)
     if as_json:
         print_json({"model": str(path)})
     else:

@@ -6,7 +6,7 @@ import json
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -31,9 +31,8 @@ from baton.policy.tokenizer import (
 )
 
 logger = logging.getLogger(__name__)
-ExportDType = Literal["float32", "bfloat16", "float16"]
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of an exported model."""
-EXPORT_DTYPES: tuple[ExportDType, ...] = get_args(ExportDType)
 
 
 def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
@@ -151,7 +150,7 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
     return model
 
 
-def save_merged(path: str, directory: Path, dtype: ExportDType) -> None:
+def save_merged(path: str, directory: Path, dtype: str) -> None:
     """Write a model with its tokenizer for other software. An adapter is merged in float32, and the result is rounded
     once.
 
@@ -169,14 +168,14 @@ def save_merged(path: str, directory: Path, dtype: ExportDType) -> None:
     tokenizer.hf.save_pretrained(directory)
 
 
-def dtype_of(path: str) -> ExportDType:
+def dtype_of(path: str) -> str:
     """Return the dtype of a model's configuration, or float32, which loses no bits, if it has no such dtype."""
     try:
-        config = AutoConfig.from_pretrained(base_of_adapter(Path(path)) or path, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError):
         return "float32"
     name = str(config.dtype).removeprefix("torch.")
-    return next((each for each in EXPORT_DTYPES if each == name), "float32")
+    return name if name in EXPORT_DTYPES else "float32"
 
 
 def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:

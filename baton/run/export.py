@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton.errors import UserError
 from baton.files import atomic_directory, writing
-from baton.policy.load import ExportDType, dtype_of, save_merged
+from baton.policy.load import EXPORT_DTYPES, dtype_of, save_merged
 from baton.records.run_directory import RunDirectory
 from baton.run.model_card import learning_curve, model_card
 from baton.trainer.checkpoint import checkpoint_path, checkpoint_step, list_checkpoints, newest_intact_checkpoint
@@ -22,24 +22,26 @@ from baton.trainer.checkpoint import checkpoint_path, checkpoint_step, list_chec
 logger = logging.getLogger(__name__)
 
 
-def export_run(run: Path, to: Path, *, step: int | None = None, dtype: ExportDType | None = None) -> Path:
+def export_run(run: Path, to: Path, *, step: int | None = None, dtype: str | None = None) -> Path:
     """Write the model of a run to the directory `to`, which must be empty or absent, and return `to`.
 
     step: train step of the checkpoint; by default, the newest intact checkpoint. dtype: dtype of the weights; by
-    default, that of the model with which the run started. An adapter is merged into its base model.
+    default, that of the model with which the run started. An adapter is merged into its base model. Raises UserError
+    for another dtype, and if there is no such checkpoint.
     """
     opened = RunDirectory.open(run)
     checkpoint = _checkpoint(opened, step)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not an empty directory: export to another path, or remove it")
-    started_from = str(opened.recipe()["model"]["path"])
-    dtype = dtype or dtype_of(started_from)
+    chosen = dtype or dtype_of(str(opened.recipe()["model"]["path"]))
+    if chosen not in EXPORT_DTYPES:
+        raise UserError(f"dtype: got {dtype!r}, allowed are {', '.join(EXPORT_DTYPES)}")
     with atomic_directory(to) as directory, writing(directory):
-        save_merged(str(checkpoint), directory, dtype)
+        save_merged(str(checkpoint), directory, chosen)
         shutil.copyfile(run / "recipe.toml", directory / "recipe.toml")
         number = checkpoint_step(checkpoint)
         (directory / "learning_curve.svg").write_text(learning_curve(opened, number), encoding="utf-8")
-        (directory / "README.md").write_text(model_card(opened, number, dtype), encoding="utf-8")
+        (directory / "README.md").write_text(model_card(opened, number, chosen), encoding="utf-8")
     return to
 
 

@@ -106,6 +106,8 @@ def test_what_cannot_be_exported_is_refused(small: Any, tmp_path: Path) -> None:
         export_run(small.run, tmp_path)
     with pytest.raises(UserError, match="has no checkpoint of step 1; there are: 2, 3"):
         export_run(small.run, tmp_path / "out", step=1)
+    with pytest.raises(UserError, match="dtype: got 'int8', allowed are float32, bfloat16, float16"):
+        export_run(small.run, tmp_path / "out", dtype="int8")
     with pytest.raises(UserError, match=r"is not a run: it has no run\.json"):
         export_run(small.model, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
