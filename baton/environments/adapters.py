@@ -18,11 +18,12 @@ from typing import Any, Literal, cast
 
 from baton.environments.calls import EnvironmentSpec
 from baton.environments.environment import Environment, Replay
-from baton.environments.tools import ToolEnvironment, prompt_text
+from baton.environments.tools import ToolEnvironment, accepted_by, prompt_text, with_success
 from baton.errors import UserError
 from baton.rewards.functions import describe_error, import_function
 
 Step = tuple[str, float, bool, bool, dict[str, Any]]
+Serial = Literal["nothing", "reset", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class LoadedEnvironment:
     replay: Replay = "log"
     note: str = ""
     """A line for the user from the class's `prepare`."""
-    serial: Literal["nothing", "reset", "all"] = "nothing"
+    serial: Serial = "nothing"
     """Calls that run one at a time in a process. The global random state of Python and numpy, which classes of other
     projects may use, is seeded before `reset`; with `all`, each episode also keeps it from call to call."""
 
@@ -52,15 +53,34 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
         seed = inspect.signature(kind.reset).parameters.get("seed")
         if seed is not None and seed.default is inspect.Parameter.empty:
             note = kind.prepare(**args) if _has(kind, "prepare") else ""
+            if issubclass(kind, ToolEnvironment):
+                return _with_tools(lambda: factory(**args), spec, replay, "nothing", note)
             return LoadedEnvironment(lambda: cast(Environment, factory(**args)), replay, note)
         return LoadedEnvironment(lambda: _Gymnasium(factory(**args)), replay, serial="all")
     if _has(kind, "reset") and public_methods(kind):
-        family = args.pop("family", "hermes")
-        return LoadedEnvironment(lambda: _TRL(factory(**args), family), replay, serial="reset")
+        family = args.pop("family", None)
+        return _with_tools(lambda: _TRL(factory(**args), family), spec, replay, "reset")
     raise UserError(
         f"environment {spec.name!r}: {spec.path!r} has none of the known shapes: reset and step (Baton, Gymnasium, "
         "GEM), init and step (SkyRL-gym), or reset and tool methods (TRL)"
     )
+
+
+def _with_tools(
+    make: Callable[[], ToolEnvironment], spec: EnvironmentSpec, replay: Replay, serial: Serial, note: str = ""
+) -> LoadedEnvironment:
+    """Load an environment with tools. Raises UserError if their schemas or the format of calls cannot be derived."""
+
+    def make_configured() -> ToolEnvironment:
+        environment = make()
+        environment.configure(spec)
+        return environment
+
+    try:
+        _closed(make_configured())
+    except UserError as error:
+        raise UserError(f"environment {spec.name!r}: {error}") from error
+    return LoadedEnvironment(make_configured, replay, note, serial)
 
 
 def public_methods(kind: type) -> list[str]:
@@ -74,6 +94,10 @@ def _probe(factory: Callable[..., Any], spec: EnvironmentSpec) -> Any:
         instance = factory(**spec.args)
     except Exception as error:
         raise UserError(f"environment {spec.name!r}: {spec.path!r} raised {describe_error(error)}") from error
+    return _closed(instance)
+
+
+def _closed(instance: Any) -> Any:
     if callable(close := getattr(instance, "close", None)):
         close()
     return instance
@@ -143,18 +167,16 @@ class _SkyRL:
 class _TRL(ToolEnvironment):
     """TRL's `environment_factory`: the row goes to `reset`, whose text is appended to the prompt."""
 
-    def __init__(self, inner: Any, family: str) -> None:
+    def __init__(self, inner: Any, family: str | None) -> None:
         super().__init__([getattr(inner, name) for name in public_methods(type(inner))], family=family)
         self._inner = inner
         self.close = getattr(inner, "close", lambda: None)
 
     def reset(self, *, seed: int, **row: Any) -> str:
-        accepted = inspect.signature(self._inner.reset).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
-        given = {"seed": seed, **row} if "seed" in accepted else row
-        text = self._inner.reset(**{name: value for name, value in given.items() if takes_all or name in accepted})
+        takes_seed = "seed" in inspect.signature(self._inner.reset).parameters
+        text = self._inner.reset(**accepted_by(self._inner.reset, {"seed": seed, **row} if takes_seed else row))
         return prompt_text(row.get("prompt", "")) + ("" if text is None else str(text))
 
     def score(self, response: str) -> tuple[float, dict[str, Any]]:
         get_reward = getattr(self._inner, "get_reward", None)
-        return (0.0 if get_reward is None else get_reward()), {}
+        return (0.0, {}) if get_reward is None else with_success(get_reward())

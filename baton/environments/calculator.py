@@ -40,8 +40,8 @@ class Calculator(ToolEnvironment):
         self,
         num_operations: int = 4,
         digits: int = 3,
-        family: str = "hermes",
-        max_turns: int = 10,
+        family: str | None = None,
+        max_turns: int | None = None,
         is_compact: bool = False,
     ) -> None:
         """`is_compact`: a call is a turn like `12*34=`, and the prompt is the expression alone. Raises UserError."""
@@ -50,7 +50,7 @@ class Calculator(ToolEnvironment):
                 f"calculator: got num_operations {num_operations} and digits {digits}; allowed are 1 to 50 and 1 to 9"
             )
         super().__init__([] if is_compact else [calculate], family=family, max_turns=max_turns)
-        self.instructions = "" if is_compact else f"{INSTRUCTIONS}\n\n{self.instructions}"
+        self.instructions = "" if is_compact else INSTRUCTIONS
         self._num_operations, self._largest, self._is_compact = num_operations, 10**digits - 1, is_compact
 
     def reset(self, *, seed: int, **row: Any) -> str:
@@ -71,7 +71,7 @@ class Calculator(ToolEnvironment):
         if call is None:
             return super().step(action)
         self._turn += 1
-        is_over = self._turn >= self._max_turns
+        is_over = self._is_last_turn
         result = calculate(int(call[1]), call[2], int(call[3]))
         return result, 0.0, False, is_over, {"tool": "calculate", **({"success": False} if is_over else {})}
 

@@ -20,6 +20,15 @@ from baton.environments.environment import Replay
 from baton.types import FailureCause
 
 
+class ToolFormat(msgspec.Struct, frozen=True):
+    """How the chat template of the model writes tools."""
+
+    family: str
+    """Form of calls; `tools.py` lists the families."""
+    is_rendered: bool = False
+    """Whether the template renders schemas. If not, the instructions contain them."""
+
+
 class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
     """One environment of a run."""
 
@@ -30,6 +39,10 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
     """Keyword arguments of the class, as plain JSON values."""
     replay: Replay | None = None
     """Overrides the class's own `replay`."""
+    tool_format: ToolFormat | None = None
+    """Format of the model's chat template; None if its calls have none of the known forms."""
+    max_turns: int | None = None
+    """Maximum number of turns of the task."""
 
 
 class EpisodeKey(msgspec.Struct, frozen=True):
@@ -101,6 +114,8 @@ class Observation(msgspec.Struct, frozen=True, tag="Observation"):
     """After a reset: text that precedes the observation in the prompt."""
     canonical: str = ""
     """After a reset: text that is equal for equivalent problems."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """After a reset: JSON schemas of tools that the chat template renders in the prompt."""
 
 
 class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):

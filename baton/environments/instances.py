@@ -166,9 +166,10 @@ class EnvironmentInstances:
         digest = digest_of(text, outcome.value or 0.0, bool(is_terminated), bool(is_truncated))
         if (num_cut := len(text) - self._max_chars) > 0:
             text = f"{text[: self._max_chars]}\n[{num_cut} more characters]"
-        instructions = canonical = ""
+        instructions, canonical, tools = "", "", ()
         if not instance.observations:
             instructions = str(getattr(instance.environment, "instructions", ""))
+            tools = tuple(getattr(instance.environment, "rendered_tools", ()))
             method = getattr(instance.environment, "canonical", None)
             canonical = text if method is None else str(method())
         tool, success = info.get("tool"), info.get("success")
@@ -187,6 +188,7 @@ class EnvironmentInstances:
                 _metrics(info),
                 instructions,
                 canonical,
+                tools,
             )
         )
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from baton.environments.calls import ToolFormat
+from baton.environments.tools import CALL_MARKERS, FAMILIES, ToolCall, tool_calls
 from baton.errors import UserError, first_line
 from baton.policy.tokenizer import Tokenizer
 from baton.types import Message
@@ -29,6 +31,9 @@ _USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
 _OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
 """As above; a template that writes messages as JSON or HTML changes it."""
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
+_KEPT = frozenset((_OPEN_THOUGHT, _CLOSE_THOUGHT, *CALL_MARKERS))
+"""Special tokens that are part of the text of a turn."""
+_TOOL = "quokka7tool"
 _THOUGHT_TAGS = re.compile(rf"(\s|{_OPEN_THOUGHT}|{_CLOSE_THOUGHT})*")
 _BEGIN_TEXT, _END_TEXT = "\ufdd0", "\ufdd1"
 """Noncharacters of Unicode around the text of a message, in a history that is rendered."""
@@ -61,7 +66,7 @@ class TokenBridge:
         added = tokenizer.hf.added_tokens_decoder
         self._added = frozenset(added)
         special = {str(token) for token in added.values() if token.special}
-        named = {str(token) for token in added.values() if str(token).strip() and str(token) in template}
+        named = {str(token) for token in added.values() if _is_mark(str(token), template)}
         self._plain = _plain_tokenizer(tokenizer.hf, special | named)
         self._roles = {"user": self._derive("user")}
         if re.search(r"""['"]tool['"]""", template):
@@ -69,7 +74,10 @@ class TokenBridge:
                 self._roles["tool"] = self._derive("tool")
         around = {added[i] for role in self._roles.values() for i in (*role.header, *role.footer) if i in added}
         self._named = _any_of(special | named)
-        self._markers = _any_of((special | set(map(str, around))) - {_OPEN_THOUGHT, _CLOSE_THOUGHT})
+        self._markers = _any_of((special | set(map(str, around))) - _KEPT)
+        self._hidden = {i for i, token in added.items() if token.special and str(token) not in _KEPT}
+        self.tool_format = self._derive_tool_format()
+        """How the template writes tools; None if its calls have none of the known forms."""
 
     @property
     def removes_thoughts(self) -> bool:
@@ -81,8 +89,8 @@ class TokenBridge:
         return "tool" if tool is not None and "tool" in self._roles else "user"
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn, without special tokens."""
-        return self._tokenizer.text(token_ids)
+        """Return the text of a turn, without special tokens except the tags of reasoning and of tool calls."""
+        return self._tokenizer.text([i for i in token_ids if i not in self._hidden], keep_special=True)
 
     def cut(self, observation: str, max_tokens: int) -> str:
         """Return the start of an observation that has at most `max_tokens`, without lone surrogates."""
@@ -102,9 +110,13 @@ class TokenBridge:
         header = around.header[self._overlap(turn_ids, around.header) :]
         return (*header, *self._plain_ids(around.strip(_clean(observation.content))), *around.footer)
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Render a history. Special tokens in the text of a message are encoded as text."""
-        rendered = self._text([Message(m.role, self._marked(m)) for m in messages], is_open=True)
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
+        """Render a history and the schemas of tools. Special tokens in them are encoded as text.
+
+        Without such text, the ids are those of `Tokenizer.prompt_ids`.
+        """
+        marked = [Message(m.role, self._marked(m)) for m in messages]
+        rendered = self._text(marked, is_open=True, tools=self._marked_values(list(tools)))
         ids: list[int] = []
         is_text = False
         for part in re.split(f"([{_BEGIN_TEXT}{_END_TEXT}])", rendered):
@@ -126,6 +138,14 @@ class TokenBridge:
         """Mark the special tokens in the text of a message. A turn keeps its tags, such as those of tool calls."""
         pattern = self._markers if message.role == "assistant" else self._named
         return pattern.sub(rf"{_BEGIN_TEXT}\g<0>{_END_TEXT}", _clean(message.content))
+
+    def _marked_values(self, value: Any) -> Any:
+        """Mark the special tokens in the texts of a JSON value."""
+        if isinstance(value, list):
+            return [self._marked_values(one) for one in value]
+        if isinstance(value, dict):
+            return {key: self._marked_values(one) for key, one in value.items()}
+        return self._marked(Message("tool", value)) if isinstance(value, str) else value
 
     # ---- derivation --------------------------------------------------------------------------------------------------
 
@@ -171,12 +191,37 @@ class TokenBridge:
         messages = (Message("user", _USER), Message("assistant", thought), Message(role, _OBSERVATION))
         return _THOUGHT not in self._text(messages, is_open=True)
 
-    def _text(self, messages: Sequence[Message], *, is_open: bool) -> str:
-        chat = [{"role": m.role, "content": m.content} for m in messages]
+    def _derive_tool_format(self) -> ToolFormat | None:
+        """Find the family that reads a call as the template writes it, and whether the template renders schemas."""
+        call = ToolCall(_TOOL, {"text": "a b", "number": 7})
+        function = {"name": call.name, "arguments": call.arguments}
+        calls = [{"id": "quokka777", "type": "function", "function": function}]
+        parameters = {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}}
+        schema = {"name": _TOOL, "description": "A tool.", "parameters": parameters}
+        tools = [{"type": "function", "function": schema}]
+        user = {"role": "user", "content": _USER}
         try:
-            return str(self._tokenizer.hf.apply_chat_template(chat, add_generation_prompt=is_open, tokenize=False))
+            asked, plain = (self._render([user], is_open=True, tools=given) for given in (tools, []))
+            shown = self._render(
+                [user, {"role": "assistant", "content": "", "tool_calls": calls}], is_open=False, tools=tools
+            )
+        except UserError:
+            return None
+        turn = shown.removeprefix(asked) if shown.startswith(asked) else shown.rpartition(_USER)[2]
+        turn = self.text(self._tokenizer.ids(turn))
+        family = next((family for family in FAMILIES if tool_calls(turn, family) == [call]), None)
+        is_rendered = _TOOL in asked and asked.rpartition(_USER)[2] == plain.rpartition(_USER)[2]
+        return None if family is None else ToolFormat(family, is_rendered)
+
+    def _text(self, messages: Sequence[Message], *, is_open: bool, tools: Sequence[Any] = ()) -> str:
+        return self._render([{"role": m.role, "content": m.content} for m in messages], is_open=is_open, tools=tools)
+
+    def _render(self, chat: Sequence[dict[str, Any]], *, is_open: bool, tools: Sequence[Any]) -> str:
+        render = self._tokenizer.hf.apply_chat_template
+        try:
+            return str(render(list(chat), tools=list(tools) or None, add_generation_prompt=is_open, tokenize=False))
         except Exception as error:  # templates are programs and raise what they like
-            roles = ", ".join(m.role for m in messages)
+            roles = ", ".join(m["role"] for m in chat)
             raise self._refused(f"it cannot render {roles}: {first_line(error)}") from error
 
     def _refused(self, why: str) -> UserError:
@@ -184,6 +229,13 @@ class TokenBridge:
             f"the chat template of {getattr(self._tokenizer.hf, 'name_or_path', '') or 'the tokenizer'} cannot be used "
             f"for multi-turn tasks: {why}; use a model or a chat_template.jinja that renders turns one after another"
         )
+
+
+def _is_mark(token: str, template: str) -> bool:
+    """Whether an added token that has no special flag is a mark, such as <think> and <|file_sep|>, and not a word or a
+    tag of HTML."""
+    is_in_form = re.fullmatch(r"<[|｜].+[|｜]>|</?(think|tool_call|tool_response)>", token) is not None
+    return bool(token.strip()) and (is_in_form or token in template)
 
 
 def _opens(prompt: str, shown: str) -> bool:

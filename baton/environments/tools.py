@@ -16,14 +16,19 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import msgspec
 
+from baton.environments.calls import EnvironmentSpec, ToolFormat
 from baton.errors import UserError
 from baton.rewards.functions import import_function
 
 FAMILIES = ("hermes", "llama3", "mistral")
+CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""Tags of calls, which are special tokens of some tokenizers."""
 MAX_ERROR_CHARS = 500
 _FORMAT = {
     "hermes": (
@@ -48,17 +53,6 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: dict[str, Any]
     error: str | None = None
     """Reason why the call cannot be read; None if it can."""
-
-
-def family_of(chat_template: str) -> str:
-    """Return the family of a chat template. Raises UserError if its tool calls have none of the known forms."""
-    if "<tool_call>" in chat_template and "<function=" not in chat_template and "<arg_key>" not in chat_template:
-        return "hermes"
-    if "[TOOL_CALLS]" in chat_template and "[ARGS]" not in chat_template:
-        return "mistral"
-    if "<|start_header_id|>" in chat_template and '"parameters"' in chat_template:
-        return "llama3"
-    raise UserError(f"tool calls of this model's chat template cannot be read; known are {', '.join(FAMILIES)}")
 
 
 def tool_calls(text: str, family: str) -> list[ToolCall]:
@@ -116,26 +110,69 @@ def prompt_text(prompt: Any) -> str:
     return "\n\n".join(str(message["content"]) for message in prompt)
 
 
+def accepted_by(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are parameters of a function."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: value for name, value in values.items() if takes_all or name in parameters}
+
+
+def with_success(reward: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a reward and its info: a reward of 1 or more is a success."""
+    reward = waited(reward)
+    return reward, {"success": float(reward) >= 1.0} if isinstance(reward, Real) else {}
+
+
 class ToolEnvironment:
     """An environment whose turns call functions. The first observation is the row's `prompt`."""
+
+    instructions = ""
+    """Instructions of a subclass. `configure` appends those of the tools."""
 
     def __init__(
         self,
         tools: Sequence[str | Callable[..., Any]],
         *,
-        family: str = "hermes",
+        family: str | None = None,
         reward: str | None = None,
-        max_turns: int = 10,
+        max_turns: int | None = None,
     ) -> None:
-        """`tools`: functions or import paths. `reward`: path of a function of (response, **row) that scores the last
-        turn; without it the reward is 0. Raises UserError."""
-        if family not in FAMILIES:
+        """`tools`: functions or import paths. `family`: form of calls; by default that of the chat template.
+        `reward`: path of a function of the last turn's text and of columns of the row; without it the reward is 0.
+        `max_turns`: at most, and by default, those of the task. Raises UserError."""
+        if family not in (None, *FAMILIES):
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
         functions = [import_function(one, what="tool") if isinstance(one, str) else one for one in tools]
         self._tools: dict[str, Callable[..., Any]] = {one.__name__: one for one in functions}
-        self._family, self._max_turns, self._turn = family, max_turns, 0
+        self._schemas = [tool_schema(one) for one in functions]
+        self._format = None if family is None else ToolFormat(family)
+        self._max_turns, self._turn = max_turns, 0
         self._reward = None if reward is None else import_function(reward, what="reward of the tools")
-        self.instructions = _instructions(tuple(functions), family)
+
+    def configure(self, spec: EnvironmentSpec) -> None:
+        """Use the format of the model's chat template, unless another family is given, and the turns of the task.
+
+        Raises UserError if the tools have no format.
+        """
+        if self._max_turns is None or (spec.max_turns is not None and spec.max_turns < self._max_turns):
+            self._max_turns = spec.max_turns
+        of_model = spec.tool_format
+        if self._format is None or (of_model is not None and self._format.family == of_model.family):
+            self._format = of_model
+        if self._tools and self._format is None:
+            raise UserError(
+                "the model's chat template writes tool calls in none of the forms that can be read, which are those of "
+                f"{', '.join(FAMILIES)}; use another model, or set params.family to the form that the model writes"
+            )
+        if self._tools and self._format is not None and not self._format.is_rendered:
+            schemas = "\n".join(map(json.dumps, self._schemas))
+            text = f"You may call these functions:\n<tools>\n{schemas}\n</tools>\n\n{_FORMAT[self._format.family]}"
+            self.instructions = f"{self.instructions}\n\n{text}".lstrip()
+
+    @property
+    def rendered_tools(self) -> list[dict[str, Any]]:
+        """Schemas for the chat template, if it renders them."""
+        return self._schemas if self._format is not None and self._format.is_rendered else []
 
     def reset(self, *, seed: int, **row: Any) -> str:
         """Return the prompt of the row."""
@@ -145,19 +182,27 @@ class ToolEnvironment:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Execute the calls of a turn; a turn without calls ends the episode and is scored."""
         self._turn += 1
-        calls = tool_calls(action, self._family)
+        assert self._format is not None or not self._tools, "tools need a family: give one, or call `configure`"
+        calls = [] if self._format is None else tool_calls(action, self._format.family)
         if not calls:
             reward, info = self.score(action)
             return "", reward, True, False, {"num_calls": 0, **info}
         results = [self._execute(call) for call in calls]
         info = {"tool": calls[0].name, "num_calls": len(calls), "num_errors": sum(not ok for _, ok in results)}
-        is_over = self._turn >= self._max_turns
+        is_over = self._is_last_turn
         reward, scored = self.score(action) if is_over else (0.0, {})
         return "\n".join(text for text, _ in results), reward, False, is_over, {**info, **scored}
 
+    @property
+    def _is_last_turn(self) -> bool:
+        return self._max_turns is not None and self._turn >= self._max_turns
+
     def score(self, response: str) -> tuple[float, dict[str, Any]]:
         """Return the reward of the last turn, and its info."""
-        return (0.0 if self._reward is None else self._reward(response, **self._row)), {}
+        if self._reward is None:
+            return 0.0, {}
+        scored = partial(self._reward, response)
+        return with_success(scored(**accepted_by(scored, self._row)))
 
     def _execute(self, call: ToolCall) -> tuple[str, bool]:
         if call.error is not None:
@@ -165,18 +210,16 @@ class ToolEnvironment:
         if call.name not in self._tools:
             return f"error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", False
         try:
-            result = self._tools[call.name](**call.arguments)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
+            result = waited(self._tools[call.name](**call.arguments))
             return result if isinstance(result, str) else json.dumps(result, default=str), True
         except Exception as error:  # noqa: BLE001 - reported to the policy, as TRL does
             return f"error: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS], False
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def waited(result: Any) -> Any:
+    """Return the result of a call of a function that may be async."""
 
+    async def wait() -> Any:
+        return await result
 
-def _instructions(functions: tuple[Callable[..., Any], ...], family: str) -> str:
-    schemas = "\n".join(json.dumps(tool_schema(one)) for one in functions)
-    return f"You may call these functions:\n<tools>\n{schemas}\n</tools>\n\n{_FORMAT[family]}"
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result

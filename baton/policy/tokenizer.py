@@ -27,10 +27,6 @@ class Tokenizer:
         ids = self.hf.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
         return tuple(int(i) for i in ids)
 
-    def num_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of ids of a conversation."""
-        return len(self.prompt_ids(messages))
-
     def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Return the text of ids. With `keep_special`, the text includes special tokens."""
         return str(self.hf.decode(list(token_ids), skip_special_tokens=not keep_special))

@@ -10,7 +10,7 @@ from baton.profile.bench import BenchResult, ScriptedLengths, bench_engine, benc
 from baton.recipe.recipe import Recipe
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.run.assemble import set_up_torch
-from baton.run.tokenization import TokenizedPrompts
+from baton.run.tokenization import PromptEncoder, TokenizedPrompts
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.types import PolicyVersion
 
@@ -27,7 +27,8 @@ def bench_rollout(
         return bench_flat(sides, lengths, steps=steps)
     set_up_torch(1)
     tokenizer = load_tokenizer(recipe.model.path)
-    mixture = TaskMixture(recipe.task, recipe.answer)
+    encoder = PromptEncoder(tokenizer, recipe.task)
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, tool_format=encoder.tool_format)
     device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.engine.dtype)
     model = load_model(recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("bench", 0), ())
@@ -35,7 +36,7 @@ def bench_rollout(
     return bench_engine(
         engine,
         sides,
-        lambda: TokenizedPrompts(PromptStream(mixture, recipe.run.seed), tokenizer),
+        lambda: TokenizedPrompts(PromptStream(mixture, recipe.run.seed), encoder),
         lengths,
         tensors,
         on_cpu=device.type == "cpu",

@@ -35,7 +35,7 @@ from baton.rollout.controller import RolloutController
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.assemble import build_engine, build_port, build_trainer
-from baton.run.tokenization import TokenizedPrompts
+from baton.run.tokenization import PromptEncoder, TokenizedPrompts
 from baton.specs.workload import Workload, measured
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.trainer import PublishedWeights, Trainer
@@ -79,7 +79,6 @@ class _Rollouts:
 
     def __init__(self, recipe: Recipe, weights: PublishedWeights, directory: Path) -> None:
         rollout, seed = recipe.rollout, recipe.run.seed
-        tokenizer = load_tokenizer(recipe.model.path)
         sampling = rollout.sampling()
         longest = min(sampling.max_new_tokens, LONGEST_ROLLOUT)
         sampling = msgspec.structs.replace(sampling, max_new_tokens=longest)
@@ -92,7 +91,9 @@ class _Rollouts:
         self._worker = WorkerClient(
             self.port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens
         )
-        self._prompts = TokenizedPrompts(PromptStream(TaskMixture(recipe.task, recipe.answer), seed), tokenizer)
+        encoder = PromptEncoder(load_tokenizer(recipe.model.path), recipe.task)
+        mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, tool_format=encoder.tool_format)
+        self._prompts = TokenizedPrompts(PromptStream(mixture, seed), encoder)
         self._sampling = SeededSampling(sampling, seed)
         self._shape = {"batch_groups": rollout.batch_groups, "group_size": rollout.group_size}
         self._controller = self._new_controller({"mode": "sync"})

@@ -316,7 +316,7 @@ class EpisodePlayer:
         turns = (earlier.action for earlier in episode.exchanges if earlier.path == len(episode.earlier))
         if bridge.begins_path(turns, observation.role):
             ended = msgspec.structs.replace(trajectory, finish_reason=FinishReason.STOP)
-            prompt_ids = bridge.prompt(self._history(opened, rules))
+            prompt_ids = bridge.prompt(self._history(opened, rules), opened.prompt.metadata.get("tools", ()))
             grown = Trajectory(trajectory.group_id, trajectory.sample_index, prompt_ids)
             episode = msgspec.structs.replace(episode, earlier=(*episode.earlier, ended))
         else:
@@ -375,7 +375,7 @@ class EpisodePlayer:
         return EpisodeKey(self._stream, *_key(opened.trajectory), opened.episode.attempt)
 
     def _action(self, trajectory: Trajectory) -> str:
-        """Return the text of the last turn, without special tokens."""
+        """Return the text of the last turn."""
         return self._setup.bridge.text(trajectory.turn_ids)
 
     def _history(self, opened: _Open, rules: EpisodeRules) -> tuple[Message, ...]:

@@ -50,7 +50,7 @@ from baton.run.evaluation import evaluate
 from baton.run.hosting import check_swarm, open_swarm
 from baton.run.loop import Loop, LoopState, Observer
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point, with_revisions
-from baton.run.tokenization import ResponseScorer, TokenizedPrompts
+from baton.run.tokenization import PromptEncoder, ResponseScorer, TokenizedPrompts
 from baton.stop import StopRequest
 from baton.swarm.supervisor import WorkerSupervisor
 from baton.tasks.environment import EnvironmentTask
@@ -192,13 +192,14 @@ def _build_loop(
     config, _ = check_room(recipe, is_here=worker_supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):
         observer.said(f"experimental: {'; '.join(parts)}")
-    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task)
+    encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
     with ExitStack() as undo:
         undo.callback(mixture.close)
         judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
-        held_out = _prompts(recipe, mixture, tokenizer, observer)
+        held_out = _prompts(recipe, mixture, encoder, observer)
         place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
-        episodes = open_episodes(recipe, mixture, tokenizer, observer.said)
+        episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
         if episodes is not None:
             undo.callback(episodes.close)
         trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
@@ -210,9 +211,7 @@ def _build_loop(
         undo.pop_all()
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     scorer = ResponseScorer(judge, tokenizer, trace)
-    sweep, controller = _rollout_side(
-        recipe, port, TokenizedPrompts(stream, tokenizer), scorer, journal, stop, episodes
-    )
+    sweep, controller = _rollout_side(recipe, port, TokenizedPrompts(stream, encoder), scorer, journal, stop, episodes)
     return Loop(
         run=run,
         lock=lock,
@@ -220,7 +219,7 @@ def _build_loop(
         held_out=held_out,
         samples_of=mixture.samples,
         judge=judge,
-        tokenizer=tokenizer,
+        encoder=encoder,
         port=port,
         episodes=episodes,
         sweep=sweep,
@@ -243,7 +242,7 @@ def _build_loop(
     )
 
 
-def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observer: Observer) -> list[Prompt]:
+def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, observer: Observer) -> list[Prompt]:
     """Exclude prompts that are too long from the tasks, and return the held-out prompts.
 
     Reports to the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held
@@ -251,7 +250,7 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, tokenizer: Tokenizer, observe
     """
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
-        for lengths in measure(mixture, tokenizer.num_tokens, room, seed=seed, on_measured=measured):
+        for lengths in measure(mixture, encoder.num_tokens, room, seed=seed, on_measured=measured):
             if lengths.too_long:
                 observer.said(f"task {lengths}")
     if not recipe.eval.enabled:
@@ -336,17 +335,17 @@ def _rollout_side(
 
 
 def open_episodes(
-    recipe: Recipe | TaskRecipe, mixture: TaskMixture, tokenizer: Tokenizer, say: Callable[[str], None]
+    recipe: Recipe | TaskRecipe, mixture: TaskMixture, bridge: TokenBridge | None, say: Callable[[str], None]
 ) -> EpisodeSetup | None:
     """Start the environments of a recipe's multi-turn tasks. Return None if the recipe has no multi-turn task.
 
-    Raises UserError if the chat template does not allow turns, or if an environment cannot be loaded.
+    Raises UserError if an environment cannot be loaded.
     """
+    if bridge is None:
+        return None
     every = {**mixture.tasks, **mixture.tests}
     tasks = {name: task for name, task in every.items() if isinstance(task, EnvironmentTask)}
-    if not tasks:
-        return None
-    bridge, settings = TokenBridge(tokenizer), {task.name: task for task in (*recipe.task, *recipe.eval.task)}
+    settings = {task.name: task for task in (*recipe.task, *recipe.eval.task)}
     if bridge.removes_thoughts:
         say(
             "the chat template removes reasoning from earlier turns: an episode continues in a new path after each turn"
@@ -450,7 +449,7 @@ class Sampler:
     prompts: Sequence[Prompt]
     samples: Mapping[str, int]
     """Test set → number of responses per prompt, if the recipe states one."""
-    tokenizer: Tokenizer
+    encoder: PromptEncoder
     judge: RewardScorer
     rollout: EvalRollout
 
@@ -460,7 +459,7 @@ class Sampler:
         return evaluate(
             self.rollout,
             self.judge,
-            self.tokenizer,
+            self.encoder,
             self.prompts,
             sampling,
             samples=samples or 1 if sampling.temperature else 1,
@@ -480,15 +479,16 @@ def open_sampler(
     """Load a model, and open the tasks and scorers of a recipe. choose: selects the prompts."""
     set_up_torch(recipe.run.threads)
     tokenizer = load_tokenizer(model_path)
-    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task)
-    mixture.limit(tokenizer.num_tokens, recipe.engine.max_context_tokens - 1)
+    encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
+    mixture.limit(encoder.num_tokens, recipe.engine.max_context_tokens - 1)
     judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
     prompts = choose(mixture)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
     model = load_model(model_path, dtype=torch_dtype(recipe.engine.dtype), device=device)
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
-    episodes = open_episodes(recipe, mixture, tokenizer, logger.info)
+    episodes = open_episodes(recipe, mixture, encoder.bridge, logger.info)
     timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
     worker = WorkerClient(LocalTransport(engine), timeout_s, max_context_tokens=most_tokens)
     with _memory_errors(recipe), closing(mixture), judge, closing(episodes) if episodes is not None else nullcontext():
-        yield Sampler(prompts, mixture.samples, tokenizer, judge, EvalRollout(worker, episodes))
+        yield Sampler(prompts, mixture.samples, encoder, judge, EvalRollout(worker, episodes))

@@ -9,7 +9,6 @@ import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from baton.environments.token_bridge import TokenBridge
 from baton.errors import UserError, first_line
 from baton.policy.adapters import add_adapters, base_of_adapter
 from baton.policy.load import check_weight_files, torch_device, torch_dtype
@@ -18,6 +17,7 @@ from baton.policy.tokenizer import load_tokenizer, split_revision
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
 from baton.rewards.scorer import RewardScorer
+from baton.run.tokenization import PromptEncoder
 from baton.tasks.prompt_lengths import PromptLengths, measure
 from baton.tasks.stream import PromptStream, TaskMixture
 from baton.trainer.optimizer import check_schedule
@@ -66,14 +66,13 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     tokenizer = load_tokenizer(recipe.model.path)
     check_weight_files(recipe.model.path)
     config, model = check_room(recipe, is_here=is_here)
-    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task)
-    if len(mixture.scored_tasks) < len(mixture.tasks) + len(mixture.tests):
-        TokenBridge(tokenizer)
+    encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
+    mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
     RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
     with closing(mixture):
-        prompts = measure(mixture, tokenizer.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
+        prompts = measure(mixture, encoder.num_tokens, recipe.engine.max_context_tokens, seed=recipe.run.seed)
         held_out = mixture.held_out(recipe.eval.num_prompts, or_fewer=True) if recipe.eval.enabled else []
-        prompt_ids = tokenizer.prompt_ids(PromptStream(mixture, recipe.run.seed).take(1)[0].messages)
+        prompt_ids = encoder.ids(PromptStream(mixture, recipe.run.seed).take(1)[0])
     parameters = sum(p.numel() for p in model.parameters())
     weights_bytes, cache_bytes = _engine_bytes(recipe, config, model)
     trainer_bytes, gradient_bytes = _trainer_bytes(recipe, model)

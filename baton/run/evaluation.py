@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from baton.policy.tokenizer import Tokenizer
 from baton.records.evaluation import Evaluation, share_interval
 from baton.rewards.scorer import RewardScorer
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
+from baton.run.tokenization import PromptEncoder
 from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory, Trajectory
 
 EVAL_NOISE = 0x5EED_E7A1
@@ -19,7 +19,7 @@ only because of their weights."""
 def evaluate(
     sweep: EvalRollout,
     judge: RewardScorer,
-    tokenizer: Tokenizer,
+    encoder: PromptEncoder,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     *,
@@ -34,7 +34,7 @@ def evaluate(
     With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is requested.
     """
     sizes = [(samples_of or {}).get(p.task, samples) for p in prompts]
-    requests = [EvalGroup(index, tokenizer.prompt_ids(p.messages), sizes[index], p) for index, p in enumerate(prompts)]
+    requests = [EvalGroup(index, encoder.ids(p), sizes[index], p) for index, p in enumerate(prompts)]
     members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
     finished: list[list[Trajectory]] = [[] for _ in prompts]
     for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
@@ -45,7 +45,7 @@ def evaluate(
         ready.append(trajectory)
         if len(ready) == sizes[trajectory.group_id] or not judge.sees_groups:
             ready.sort(key=lambda t: t.sample_index)
-            texts = [tokenizer.text(t.token_ids) for t in ready]
+            texts = [encoder.tokenizer.text(t.token_ids) for t in ready]
             judge.submit(ready, prompts[trajectory.group_id], texts)
             finished[trajectory.group_id] = []
     for judged in judge.drain(sweep.worker.stop.check):

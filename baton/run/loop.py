@@ -23,7 +23,6 @@ from baton.errors import (
     UserError,
 )
 from baton.files import STORAGE_ERRORS
-from baton.policy.tokenizer import Tokenizer
 from baton.recipe.sections import CheckpointSettings, EvalSettings
 from baton.records.evaluation import Evaluation, evaluation_metrics
 from baton.records.journal import Journal, StreamCursor
@@ -41,6 +40,7 @@ from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import WorkerTransport
 from baton.run.device_sharing import DeviceSharing
 from baton.run.evaluation import evaluate
+from baton.run.tokenization import PromptEncoder
 from baton.stop import Stopped, StopRequest
 from baton.tasks.stream import PromptStream
 from baton.trainer.trainer import Trainer
@@ -106,7 +106,7 @@ class Loop:
     held_out: Sequence[Prompt]
     """Prompts of evaluations; empty if the recipe disables evaluations."""
     judge: RewardScorer
-    tokenizer: Tokenizer
+    encoder: PromptEncoder
     port: WorkerTransport
     sweep: EvalRollout
     """Part that generates responses for evaluations."""
@@ -446,7 +446,7 @@ class Loop:
                     found, groups = evaluate(
                         self.sweep,
                         self.judge,
-                        self.tokenizer,
+                        self.encoder,
                         self.held_out,
                         sampling,
                         samples=samples,

@@ -38,7 +38,7 @@ def preview(recipe: Recipe, num_prompts: int) -> Preview:
         begin = time.perf_counter()
         _, groups = it.sample(recipe.rollout.sampling(), SAMPLES)
         seconds = time.perf_counter() - begin
-        responses = [decode(it.tokenizer, 0, group, member) for group in groups for member in group.members]
+        responses = [decode(it.encoder.tokenizer, 0, group, member) for group in groups for member in group.members]
     return Preview(tuple(responses), tuple(_findings(recipe, needs, groups, seconds)))
 
 

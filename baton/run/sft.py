@@ -26,6 +26,7 @@ from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.run.assemble import evaluate_model, set_up_torch
 from baton.run.resume import with_revisions
+from baton.run.tokenization import PromptEncoder
 from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.stream import PromptStream, TaskMixture
@@ -91,7 +92,10 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> WarmStartReport:
     is_evaluated = recipe.eval.enabled and bool(recipe.task or recipe.eval.task)
     if is_evaluated:  # errors of the tasks are raised before the training, not in the evaluation after the training
-        tests = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task)
+        tokenizer = None if recipe.model is None else load_tokenizer(recipe.model.path)
+        tasks = (*recipe.task, *recipe.eval.task)
+        tool_format = None if tokenizer is None else PromptEncoder(tokenizer, tasks).tool_format
+        tests = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
         tests.held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
     threads = set_up_torch(recipe.run.threads)

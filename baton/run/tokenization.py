@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from baton.environments.calls import ToolFormat
+from baton.environments.token_bridge import TokenBridge
 from baton.policy.tokenizer import Tokenizer
 from baton.records.trace import Tracer
 from baton.rewards.scorer import RewardScorer
-from baton.tasks.stream import PromptStream
+from baton.tasks.stream import ProblemSettings, PromptStream
 from baton.types import Prompt, ScoredTrajectory, Trajectory
 
 MAX_SPAN_S = 1.0
@@ -16,11 +18,37 @@ MAX_SPAN_S = 1.0
 little if the process ends."""
 
 
+class PromptEncoder:
+    """Converts prompts to token ids. Prompts of multi-turn tasks have no special tokens but those of the template, as
+    the observations that follow."""
+
+    def __init__(self, tokenizer: Tokenizer, tasks: Sequence[ProblemSettings] = ()) -> None:
+        """Raises UserError if a task is multi-turn and the chat template does not allow turns."""
+        self.tokenizer = tokenizer
+        self._multi_turn = {task.name for task in tasks if task.environment is not None}
+        self.bridge = TokenBridge(tokenizer) if self._multi_turn else None
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the chat template writes tools; None if it is unknown or if no task is multi-turn."""
+        return None if self.bridge is None else self.bridge.tool_format
+
+    def ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the ids of a prompt, which end with those that start the policy's turn."""
+        if self.bridge is None or prompt.task not in self._multi_turn:
+            return self.tokenizer.prompt_ids(prompt.messages)
+        return self.bridge.prompt(prompt.messages, prompt.metadata.get("tools", ()))
+
+    def num_tokens(self, prompt: Prompt) -> int:
+        """Return the number of ids of a prompt."""
+        return len(self.ids(prompt))
+
+
 class TokenizedPrompts:
     """The `PromptSource` of a run: the prompts of a stream with their token ids."""
 
-    def __init__(self, stream: PromptStream, tokenizer: Tokenizer) -> None:
-        self._stream, self._tokenizer = stream, tokenizer
+    def __init__(self, stream: PromptStream, encoder: PromptEncoder) -> None:
+        self._stream, self._encoder = stream, encoder
 
     @property
     def position(self) -> dict[str, int]:
@@ -28,7 +56,7 @@ class TokenizedPrompts:
 
     def take(self) -> tuple[Prompt, tuple[int, ...]]:
         (prompt,) = self._stream.take(1)
-        return prompt, self._tokenizer.prompt_ids(prompt.messages)
+        return prompt, self._encoder.ids(prompt)
 
 
 class ResponseScorer:

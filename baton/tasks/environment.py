@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,18 +30,21 @@ process."""
 POLL_S = 60.0
 
 
-def environment_spec(name: str, environment: str | type, args: Mapping[str, Any], **fields: Any) -> EnvironmentSpec:
-    """Return the spec of an environment, given by a short name, an import path or a class."""
-    if isinstance(environment, str):
-        path = SHIPPED.get(environment, environment)
-    else:
-        path = f"{environment.__module__}:{environment.__qualname__}"
-        if "<locals>" in path or environment.__module__ == "__main__":
-            raise UserError(
-                f"environment {name!r}: {path} cannot be imported by another process; define the class at the top "
-                "level of a module other than the script"
-            )
-    return EnvironmentSpec(name, path, dict(args), **fields)
+def environment_spec(name: str, environment: str, args: Mapping[str, Any], **fields: Any) -> EnvironmentSpec:
+    """Return the spec of an environment, given by a short name or an import path."""
+    return EnvironmentSpec(name, SHIPPED.get(environment, environment), dict(args), **fields)
+
+
+def import_path(given: Any) -> Any:
+    """Return the import path of a class or function; other values unchanged. Raises ValueError if there is none."""
+    if not inspect.isclass(given) and not inspect.isfunction(given):
+        return given
+    path = f"{given.__module__}:{given.__qualname__}"
+    if "<" in path or given.__module__ == "__main__":
+        raise ValueError(
+            f"{path} cannot be imported by another process; define it at the top level of a module, not of the script"
+        )
+    return path
 
 
 class EnvironmentTask:
@@ -78,6 +82,8 @@ class EnvironmentTask:
             raise UserError(f"task {self.name!r}: the environment failed on a reset: {first.message} ({first.cause})")
         question = "\n\n".join(filter(None, (first.instructions, first.text)))
         metadata = {"environment": self.name, "seed": reset_seed, "row": row, "first_digest": first.digest}
+        if first.tools:
+            metadata["tools"] = list(first.tools)
         return Problem(question, first.canonical, None, metadata, (Message("user", question),))
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:

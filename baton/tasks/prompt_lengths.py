@@ -14,7 +14,7 @@ from baton.errors import UserError
 from baton.tasks.dataset import FileTask
 from baton.tasks.stream import TaskMixture
 from baton.tasks.task import Problem
-from baton.types import Message
+from baton.types import Prompt
 
 SAMPLE = 64
 """Number of problems of a generated task that are measured."""
@@ -55,7 +55,7 @@ class PromptLengths(msgspec.Struct, frozen=True):
 
 def measure(
     mixture: TaskMixture,
-    num_tokens: Callable[[Sequence[Message]], int],
+    num_tokens: Callable[[Prompt], int],
     max_context_tokens: int,
     *,
     seed: int,
@@ -93,16 +93,16 @@ def _lengths(
     mixture: TaskMixture,
     name: str,
     problems: Sequence[Problem],
-    num_tokens: Callable[[Sequence[Message]], int],
+    num_tokens: Callable[[Prompt], int],
     max_tokens: int,
 ) -> Iterator[int]:
     """Yield the number of tokens of each prompt, sorted by characters (longest first), until the other prompts are
     assumed to fit."""
-    prompts = [mixture.prompt(name, problem).messages for problem in problems]
-    prompts.sort(key=lambda messages: -sum(len(m.content) for m in messages))
+    prompts = [mixture.prompt(name, problem) for problem in problems]
+    prompts.sort(key=lambda prompt: -sum(len(m.content) for m in prompt.messages))
     short = 0
-    for messages in prompts[:MAX_MEASURED]:
-        length = num_tokens(messages)
+    for prompt in prompts[:MAX_MEASURED]:
+        length = num_tokens(prompt)
         yield length
         short = short + 1 if 2 * length < max_tokens else 0
         if short == SHORT_IN_A_ROW:

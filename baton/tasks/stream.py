@@ -9,18 +9,20 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from baton.environments.calls import ToolFormat
 from baton.environments.settings import EnvironmentSettings
 from baton.errors import TaskExhausted, UserError
 from baton.rewards.answer import INSTRUCTIONS
 from baton.rewards.settings import AnswerSettings
 from baton.settings import Settings
 from baton.tasks.dataset import FileTask
-from baton.tasks.environment import EnvironmentTask, environment_spec
+from baton.tasks.environment import EnvironmentTask, environment_spec, import_path
 from baton.tasks.gym import GymTask
 from baton.tasks.rows import read_rows
 from baton.tasks.task import HELD_OUT_PERCENT, Problem, Task
 from baton.types import Message, Prompt
 
+TOOLS = "baton.environments.tools:ToolEnvironment"
 MAX_MISSES = 2_000
 """A task counts as exhausted after this number of consecutive draws without a usable problem."""
 
@@ -62,6 +64,10 @@ class ProblemSettings(Settings):
     """Environment of a multi-turn task: the name of a shipped environment such as "sokoban", or `module:Class`, or
     `file.py:Class`. `params` are the arguments of the class. With a `path`, the columns of a row are the arguments of
     `reset`."""
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call in a multi-turn task, as `module:function` or `file.py:function`. They replace
+    `environment`. `params.reward` names a function that scores the last turn. The first observation is the row's
+    `prompt`."""
     max_turns: int = Field(default=10, ge=1)
     """For multi-turn tasks: maximum number of turns of an episode."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
@@ -80,6 +86,20 @@ class ProblemSettings(Settings):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of a prompt, if it is lower than the limit that engine.max_context_tokens sets. Longer
     prompts are too long."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_objects(cls, given: Any) -> Any:
+        """Replace classes and functions by their import paths. Functions make an environment."""
+        if not isinstance(given, dict):
+            return given
+        found = {key: import_path(value) for key, value in given.items()}
+        if isinstance(found.get("params"), dict):
+            found["params"] = {key: import_path(value) for key, value in found["params"].items()}
+        if isinstance(found.get("tools"), (list, tuple)) and found["tools"]:
+            found["tools"] = [import_path(one) for one in found["tools"]]
+            found["environment"] = found.get("environment") or TOOLS
+        return found
 
     @model_validator(mode="after")
     def _one_source(self) -> ProblemSettings:
@@ -106,13 +126,23 @@ class ProblemSettings(Settings):
             raise ValueError(
                 f"{given[0]} does not apply to a task with an environment, which gives prompts and rewards"
             )
+        if self.tools and self.environment != TOOLS:
+            raise ValueError("tools make an environment: remove environment, or remove tools")
+        if self.tools and "reward" not in self.params:
+            raise ValueError("tools need params.reward, the import path of a function that scores the last turn")
         return self
 
-    def build(self, environments: EnvironmentSettings | None = None) -> Task:
-        """Open the source of problems. Raises UserError if the source cannot provide a problem."""
+    def build(self, environments: EnvironmentSettings | None = None, tool_format: ToolFormat | None = None) -> Task:
+        """Open the source of problems. Raises UserError if the source cannot provide a problem.
+
+        tool_format: how the model's chat template writes tools.
+        """
         if self.environment is not None:
             rows = [] if self.path is None else read_rows(f"task {self.name!r}", self.path, self.split, self.config)
-            spec = environment_spec(self.name, self.environment, self.params)
+            args = {**self.params, "tools": list(self.tools)} if self.tools else self.params
+            spec = environment_spec(
+                self.name, self.environment, args, tool_format=tool_format, max_turns=self.max_turns
+            )
             return EnvironmentTask(spec, environments or EnvironmentSettings(), [row for _, row in rows])
         if self.path is not None:
             return FileTask(
@@ -173,8 +203,11 @@ class TaskMixture:
         answer: AnswerSettings,
         environments: EnvironmentSettings | None = None,
         tests: Sequence[EvalTaskSettings] = (),
+        tool_format: ToolFormat | None = None,
     ) -> None:
-        """Open every task and test set. Raises UserError for an empty mixture or two tasks with the same name."""
+        """Open every task and test set. `tool_format`: how the model's chat template writes tools.
+
+        Raises UserError for an empty mixture or two tasks with the same name."""
         if not (settings or tests):
             raise UserError("the recipe has no [[task]]: add at least one")
         every: list[ProblemSettings] = [*settings, *tests]
@@ -184,7 +217,7 @@ class TaskMixture:
             raise UserError(
                 f"[[task]] and [[eval.task]]: the name {min(twice)!r} is used twice; give each task its own name"
             )
-        opened = {s.name: s.build(environments) for s in every}
+        opened = {s.name: s.build(environments, tool_format) for s in every}
         self.tasks: dict[str, Task] = {s.name: opened[s.name] for s in settings}
         """Tasks of the training stream."""
         self.tests: dict[str, Task] = {s.name: opened[s.name] for s in tests}
@@ -223,10 +256,10 @@ class TaskMixture:
             if isinstance(task, EnvironmentTask):
                 task.close()
 
-    def limit(self, num_tokens: Callable[[Sequence[Message]], int], max_tokens: int) -> None:
+    def limit(self, num_tokens: Callable[[Prompt], int], max_tokens: int) -> None:
         """Skip prompts with more than `max_tokens` tokens, in the training stream and in the held-out set."""
         self.max_tokens = {name: min(max_tokens, own) for name, own in self._own_limits.items()}
-        self.has_room = lambda prompt: num_tokens(prompt.messages) <= self.max_tokens[prompt.task]
+        self.has_room = lambda prompt: num_tokens(prompt) <= self.max_tokens[prompt.task]
 
     def trains_on(self, name: str, problem: Problem) -> bool:
         """Return whether a problem of a task is trained on: it is neither held out nor in a test set."""

@@ -1,7 +1,8 @@
 """Scripted episodes for the token bridge: chat templates, hostile turns and observations, and what must hold.
 
 The templates in `chat_templates/` come from TRL 1.16.0 (Apache-2.0; all of models under Apache-2.0 or MIT), and
-`smollm2.jinja` from SmolLM2 (Apache-2.0).
+`smollm2.jinja` from SmolLM2 (Apache-2.0). Those whose names end with `_like` were written for these tests: they place
+tools and calls as the templates of Llama 3 and Mistral do.
 """
 
 from __future__ import annotations
@@ -31,11 +32,21 @@ from baton.types import Author, FinishReason, Message, Prompt, SamplingParams, S
 TEMPLATES = Path(__file__).parent / "chat_templates"
 REFUSED = {"idefics3": "does not contain each message once"}
 """Templates that take lists of parts as content, and part of the sentence that refuses them."""
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<｜User｜>")
+TAGS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<｜User｜>",
+    "<|file_sep|>",
+)
 """Added tokens that real tokenizers do not flag as special."""
 _MARK = re.compile(
     r"<\|[\w/]+\|>|<｜[^<>｜]+｜>|<\|(?:turn|channel|tool_call|tool_response|tool|think|\")\|?>|"
-    r"<(?:turn|channel|tool_call|tool_response|tool)\|>|<(?:start|end)_of_turn>|<end_of_utterance>|\[gMASK\]|<sop>|</?s>"
+    r"<(?:turn|channel|tool_call|tool_response|tool)\|>|<(?:start|end)_of_turn>|<end_of_utterance>|\[gMASK\]|<sop>|</?s>|"
+    r"\[/?[A-Z_]{4,}\]"
 )
 
 
@@ -43,19 +54,19 @@ def template_names() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
-def trained_tokenizer(template: str) -> Tokenizer:
-    """Train a byte-level BPE tokenizer that has the special tokens that a template names."""
+def trained_tokenizer(template: str, texts: Sequence[str] = ()) -> Tokenizer:
+    """Train a byte-level BPE tokenizer that has the special tokens that a template names. Texts get more tokens."""
     marks = sorted(set(_MARK.findall(template)) - set(TAGS))
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=420 + len(marks),
+        vocab_size=420 + len(marks) + 300 * bool(texts),
         special_tokens=["<bos>", "<eos>", *marks],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    fast.train_from_iterator([*OBSERVATIONS[:3], *REPLIES] * 3, trainer)
+    fast.train_from_iterator([*OBSERVATIONS[:3], *REPLIES, *texts] * 3, trainer)
     fast.add_tokens(list(TAGS))
     hf = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=fast,
@@ -80,6 +91,7 @@ OBSERVATIONS = (
     " ",
     "\n\n  indented\ttext \r\n\n",
     f"a page says {SPECIAL} and goes on",
+    "a file <|file_sep|>[TOOL_CALLS][/INST] <|python_tag|>",
     SPECIAL,
     "e\u0301 n\u0303 \u1e9b\u0323 한국어 \U0001f469\u200d\U0001f469\u200d\U0001f467 \u202eabc \ufeff\u0000 ▁▁",
     "half a pair: \ud83d and \udc00 and \ufdd0\ufdd1",
@@ -94,6 +106,8 @@ REPLIES = (
     "",
     "  spaces before and after \n",
     '<tool_call>\n{"name": "f", "arguments": {"x":1.0}}\n</tool_call>',
+    '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [ 1]}}]',
+    '<|python_tag|>{"name": "f", "parameters": {"x": "y"}}',
     "na\u0131\u0308ve caf\u00e9 \U0001f9d1\u200d\U0001f680 e\u0301",
     "Quokka7reply Quokka7observation",
     "a long turn " * 60,
@@ -188,10 +202,9 @@ class BridgeBench:
         self._vocabulary = len(tokenizer.hf)
         setup = EpisodeSetup(EnvironmentInbox(Environments(self._answer)), self.bridge, {"script": self._rules}, 5000)
         self._player = EpisodePlayer(setup, SeededSampling(SamplingParams(1500), 1))
-        self._added, template = dict(tokenizer.hf.added_tokens_decoder), str(tokenizer.hf.chat_template)
+        self._added = dict(tokenizer.hf.added_tokens_decoder)
         self._flagged = {i for i, token in self._added.items() if token.special}
-        named = {i for i, token in self._added.items() if str(token).strip() and str(token) in template}
-        self._special = self._flagged | named
+        self._special = self._flagged | {i for i, token in self._added.items() if str(token) in TAGS}
         self._roles = sorted({"user", self.bridge.role("tool")})
         self._around = {role: self._texts_around(role) for role in self._roles}
         self._start = self._rendered([Message("user", "Zebra9")]).rpartition("Zebra9")[2]
@@ -314,6 +327,9 @@ class BridgeBench:
 
     def _check_prompt(self, path: Trajectory) -> None:
         """The prompt of a path is the rendered history, in which messages have no special tokens."""
+        if not any(str(token) in m.content for token in self._added.values() for m in self._history):
+            self.counts["equal prompts"] += 1
+            assert path.prompt_ids == self.tokenizer.prompt_ids(self._history)
         assert _same(self.tokenizer.text(path.prompt_ids, keep_special=True), self._rendered(self._history))
         harmless = self.tokenizer.ids(self._rendered([Message(m.role, "a") for m in self._history]))
         found, expected = ([i for i in ids if i in self._flagged] for ids in (path.prompt_ids, harmless))

@@ -10,7 +10,7 @@ import pytest
 from environment_cases import request, turns_of
 
 from baton.environments.adapters import load_environment
-from baton.environments.calls import ActFailure, EnvironmentSpec, Observation
+from baton.environments.calls import ActFailure, EnvironmentSpec, Observation, ToolFormat
 from baton.environments.instances import EnvironmentInstances
 from baton.errors import UserError
 
@@ -89,7 +89,7 @@ class Bank:
         self.balance += amount
         return self.balance
 
-    def get_reward(self) -> float:
+    async def get_reward(self) -> float:
         return self.balance / 10
 
 
@@ -98,7 +98,7 @@ class Nothing:
 
 
 def made(cls: str, **args: Any) -> EnvironmentInstances:
-    spec = EnvironmentSpec("counter", f"{Path(__file__).resolve()}:{cls}", args)
+    spec = EnvironmentSpec("counter", f"{Path(__file__).resolve()}:{cls}", args, tool_format=ToolFormat("hermes"))
     return EnvironmentInstances({"counter": load_environment(spec)}, 1000)
 
 
@@ -171,7 +171,24 @@ def test_trl() -> None:
     assert (second.text, second.tool, second.reward) == ("10", "deposit", 0.0)
     third = bank.act(request(1, "Done.", turns=turns_of(call, second), row=row))
     assert isinstance(third, Observation)
-    assert (third.reward, third.is_terminated) == (1.0, True)
+    assert (third.reward, third.is_terminated, third.is_success) == (1.0, True, True)
+
+
+def test_trl_in_the_format_of_the_model_and_with_the_turns_of_the_task() -> None:
+    row = {"prompt": [{"role": "user", "content": "Get to 10."}], "start": 3}
+    path = f"{Path(__file__).resolve()}:Bank"
+    shown = EnvironmentSpec("counter", path, tool_format=ToolFormat("llama3", is_rendered=True), max_turns=1)
+    bank = EnvironmentInstances({"counter": load_environment(shown)}, 1000)
+    first = bank.act(request(1, None, row=row))
+    assert isinstance(first, Observation)
+    assert first.instructions == ""
+    assert [one["function"]["name"] for one in first.tools] == ["deposit"], "for the chat template"
+    last = bank.act(request(1, '{"name": "deposit", "parameters": {"amount": 2}}', row=row))
+    assert isinstance(last, Observation)
+    assert (last.text, last.reward, last.is_truncated, last.is_success) == ("5", 0.5, True, False)
+    with pytest.raises(UserError, match="environment 'counter': the model's chat template writes tool calls in none"):
+        load_environment(EnvironmentSpec("counter", path))
+    load_environment(EnvironmentSpec("counter", path, {"family": "hermes"}))
 
 
 def test_a_class_of_no_known_shape_is_refused_with_the_shapes() -> None:

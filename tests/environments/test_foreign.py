@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from environment_cases import Turn, play, pool_of, request, results
 
-from baton.environments.calls import EpisodeKey, Observation
+from baton.environments.calls import EpisodeKey, Observation, ToolFormat
 from baton.environments.settings import EnvironmentSettings
 from baton.tasks.environment import EnvironmentTask, environment_spec
 
@@ -92,7 +92,9 @@ def episode(toml: str, actions: list[str], row: dict[str, Any] | None = None) ->
     """The prompt and the observations of an episode, which is also rebuilt from its log in another process."""
     assert len(toml.strip().splitlines()) <= 5
     (section,) = tomllib.loads(toml)["task"]
-    spec = environment_spec(section["name"], section["environment"], section.get("params", {}))
+    spec = environment_spec(
+        section["name"], section["environment"], section.get("params", {}), tool_format=ToolFormat("hermes")
+    )
     task = EnvironmentTask(spec, EnvironmentSettings(), [row] if row else ())
     problem = task.draw(0, 0)
     assert problem == task.draw(0, 0)
@@ -163,7 +165,8 @@ def test_skyrl_gym() -> None:
 def test_a_class_in_the_documented_shape_of_trl(tmp_path: Path) -> None:
     (tmp_path / "lift.py").write_text(LIFT_SOURCE)
     toml = LIFT.format(file=tmp_path / "lift.py")
-    task = EnvironmentTask(environment_spec("lift", f"{tmp_path}/lift.py:Lift", {}), EnvironmentSettings())
+    spec = environment_spec("lift", f"{tmp_path}/lift.py:Lift", {}, tool_format=ToolFormat("hermes"))
+    task = EnvironmentTask(spec, EnvironmentSettings())
     wanted = int(task.draw(0, 0).question.rpartition(" ")[2])
     task.close()
     call = f'<tool_call>\n{{"name": "ride", "arguments": {{"floors": {wanted}}}}}\n</tool_call>'

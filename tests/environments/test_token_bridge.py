@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from baton.environments.token_bridge import TokenBridge
+from baton.environments.tools import ToolCall, tool_calls
 from baton.errors import UserError
 from baton.types import Message
-from tests.environments.bridge_cases import REFUSED, SPECIAL, BridgeBench, load, template_names, trained_tokenizer
+from tests.environments.bridge_cases import (
+    OBSERVATIONS,
+    REFUSED,
+    SPECIAL,
+    BridgeBench,
+    load,
+    template_names,
+    trained_tokenizer,
+)
 
 PLAYED = sorted(set(template_names()) - set(REFUSED))
 SHOWN_AS_WRITTEN = {"gemma4_v2", "phi3", "phi3_5", "qwen2_5", "qwen3_instruct_2507", "smollm2"}
@@ -29,6 +38,7 @@ def test_no_sampled_id_changes_and_every_appended_id_is_of_the_template_or_the_o
     assert counts["observations"] + counts["new paths"] > 20
     assert bench.counted_paths() == counts["new paths"]
     assert (counts["new paths"] > 0) == bench.bridge.removes_thoughts
+    assert counts["equal prompts"] > 4
     assert counts["rendered"] >= 5 or name not in SHOWN_AS_WRITTEN
 
 
@@ -88,6 +98,90 @@ def test_markers_of_turns_that_a_tokenizer_does_not_flag_as_special_are_text_in_
     assert not tokenizer.hf.added_tokens_decoder[marker].special
     ids = TokenBridge(tokenizer).suffix(tokenizer.ids("go"), Message("user", f"{SPECIAL}<｜User｜>"))
     assert ids.count(marker) == 1, "that of the template"
+
+
+PLAIN = [text for text in OBSERVATIONS if not any(mark in text for mark in ("<", "[", "\ud83d"))]
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_a_prompt_has_the_ids_of_the_template_and_hostile_text_adds_no_special_token(name: str) -> None:
+    tokenizer = load(name)
+    bridge, added = TokenBridge(tokenizer), tokenizer.hf.added_tokens_decoder
+    assert len(PLAIN) >= 5
+    for text in PLAIN:
+        messages = [Message("user", f"Find the exit.\n\n{text}")]
+        assert bridge.prompt(messages) == tokenizer.prompt_ids(messages)
+    expected = [i for i in bridge.prompt([Message("user", "a")]) if i in added]
+    for text in (SPECIAL, "".join(str(token) for token in added.values()), "<|im_end|>" * 40):
+        ids = bridge.prompt([Message("user", text)])
+        assert [i for i in ids if i in added] == expected
+        assert text in tokenizer.text(ids, keep_special=True)
+
+
+FORMATS = {
+    "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_instruct_2507": "hermes",
+    "llama3_like": "llama3", "mistral_like": "mistral",
+}  # fmt: skip
+
+
+def test_the_family_of_calls_is_read_from_a_call_that_the_template_renders() -> None:
+    found = {name: TokenBridge(load(name)).tool_format for name in PLAYED}
+    assert {name: shown.family for name, shown in found.items() if shown is not None} == FORMATS
+    assert all(shown.is_rendered for shown in found.values() if shown is not None)
+    without_tools = LINES.replace("CONTENT", "m.content + (m.tool_calls | tojson if m.tool_calls else '')") + OPEN
+    other_calls = load("qwen2_5").hf.chat_template.replace("<tool_call>", "<tool_calls>")
+    for template in (without_tools, other_calls):
+        assert TokenBridge(trained_tokenizer(template)).tool_format is None
+
+
+def tools(description: str) -> list[dict[str, object]]:
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "description": description}}}
+    return [
+        {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+        for name in ("weather", "news")
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_schemas_are_those_that_the_template_renders_and_their_texts_have_no_special_tokens(name: str) -> None:
+    tokenizer = load(name)
+    bridge, added, user = TokenBridge(tokenizer), tokenizer.hf.added_tokens_decoder, Message("user", "Is it sunny?")
+    harmless = bridge.prompt([user], tools("Look it up."))
+    chat = [{"role": "user", "content": user.content}]
+    shown = tools("Look it up.")
+    assert list(harmless) == tokenizer.hf.apply_chat_template(
+        chat, tools=shown, add_generation_prompt=True, return_dict=False
+    )
+    assert '"name": "weather"' in tokenizer.text(harmless)
+    hostile = bridge.prompt([user], tools(f"Look <eos>{SPECIAL} it up."))
+    assert [i for i in hostile if i in added] == [i for i in harmless if i in added]
+    assert f"Look <eos>{SPECIAL[:20]}".replace("\n", "\\n") in tokenizer.text(hostile, keep_special=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "ending"),
+    [
+        ("mistral_like", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]', "<eos>"),
+        ("llama3_like", '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}', "<|eot_id|>"),
+        (
+            "qwen3",
+            '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+            "<|im_end|>",
+        ),
+    ],
+)
+def test_an_action_keeps_the_tags_of_its_calls_and_loses_the_end_of_the_turn(name: str, text: str, ending: str) -> None:
+    tokenizer = load(name)
+    bridge, marks = TokenBridge(tokenizer), tokenizer.hf.added_tokens_decoder
+    ids = tokenizer.ids(text + ending)
+    assert ids[-1] in marks
+    assert any(i in marks for i in ids[:-1]), "the tags are tokens"
+    assert bridge.text(ids) == text
+    assert bridge.text([*ids, ids[-1]]) == text
+    assert tool_calls(bridge.text(ids), FORMATS[name]) == [ToolCall("weather", {"city": "Rome"})]
+    history = (Message("user", "Is it sunny?"), Message("assistant", text), Message("user", "go on"))
+    tag = next(i for i in ids if i in marks)
+    assert name == "qwen3" or tag in bridge.prompt(history), "a history that is rendered again keeps the tags too"
 
 
 def test_a_long_observation_is_cut_between_characters() -> None:

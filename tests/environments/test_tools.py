@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from environment_cases import request, turns_of
 
 from baton.environments.adapters import load_environment
 from baton.environments.calculator import Calculator
-from baton.environments.calls import EnvironmentSpec, Observation
+from baton.environments.calls import EnvironmentSpec, Observation, ToolFormat
 from baton.environments.instances import EnvironmentInstances
-from baton.environments.tools import ToolCall, ToolEnvironment, family_of, tool_calls, tool_schema
+from baton.environments.tools import ToolCall, ToolEnvironment, tool_calls, tool_schema
 from baton.errors import UserError
 
 
@@ -38,6 +40,10 @@ async def later(x: int) -> int:
 
 def undocumented(x):  # type: ignore[no-untyped-def]
     return x
+
+
+def reward_of_rome(response: str, city: str) -> float:
+    return float(city in response)
 
 
 def reward(response: str, answer: str = "", **_: object) -> float:
@@ -88,15 +94,43 @@ def test_an_unreadable_call_is_a_call_with_an_error(family: str, text: str, erro
     assert call.error.startswith(error)
 
 
-def test_the_family_is_read_from_the_chat_template_and_unknown_ones_are_refused() -> None:
-    assert family_of('…<tool_call>\n{"name": …') == "hermes"
-    assert family_of("…[TOOL_CALLS] […") == "mistral"
-    assert family_of("<|start_header_id|>… {{ '\"parameters\": ' }}") == "llama3"
-    for unknown in ("<tool_call>\n<function=x>", "{{ messages }}", "[TOOL_CALLS]x[ARGS]"):
-        with pytest.raises(UserError, match="cannot be read; known are hermes, llama3, mistral"):
-            family_of(unknown)
+def spec_of(args: dict[str, Any], tool_format: ToolFormat | None, max_turns: int | None = None) -> EnvironmentSpec:
+    path = "baton.environments.tools:ToolEnvironment"
+    return EnvironmentSpec("counter", path, args, tool_format=tool_format, max_turns=max_turns)
+
+
+def configured(given: str | None, tool_format: ToolFormat | None) -> ToolEnvironment:
+    args = {"tools": [f"{__file__}:weather"], **({} if given is None else {"family": given})}
+    environment = load_environment(spec_of(args, tool_format)).make()
+    assert isinstance(environment, ToolEnvironment)
+    return environment
+
+
+def test_the_format_is_that_of_the_chat_template_unless_another_family_is_given() -> None:
+    rendered = configured(None, ToolFormat("hermes", is_rendered=True))
+    assert rendered.instructions == ""
+    assert [one["function"]["name"] for one in rendered.rendered_tools] == ["weather"]
+    rendered = configured("hermes", ToolFormat("hermes", is_rendered=True))
+    assert (rendered.instructions, len(rendered.rendered_tools)) == ("", 1)
+    for given, shown in ((None, ToolFormat("mistral")), ("mistral", ToolFormat("llama3", True)), ("mistral", None)):
+        text = configured(given, shown)
+        assert text.rendered_tools == []
+        assert '"name": "weather"' in text.instructions
+        assert "answer: [TOOL_CALLS]" in text.instructions
+        text.reset(seed=1)
+        assert text.step('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]')[4]["tool"] == "weather"
+
+
+def test_tools_without_a_known_format_are_refused_when_they_are_loaded() -> None:
+    with pytest.raises(UserError, match="environment 'counter': the model's chat template writes tool calls in none"):
+        configured(None, None)
     with pytest.raises(UserError, match="got family 'gpt'; allowed are hermes, llama3, mistral"):
-        ToolEnvironment([], family="gpt")
+        configured("gpt", None)
+    with pytest.raises(UserError, match="environment 'counter': tool 'undocumented' needs type hints"):
+        load_environment(spec_of({"tools": [f"{__file__}:undocumented"]}, ToolFormat("hermes")))
+    with pytest.raises(UserError, match="the model's chat template writes tool calls in none of the forms"):
+        load_environment(EnvironmentSpec("sums", "baton.environments.calculator:Calculator"))
+    load_environment(EnvironmentSpec("sums", "baton.environments.calculator:Calculator", {"is_compact": True}))
 
 
 def test_a_schema_comes_from_signature_and_docstring() -> None:
@@ -114,8 +148,7 @@ def called(name: str, arguments: str) -> str:
 
 def test_an_episode_of_tools_from_import_paths() -> None:
     args = {"tools": [f"{__file__}:weather", f"{__file__}:later"], "reward": f"{__file__}:reward"}
-    spec = EnvironmentSpec("counter", "baton.environments.tools:ToolEnvironment", args)
-    opened = EnvironmentInstances({"counter": load_environment(spec)}, 1000)
+    opened = EnvironmentInstances({"counter": load_environment(spec_of(args, ToolFormat("hermes")))}, 1000)
     row = {"prompt": "Is it sunny in Rome?", "answer": "yes"}
     first = opened.act(request(1, None, row=row))
     assert isinstance(first, Observation)
@@ -136,18 +169,23 @@ def test_an_episode_of_tools_from_import_paths() -> None:
         log += turns_of(action, found)  # type: ignore[assignment]
     last = opened.act(request(1, "yes, it is", turns=log, row=row))
     assert isinstance(last, Observation)
-    assert (last.text, last.reward, last.is_terminated) == ("", 1.0, True)
+    assert (last.text, last.reward, last.is_terminated, last.is_success) == ("", 1.0, True, True)
 
 
-def test_turns_are_limited() -> None:
-    environment = ToolEnvironment([weather], max_turns=1)
-    environment.reset(seed=1, prompt="p")
-    assert environment.step(called("weather", '{"city": "Rome"}'))[2:4] == (False, True)
+@pytest.mark.parametrize(("own", "of_task", "limit"), [(1, None, 1), (None, 1, 1), (1, 5, 1), (5, 1, 1), (None, 2, 2)])
+def test_the_last_turn_of_the_task_or_of_the_tools_is_scored(own: int | None, of_task: int, limit: int) -> None:
+    args = {"tools": [f"{__file__}:weather"], "reward": f"{__file__}:reward_of_rome", "max_turns": own}
+    environment = load_environment(spec_of(args, ToolFormat("hermes"), of_task)).make()
+    environment.reset(seed=1, prompt="p", city="Rome")
+    for turn in range(1, limit + 1):
+        _, reward, is_terminated, is_truncated, info = environment.step(called("weather", '{"city": "Rome"}'))
+        assert (is_terminated, is_truncated) == (False, turn == limit)
+    assert (reward, info["success"]) == (1.0, True), "the function gets the columns that it names"
 
 
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_the_calculator(is_compact: bool) -> None:
-    environment = Calculator(num_operations=3, digits=2, is_compact=is_compact)
+    environment = Calculator(num_operations=3, digits=2, is_compact=is_compact, family="hermes")
     expression = environment.reset(seed=4)
     assert expression == Calculator(num_operations=3, digits=2).reset(seed=4)
     value = eval(expression)
@@ -162,7 +200,7 @@ def test_the_calculator(is_compact: bool) -> None:
         assert environment.step(called("calculate", huge))[0].startswith("error: operands")
     _, reward, terminated, _, info = environment.step(f"<answer>{value}</answer>")
     assert (reward, terminated, info["success"]) == (1.0, True, True)
-    environment = Calculator(is_compact=is_compact)
+    environment = Calculator(is_compact=is_compact, family="hermes")
     environment.reset(seed=4)
     assert environment.step("<answer>-1</answer>")[1:3] == (0.0, True)
     with pytest.raises(UserError, match="got num_operations 0"):

@@ -18,6 +18,7 @@ from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
 from baton.run.evaluation import evaluate
+from baton.run.tokenization import PromptEncoder
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.microbatches import cut
 from baton.trainer.samples import batch_metrics, training_samples, with_advantages
@@ -144,7 +145,7 @@ def evaluated(lengths: dict[tuple[int, int], int], samples: int) -> Evaluation:
     (result,), _ = evaluate(
         EvalRollout(WorkerClient(LocalTransport(engine))),
         judge,
-        Words(),  # type: ignore[arg-type]
+        PromptEncoder(Words()),  # type: ignore[arg-type]
         prompts,
         SamplingParams(9),
         samples=samples,
@@ -201,7 +202,7 @@ def test_an_evaluation_has_a_group_compared_as_a_whole(tmp_path: Path) -> None:
     (result,), (found,) = evaluate(
         EvalRollout(WorkerClient(LocalTransport(engine))),
         judge,
-        Words(),  # type: ignore[arg-type]
+        PromptEncoder(Words()),  # type: ignore[arg-type]
         [Prompt("0", "some", (Message("user", "5"),), "2")],
         SamplingParams(9),
         samples=3,

@@ -16,6 +16,7 @@ from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
 from baton.run.evaluation import evaluate
+from baton.run.tokenization import PromptEncoder
 from baton.types import Message, PolicyVersion, Prompt, SamplingParams
 
 
@@ -85,9 +86,9 @@ def run(samples: int, temperature: float = 1.0, max_new_tokens: int = 9):
     engine = FakeEngine(settings, PolicyVersion("e", 0), lambda group_id, sample: numbers[group_id] + sample + 1)
     judge = RewardScorer({"a": Lengths(), "b": Lengths()}, [RewardSettings(kind="correct")], "tags")  # type: ignore[dict-item]
     sampling = SamplingParams(max_new_tokens, temperature)
-    return evaluate(
-        EvalRollout(WorkerClient(LocalTransport(engine))), judge, Words(), prompts, sampling, samples=samples, version=0
-    )  # type: ignore[arg-type]
+    encoder = PromptEncoder(Words())  # type: ignore[arg-type]
+    rollout = EvalRollout(WorkerClient(LocalTransport(engine)))
+    return evaluate(rollout, judge, encoder, prompts, sampling, samples=samples, version=0)
 
 
 def test_accuracy_and_pass_at_k_by_hand() -> None:

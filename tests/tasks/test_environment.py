@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from baton.environments.calls import ActFailure, ActRequest, EpisodeKey
 from baton.environments.pool import EnvironmentPool
@@ -13,6 +14,7 @@ from baton.environments.settings import EnvironmentSettings
 from baton.environments.sokoban import Sokoban
 from baton.errors import UserError
 from baton.tasks.environment import EnvironmentTask, environment_spec
+from baton.tasks.stream import TaskSettings
 
 SOURCE = """
 import os
@@ -84,9 +86,10 @@ def test_a_users_class_is_reset_in_a_process_and_acts_on_the_state_that_the_prom
 
 
 def test_a_class_becomes_a_path_unless_it_cannot_be_imported() -> None:
-    assert environment_spec("a", Sokoban, {}).path == "baton.environments.sokoban:Sokoban"
+    task = TaskSettings(name="a", environment=Sokoban)  # type: ignore[arg-type]
+    assert task.environment == "baton.environments.sokoban:Sokoban"
 
     class Local: ...
 
-    with pytest.raises(UserError, match="cannot be imported by another process; define the class at the top"):
-        environment_spec("a", Local, {})
+    with pytest.raises(ValidationError, match="cannot be imported by another process; define it at the top level"):
+        TaskSettings(name="a", environment=Local)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,15 @@ import pytest
 from baton.errors import TaskExhausted, UserError
 from baton.tasks.prompt_lengths import SAMPLE, measure
 from baton.tasks.stream import AnswerSettings, PromptStream, TaskMixture, TaskSettings
-from baton.types import Message
+from baton.types import Prompt
 
 LONG = (3, 17, 40, 41)
 """Rows with 500 words; the others have two to five."""
 
 
-def words(messages: Sequence[Message]) -> int:
+def words(prompt: Prompt) -> int:
     """One token for a word."""
-    return sum(len(m.content.split()) for m in messages)
+    return sum(len(m.content.split()) for m in prompt.messages)
 
 
 def rows(path: Path, count: int = 200) -> str:
@@ -44,16 +43,16 @@ def test_long_rows_are_counted_at_the_start_and_left_out_of_training_and_evaluat
     )
     stream = PromptStream(tasks, seed=1)
     prompts = stream.take(3 * (200 - found.held_out))  # type: ignore[operator]  # three epochs and a little
-    assert max(words(p.messages) for p in prompts) <= 5
+    assert max(words(p) for p in prompts) <= 5
     assert stream.take_counts()["prompts/too_long"] >= 6
     assert stream.take_counts() == {}
     held_out = tasks.held_out(256, or_fewer=True)
-    assert max(words(p.messages) for p in held_out) <= 5
+    assert max(words(p) for p in held_out) <= 5
 
     unlimited = PromptStream(mixture(TaskSettings(name="mine", path=path)), seed=1).take(100)
-    assert [p.prompt_id for p in unlimited if words(p.messages) < 100] == [
+    assert [p.prompt_id for p in unlimited if words(p) < 100] == [
         p.prompt_id for p in PromptStream(tasks, seed=1).take(100)
-    ][: sum(words(p.messages) < 100 for p in unlimited)], "the order of the others stays"
+    ][: sum(words(p) < 100 for p in unlimited)], "the order of the others stays"
 
 
 def test_a_task_that_refuses_long_prompts_does_not_start(tmp_path: Path) -> None:
@@ -69,7 +68,7 @@ def test_a_generated_prompt_that_is_too_long_is_skipped_when_it_is_drawn() -> No
     assert found.rows is None
     assert 0 < found.too_long < SAMPLE
     stream = PromptStream(tasks, seed=0)
-    assert max(words(p.messages) for p in stream.take(300)) < 40
+    assert max(words(p) for p in stream.take(300)) < 40
     assert stream.take_counts()["prompts/too_long"] > 0
 
 

@@ -99,7 +99,7 @@ def test_a_training_task_whose_rows_are_all_tested_says_so(tmp_path: Path) -> No
 
 def test_lengths_are_measured_for_test_sets_and_a_task_may_have_a_lower_limit(tmp_path: Path) -> None:
     tasks = mixture(tmp_path, train={"max_prompt_tokens": 3}, max_prompt_tokens=9)
-    train, test = measure(tasks, lambda messages: len(messages[-1].content.split()), 6, seed=0)
+    train, test = measure(tasks, lambda prompt: len(prompt.messages[-1].content.split()), 6, seed=0)
     assert (train.task, train.rows, train.max_tokens, train.too_long) == ("train", 100, 3, 100)
     assert (test.task, test.rows, test.held_out, test.max_tokens, test.too_long) == ("test", 30, 30, 5, 0)
     assert train.held_out is not None
