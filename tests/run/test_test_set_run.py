@@ -131,6 +131,23 @@ def test_a_run_scores_its_test_sets_with_their_own_samples_and_never_trains_on_t
     assert "test, temperature 1, reward" in report
 
 
+def test_a_test_set_may_be_a_multi_turn_environment(recipe: Path) -> None:
+    text = (
+        recipe.read_text().replace("max_context_tokens = 64", "max_context_tokens = 128").partition("[[eval.task]]")[0]
+    )
+    environment = "tests.run.test_episodes_run:Evenness"
+    recipe.write_text(
+        f'{text}\n[[eval.task]]\nname = "turns"\nenvironment = "{environment}"\nnum_prompts = 3\nmax_turns = 3\n'
+        '[[eval.task]]\nname = "test"\npath = "test.jsonl"\n[environments]\nprocesses = 1\n'
+    )
+    run = train(load_recipe(Recipe, recipe, ["run.steps=1", "eval.at_start=false", "eval.greedy=false"]))
+    found = {e.result.task: e.result for e in run.evaluations()}
+    assert {task: r.num_prompts for task, r in found.items()} == {"turns": 3, "test": 5, "all": 8}
+    assert found["turns"].reward is not None
+    assert all(m.episode is None for g in run.groups(1) for m in g.members), "the run trains on single turns only"
+    assert [r.task for r in evaluate_model(run.path, None)] == ["turns", "test", "all"]
+
+
 def test_a_model_is_scored_by_a_recipe_of_test_sets_alone(small: Any, tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", rows("b", 5))
     (tmp_path / "tests.toml").write_text(
