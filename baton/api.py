@@ -176,6 +176,8 @@ def _tree(
         ]
     elif played:
         tasks.append({"name": "episodes"})
+    elif not tests:
+        raise UserError("data: got None, but only an environment makes its own problems")
     tree = {
         "run": {"seed": seed},
         "model": {"path": str(model)},

@@ -17,6 +17,8 @@ import pytest
 
 import baton
 from baton.errors import UserError
+from baton.rewards.functions import PASSED
+from baton.run.assemble import evaluate_model
 from tests.api_cases import CONFIG, QUESTIONS
 from tests.small_reward import evenness
 
@@ -236,3 +238,18 @@ def test_the_stub_declares_the_public_names_and_the_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match="no attribute 'tran'"):
         baton.tran  # noqa: B018
+
+
+def test_the_command_eval_leaves_out_a_function_of_another_process(
+    train: Callable[..., baton.Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = evenness.__class__(evenness.__code__, {}, "own")
+    reward.__module__, reward.__qualname__ = "__main__", "own"
+    run = train([reward, "format"], config={"eval.at_start": False})
+    assert [part.function for part in run.recipe.reward] == ["__main__:own", None]
+    del PASSED["__main__:own"]
+    (result,) = evaluate_model(run.path, None, temperature=0.0)
+    assert set(result.parts) == {"format"}
+    assert "left out: own, functions of the script that trained" in caplog.text
+    with pytest.raises(UserError, match=r"a script passed it to baton\.train; define own"):
+        run.resume({"run.steps": 2})

@@ -97,30 +97,30 @@ def nothing_to_learn(steps: int, groups: Sequence[Group]) -> str:
 
 def first_impression(groups: Sequence[Group]) -> list[str]:
     """Return what the responses of an untrained policy say about the training: a line with their shares, and warnings
-    about everything that prevents learning."""
-    every, scored = [m for g in groups for m in g.members], _scored(groups)
-    failures = [m.judgement.failure for m in every if m.judgement.failure is not None]
+    about everything that prevents learning. Without any scored response, the list is empty."""
+    scored = _scored(groups)
+    if not scored:
+        return []
     found = []
-    if failures:
-        found.append(f"{len(failures)} of {len(every)} responses could not be scored; the first: {failures[0]}")
     if have_equal_rewards(groups):
         to = "a prompt" if any(len(g.members) > 1 for g in groups) else "all prompts"
         same = f"all responses to {to} have the same reward ({_values(scored)}), so they give no gradient"
-        found.append(f"{same}: {_reason(scored)}")
-    elif scored and _share_without_answer(scored) == 1.0:
-        found.append(f"the rewards differ, but {_NO_ANSWER.format(100)}")
-    if (cut := _share_cut(every)) > 0.5 and not (scored and _is_cut_before_answer(scored)):
-        found.append(f"{100 * cut:.0f} % of the responses are cut at rollout.max_new_tokens; raise this limit")
-    if not scored:
-        return [f"warning: {text}" for text in found]
-    shares = f"{100 * (1 - _share_without_answer(scored)):.0f} % state an answer, "
+        found.append(f"warning: {same}: {_reason(scored)}")
+    elif _share_without_answer(scored) == 1.0:
+        found.append(f"warning: the rewards differ, but {_NO_ANSWER.format(100)}")
+    cut = _share_cut(scored)
+    if cut > 0.5 and not _is_cut_before_answer(scored):
+        found.append(f"warning: {100 * cut:.0f} % of the responses are cut at rollout.max_new_tokens; raise this limit")
+    answered = f"{100 * (1 - _share_without_answer(scored)):.0f} % state an answer, "
     if all(m.episode is not None for m in scored):
-        shares = ""
+        answered = ""
     correct = sum(m.judgement.is_correct for m in scored) / len(scored)
-    line = f"of {len(every)} responses {shares}{100 * correct:.0f} % are correct, {100 * cut:.0f} % are cut"
     is_ready = not found and len({m.judgement.reward for m in scored}) > 1
-    verdict = f"before training: {line}{'; rewards differ, so training can begin' if is_ready else ''}"
-    return [verdict, *(f"warning: {text}" for text in found)]
+    verdict = (
+        f"before training: of {len(scored)} responses {answered}{100 * correct:.0f} % are correct, {100 * cut:.0f} % "
+        f"are cut{'; rewards differ, so training can begin' if is_ready else ''}"
+    )
+    return [verdict, *found]
 
 
 def _scored(groups: Sequence[Group]) -> list[ScoredTrajectory]:

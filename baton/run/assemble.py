@@ -33,7 +33,9 @@ from baton.records.metrics import MetricsWriter
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.records.trace import BEGIN, StageTimer, TraceWriter
+from baton.rewards.functions import PASSED
 from baton.rewards.scorer import RewardScorer, require_judged
+from baton.rewards.settings import RewardSettings
 from baton.rollout.controller import PromptSource, RolloutController, TrajectoryScorer
 from baton.rollout.engine import Engine
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
@@ -420,6 +422,11 @@ def evaluate_model(
             raise UserError(f"{path} has no complete checkpoint to evaluate")
         model_path = checkpoint
     recipe = load_recipe(TaskRecipe, recipe_path or (run or path) / "recipe.toml")
+    lost = [r for r in recipe.reward if (r.function or "").startswith("__main__:") and r.function not in PASSED]
+    if lost:
+        logger.warning("left out: %s, functions of the script that trained", ", ".join(r.name for r in lost))
+        kept = tuple(r for r in recipe.reward if r not in lost) or (RewardSettings(kind="correct"),)
+        recipe = recipe.model_copy(update={"reward": kept})
     sampling = SamplingParams(0, temperature, top_p, top_k)
     return evaluate_recipe(recipe, str(model_path), sampling, num_prompts=num_prompts, samples=samples)
 

@@ -43,6 +43,10 @@ def preview(recipe: Recipe, num_prompts: int) -> Preview:
 
 
 def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds: float) -> Iterator[str]:
+    results = [member.judgement for group in groups for member in group.members]
+    failures = [result.failure for result in results if result.failure is not None]
+    if failures:
+        yield f"warning: {len(failures)} of {len(results)} responses could not be scored; the first: {failures[0]}"
     yield from first_impression(groups)
     for lengths in needs.prompts:
         if lengths.too_long:

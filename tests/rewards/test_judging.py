@@ -344,13 +344,13 @@ def test_a_judge_that_answers_nobody_stops_the_run_before_the_step_is_over(
 def test_what_cannot_be_loaded_in_a_worker_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "only_here.py"
     file.write_text(
-        "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no GPU')\ndef f(p, r, a): return 1\n"
+        "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no GPU')\ndef f(response): return 1\n"
     )
     judge = judge_with(str(file), "f")
     with pytest.raises(UserError, match=r"only_here.py:f' cannot be loaded in a worker process: .*no GPU"), judge:
         judge.score(PROMPT, "x")
     slow = tmp_path / "slow.py"
-    slow.write_text("import sys, time\n'pytest' in sys.modules or time.sleep(100)\ndef f(p, r, a): return 1\n")
+    slow.write_text("import sys, time\n'pytest' in sys.modules or time.sleep(100)\ndef f(response): return 1\n")
     judge = judge_with(str(slow), "f", load_timeout_s=1.0)
     with (
         pytest.raises(UserError, match=r"did not load reward function '.*slow.py:f' within judge.load_timeout_s = 1"),
