@@ -154,7 +154,7 @@ class ScriptedBridge:
     def suffix(self, turn_ids: Sequence[int], observation: Message) -> tuple[int, ...]:
         return tuple(1000 + 31 * i for i in range(len(observation.content) // 4))
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[object] = ()) -> tuple[int, ...]:
         raise AssertionError("no path begins here")
 
 

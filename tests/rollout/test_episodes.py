@@ -77,7 +77,7 @@ class PlainBridge:
         assert turn_ids
         return (900, *[901] * len(observation.content))
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[object] = ()) -> tuple[int, ...]:
         assert [m.role for m in messages[-3:]] in (["user", "assistant", "tool"], ["tool", "assistant", "tool"])
         turn = sum(message.role == "assistant" for message in messages)
         return (7, 8, turn, 900, *[901] * len(messages[-1].content))
