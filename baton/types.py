@@ -125,11 +125,16 @@ class FailureCause(StrEnum):
     """A remote scorer could not be reached, or returned a server error."""
 
 
+ENVIRONMENT = "environment"
+"""Name of the reward part that the environment of a multi-turn task gives. Every episode has it, unless its environment
+failed."""
+
+
 class EpisodeFinish(StrEnum):
     """Why a multi-turn episode is over."""
 
     STOP = "stop"
-    """The policy ended it, for instance by a turn without a tool call."""
+    """The policy ended it: a turn without a tool call, in a task with tools."""
     ENVIRONMENT = "environment"
     """The environment terminated or truncated it."""
     MAX_TURNS = "max_turns"
@@ -379,13 +384,15 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     """Paths before the last, which is the member's trajectory."""
     finish_reason: EpisodeFinish | None = None
     attempt: int = 0
-    """Number of earlier attempts that failed with their environment."""
+    """Number of earlier attempts: they failed with their environment, or their tokens are not trusted."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     """Numbers that the environment reported with its last observation."""
     is_success: bool | None = None
     """The environment's own statement with its last observation."""
     discount: float = 1.0
     """Factor per turn of later rewards, from the task."""
+    num_failures: int = 0
+    """Number of attempts that failed with their environment. Other attempts do not use up the episode's budget."""
 
 
 class RewardResult(msgspec.Struct, frozen=True):

@@ -112,7 +112,7 @@ def workload_of(recipe: Recipe) -> Workload:
         return read_workload(Path(recipe.fleet.workload))
     try:
         return workload_of_run(recipe.run.path)
-    except UserError:  # the run has no records yet
+    except UserError:  # the run has no records yet, or has a multi-turn task
         longest, room = recipe.rollout.max_new_tokens, recipe.engine.max_context_tokens
         return msgspec.structs.replace(
             recipe_workload(recipe),

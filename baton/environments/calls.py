@@ -75,16 +75,24 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
     seed: int
     row: dict[str, Any] = {}
     log: tuple[Turn, ...] = ()
-    """The turns before `action`. If the process has no instance of the episode, it is rebuilt from them."""
+    """The turns before `action`. If the process has no instance of the episode, it is rebuilt from them. The pool sends
+    only the last of them to a process whose instance has executed all."""
     action: str | None = None
     """None: return the observation after the last turn of `log`, or after the reset."""
     first_digest: str = ""
     """Digest of the first observation, which the prompt contains. Empty: not compared."""
+    num_left_out: int = 0
+    """Number of turns before those in `log`."""
 
     @property
-    def actions(self) -> list[str]:
-        """All actions of the episode, including the requested one."""
-        return [turn.action for turn in self.log] + ([] if self.action is None else [self.action])
+    def turn(self) -> int:
+        """Number of actions of the episode, including the requested one."""
+        return self.num_left_out + len(self.log) + (self.action is not None)
+
+    def without_executed_turns(self) -> ActRequest:
+        """Return the request for an instance that has executed all turns of `log`. Its size does not depend on their
+        number."""
+        return msgspec.structs.replace(self, log=self.log[-1:], num_left_out=max(0, len(self.log) - 1))
 
 
 class CloseEpisode(msgspec.Struct, frozen=True, tag="CloseEpisode"):
@@ -127,6 +135,9 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     cause: FailureCause
     message: str
     """Reason, in one sentence."""
+    blame: float = 1.0
+    """Share of this call in the failure. If a process ended, 1 divided by the number of calls that were running; 0 for
+    an episode that only lost its instance with the process."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):

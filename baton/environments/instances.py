@@ -58,10 +58,10 @@ class EnvironmentInstances:
             return self._act(request)
         except _Failed as failed:
             self.discard(request.key)
-            return ActFailure(request.key, len(request.actions), failed.cause, str(failed))
+            return ActFailure(request.key, request.turn, failed.cause, str(failed))
         except Exception as error:  # noqa: BLE001 - such as a value whose conversion to a string raises
             self.discard(request.key)
-            return ActFailure(request.key, len(request.actions), FailureCause.RAISED, describe_error(error))
+            return ActFailure(request.key, request.turn, FailureCause.RAISED, describe_error(error))
         finally:
             self.called_at.pop(request.key, None)
 
@@ -77,11 +77,13 @@ class EnvironmentInstances:
             run(closed)
 
     def _act(self, request: ActRequest) -> Observation:
-        wanted = request.actions
         instance = self._instances.get(request.key)
-        if instance is not None and instance.actions[: len(wanted)] == wanted:
+        executed = [] if instance is None else instance.actions
+        logged = executed[: request.num_left_out] + [turn.action for turn in request.log]
+        wanted = logged if request.action is None else [*logged, request.action]
+        if instance is not None and executed[: len(wanted)] == wanted:
             return instance.observations[len(wanted)]
-        if instance is None or instance.actions != wanted[: len(request.log)]:
+        if instance is None or executed != logged:
             instance = self._rebuild(request, is_replaced=instance is not None)
         if request.action is not None:
             self._step(request, instance, request.action)
@@ -93,6 +95,7 @@ class EnvironmentInstances:
         if loaded.replay == "never" and (request.log or is_replaced):
             what = "has executed other actions" if is_replaced else "is gone"
             raise _Failed(FailureCause.CRASHED, f"the environment's instance {what}; replay = 'never' forbids another")
+        assert not request.num_left_out, "the pool sends the whole log to a process without the instance"
         self.discard(request.key)
 
         def make_and_reset() -> tuple[Environment, Any]:

@@ -75,6 +75,8 @@ class _EnvironmentProcess:
     running: dict[EpisodeKey, _QueuedCall] = field(default_factory=dict)
     episodes: dict[EpisodeKey, str] = field(default_factory=dict)
     """Episodes that may have an instance in the current process → name of the environment."""
+    executed: dict[EpisodeKey, int] = field(default_factory=dict)
+    """Episodes with an instance in the current process → number of actions that it has executed."""
     popen: subprocess.Popen[bytes] | None = None
     """None between the loss of a process and the start of its successor."""
     pipe: FrameSocket | None = None
@@ -237,7 +239,9 @@ class EnvironmentPool:
                 if call is None:
                     return
                 is_timeout = isinstance(message, ActFailure) and message.cause is FailureCause.TIMEOUT
+                process.executed.pop(message.key, None)
                 if isinstance(message, Observation):
+                    process.executed[message.key] = message.turn
                     self._latencies_s.append(message.seconds)
                 if message.key in self._discarded:
                     self._discarded.discard(message.key)
@@ -254,8 +258,8 @@ class EnvironmentPool:
             self._counts[f"failures/{result.cause}"] += 1
         self._done.append(result)
 
-    def _fail(self, call: _QueuedCall, cause: FailureCause, message: str) -> None:
-        self._answer(ActFailure(call.request.key, len(call.request.actions), cause, message))
+    def _fail(self, call: _QueuedCall, cause: FailureCause, message: str, blame: float = 1.0) -> None:
+        self._answer(ActFailure(call.request.key, call.request.turn, cause, message, blame))
 
     def _check(self, process: _EnvironmentProcess, now_s: float) -> None:
         settings = self._settings
@@ -280,7 +284,7 @@ class EnvironmentPool:
             now_s = time.monotonic()
             self._queue_s.append(now_s - call.queued_at)
             if request.key in self._gone:
-                self._fail(call, FailureCause.CRASHED, "its instance ended with its process; replay = 'never'")
+                self._fail(call, FailureCause.CRASHED, "its instance ended with its process; replay = 'never'", 0.0)
                 continue
             if request.log and request.key not in process.episodes:
                 self._counts["replays"] += 1
@@ -288,7 +292,8 @@ class EnvironmentPool:
                 process.seen_at = now_s
             process.running[request.key] = call
             process.episodes[request.key] = request.environment
-            self._post(process, request)
+            is_known = process.executed.get(request.key) == len(request.log)
+            self._post(process, request.without_executed_turns() if is_known else request)
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
@@ -324,6 +329,7 @@ class EnvironmentPool:
             process.pipe.send(msgspec.msgpack.encode(message))
 
     def _close_instance(self, process: _EnvironmentProcess, key: EpisodeKey) -> None:
+        process.executed.pop(key, None)
         if process.episodes.pop(key, None) is not None:
             self._post(process, CloseEpisode(key))
 
@@ -340,7 +346,8 @@ class EnvironmentPool:
             if key in self._discarded:
                 self._discarded.discard(key)
             elif key in self._gone:
-                self._fail(call, FailureCause.CRASHED, f"its process {why}; replay = 'never' forbids a retry")
+                blame = 0.0 if cause is None else 1 / len(running)
+                self._fail(call, FailureCause.CRASHED, f"its process {why}; replay = 'never' forbids a retry", blame)
             elif cause is not None and call.num_suspected > self._settings.retries:
                 self._fail(call, cause, f"its process {why}, in each of {call.num_suspected} attempts")
             else:
@@ -364,6 +371,7 @@ class EnvironmentPool:
         process.popen = process.pipe = None
         process.is_ready = False
         process.episodes.clear()
+        process.executed.clear()
 
     def _reap_ended(self) -> None:
         for popen, kill_at in list(self._ending):

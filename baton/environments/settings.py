@@ -19,6 +19,9 @@ class EnvironmentSettings(Settings):
     exceeds it is killed; the other episodes of that process are rebuilt."""
     retries: int = Field(default=2, ge=0)
     """Further attempts of a call whose process ended or stopped responding."""
+    max_failed_share: float = Field(default=0.5, gt=0, le=1)
+    """The run ends if more than this share of 100 attempts at episodes, begun one after another, failed with their
+    environment. 1: it never ends for this reason."""
     load_timeout_s: float = Field(default=120.0, gt=0)
     """Maximum seconds for a process to start and import its environments."""
     memory_gib: float = Field(default=8.0, ge=0)

@@ -80,9 +80,9 @@ class TokenBridge:
         """How the template writes tools; None if its calls have none of the known forms."""
 
     @property
-    def removes_thoughts(self) -> bool:
-        """Whether the template removes reasoning from the turns before an observation of a user."""
-        return self._roles["user"].removes_thoughts
+    def removes_thoughts(self) -> tuple[str, ...]:
+        """Roles of observations for which the template removes reasoning from the turns before them."""
+        return tuple(role for role, around in self._roles.items() if around.removes_thoughts)
 
     def role(self, tool: str | None) -> str:
         """Return the role of an observation: "tool" for the result of a tool, if the template can render it."""

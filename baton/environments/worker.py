@@ -101,7 +101,7 @@ def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, 
             called_s = now_s - instances.called_at.get(request.key, now_s)
             if called_s > timeout_s and running.pop(name, None) is not None:
                 sentence = f"no observation within environments.timeout_s = {timeout_s:g} s; the process was killed"
-                outbox.send(ActFailure(request.key, len(request.actions), FailureCause.TIMEOUT, sentence))
+                outbox.send(ActFailure(request.key, request.turn, FailureCause.TIMEOUT, sentence))
         if running and now_s - alive_at >= tick_s:
             alive_at = now_s
             outbox.send(Alive())

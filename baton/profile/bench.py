@@ -182,12 +182,13 @@ class FlatTransport(TimedTransport):
 class NoJudges:
     """A reward scorer that takes no time. The members of a group get the rewards 0 and 1 alternately."""
 
-    sees_groups = False
+    sees_groups = scores_episodes = False
 
     def __init__(self) -> None:
         self._waiting: list[ScoredTrajectory] = []
 
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
+    def submit(self, finished: Sequence[Trajectory | ScoredTrajectory], prompt: Prompt) -> None:
+        trajectories = [one for one in finished if isinstance(one, Trajectory)]
         self._waiting += [ScoredTrajectory(t, RewardResult(float(t.sample_index % 2), {}, False)) for t in trajectories]
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:

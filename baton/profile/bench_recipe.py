@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from baton.errors import UserError
 from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.profile.bench import BenchResult, ScriptedLengths, bench_engine, bench_flat, sides_of
@@ -19,7 +20,12 @@ def bench_rollout(
     recipe: Recipe, modes: Sequence[str], *, tail: float, between: float, within: float, steps: int, flat: bool
 ) -> BenchResult:
     """Measure rollout modes on the recipe's model and engine. With `flat`, use a fake engine whose step time does not
-    depend on the number of rows."""
+    depend on the number of rows. Raises UserError for a recipe with a multi-turn task."""
+    if recipe.multi_turn_task is not None:
+        raise UserError(
+            f"task {recipe.multi_turn_task!r} is multi-turn, but `baton bench rollout` generates one-turn responses, "
+            "without environments; give a recipe of tasks of one turn, or compare perf/throughput of short runs"
+        )
     sides = sides_of(recipe.rollout, modes)
     longest = recipe.rollout.max_new_tokens
     lengths = ScriptedLengths(longest / tail, longest, between, within)

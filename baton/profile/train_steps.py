@@ -74,8 +74,8 @@ class StepTimings(msgspec.Struct):
 
 
 class _Rollouts:
-    """Generates batches from the recipe's prompts. As in a run, it uses a controller and a journal, and publishes a
-    version before each batch."""
+    """Generates batches from the recipe's prompts; of a multi-turn task the first turns. As in a run, it uses a
+    controller and a journal, and publishes a version before each batch."""
 
     def __init__(self, recipe: Recipe, weights: PublishedWeights, directory: Path) -> None:
         rollout, seed = recipe.rollout, recipe.run.seed
@@ -93,7 +93,8 @@ class _Rollouts:
         )
         encoder = PromptEncoder(load_tokenizer(recipe.model.path), recipe.task)
         mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, tool_format=encoder.tool_format)
-        self._prompts = TokenizedPrompts(PromptStream(mixture, seed), encoder)
+        self._stream = PromptStream(mixture, seed)
+        self._prompts = TokenizedPrompts(self._stream, encoder)
         self._sampling = SeededSampling(sampling, seed)
         self._shape = {"batch_groups": rollout.batch_groups, "group_size": rollout.group_size}
         self._controller = self._new_controller({"mode": "sync"})
@@ -150,6 +151,7 @@ class _Rollouts:
         return statistics.median(gaps) if gaps else 0.0
 
     def close(self) -> None:
+        self._stream.close()
         self.port.close()
         self._journal.close()
 

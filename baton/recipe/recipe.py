@@ -107,6 +107,11 @@ class Recipe(Settings):
                 f"{rules.max_staleness}; lower publish_every or max_lag"
             )
 
+    @property
+    def multi_turn_task(self) -> str | None:
+        """Name of the first multi-turn task; None if all tasks have one turn."""
+        return next((task.name for task in self.task if task.environment is not None), None)
+
     def choices(self) -> dict[str, tuple[str, ...]]:
         """Return the run's values on the axes of `support.toml`, for the axes that the recipe determines."""
         trainer, swarm = self.trainer, self.swarm
@@ -160,6 +165,12 @@ class WarmStart(Settings):
             raise ValueError("give exactly one of [demonstrations] (generated from [[task]]) and data (a file)")
         if self.demonstrations is not None and not self.task:
             raise ValueError("[demonstrations] needs at least one [[task]], from which demonstrations are generated")
+        played = next((task.name for task in self.task if task.environment is not None), None)
+        if self.demonstrations is not None and played is not None:
+            raise ValueError(
+                f"[demonstrations] are generated for arithmetic tasks of one turn, but task {played!r} is multi-turn; "
+                "remove the task, or give conversations with data"
+            )
         return self
 
 

@@ -75,6 +75,12 @@ def workload_of_run(path: Path) -> Workload:
     rewards are not all equal.
     """
     run = RunDirectory.open(path)
+    recipe = Recipe.model_validate(with_current_keys(run.recipe()))
+    if recipe.multi_turn_task is not None:
+        raise UserError(
+            f"{path}: task {recipe.multi_turn_task!r} is multi-turn, but a workload describes responses of one turn; "
+            "give a workload file with the lengths that you expect"
+        )
     steps = run.recorded_steps()
     if not steps:
         raise UserError(f"{path} has no recorded trajectories, so their lengths cannot be measured")
@@ -83,7 +89,7 @@ def workload_of_run(path: Path) -> Workload:
     unequal = [1 - row["reward/zero_std_frac"] for row in rows if "reward/zero_std_frac" in row]
     judged = [row["time/judge"] for row in rows if "time/judge" in row]
     return msgspec.structs.replace(
-        recipe_workload(Recipe.model_validate(with_current_keys(run.recipe()))),
+        recipe_workload(recipe),
         prompt=measured([len(t.prompt_ids) for t in trajectories]),
         output=measured([max(1, t.num_tokens) for t in trajectories]),
         trained_share=max(1e-3, statistics.fmean(unequal)) if unequal else 1.0,

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from baton.errors import StorageFault
 from baton.files import flush_to_disk
-from baton.types import Episode, Prompt, ScoredTrajectory, Segment, Trajectory, plain
+from baton.types import ENVIRONMENT, Episode, Prompt, ScoredTrajectory, Segment, Trajectory, plain
 
 FORMAT = 2
 """Version of the journal's format, stored as SQLite's `user_version`."""
@@ -39,7 +39,8 @@ _GROUP_KINDS = (
     "segments",  # key: group id, sample index, token offset; content: reported segments of an unfinished trajectory
     "finished",  # key: group id, sample index; content: Trajectory
     "judged",  # key: group id, sample index; content: ScoredTrajectory
-    # key: group id, sample index, number of exchanges; content: Episode with what the last exchange added to it
+    # key: group id, sample index, number of exchanges; content: Episode with what the last exchange added to it. 0
+    # exchanges: the whole of an episode that is over and not scored yet
     "episode",
     # key: group id, sample index; content: Trajectory that starts a later path of an episode with its new prompt
     "path",
@@ -152,12 +153,14 @@ class Journal:
         if self._keeps_partials and segments:
             self._put("segments", group_id, sample_index, token_offset, content=segments)
 
-    def finished(self, trajectory: Trajectory) -> None:
-        """Record a complete trajectory."""
+    def finished(self, trajectory: Trajectory, episode: Episode | None = None) -> None:
+        """Record a complete trajectory; of a multi-turn task with its episode, until the reward is recorded."""
         key = (trajectory.group_id, trajectory.sample_index)
         for kind in ("segments", "judged", *_OF_AN_EPISODE):
             self._remove(kind, *key)
         self._put("finished", *key, content=trajectory)
+        if episode is not None:
+            self._put("episode", *key, content=episode)
 
     def turn_ended(self, trajectory: Trajectory) -> None:
         """Record that a turn of a multi-turn episode has ended and that its action is sent to the environment."""
@@ -181,17 +184,23 @@ class Journal:
 
     def judged(self, judged: ScoredTrajectory) -> None:
         """Record a complete trajectory with its reward or, if scoring failed, with the cause of the failure."""
-        self._put("judged", judged.trajectory.group_id, judged.trajectory.sample_index, content=judged)
+        key = (judged.trajectory.group_id, judged.trajectory.sample_index)
+        self._put("judged", *key, content=judged)
+        if judged.episode is not None:
+            self._remove("episode", *key)
 
     def delete_rewards(self) -> None:
         """Delete the rewards of open groups, so that they are scored again after a change of the reward parts.
 
-        Episodes keep theirs: their environments gave the rewards, and no scorer could give them again.
+        Episodes keep the rewards of their environments, or the failure of the environment.
         """
         for number, content in self._entries("judged"):
             scored = _unpack(content, ScoredTrajectory)
-            if scored.episode is None:
-                self._remove("judged", number, scored.trajectory.sample_index)
+            if scored.episode is not None and ENVIRONMENT not in scored.judgement.parts:
+                continue
+            self._remove("judged", number, scored.trajectory.sample_index)
+            if scored.episode is not None:
+                self._put("episode", number, scored.trajectory.sample_index, content=scored.episode)
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:

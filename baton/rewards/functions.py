@@ -8,7 +8,8 @@
 
 Functions of each convention may be `async`. A `trl` function is called once per group with all responses of the group.
 Functions of the other conventions are called once per response. Arguments are passed by name: a function may have any
-subset of the parameters.
+subset of the parameters. Functions score multi-turn episodes too: columns are then those of the dataset row, and
+completions are messages.
 """
 
 from __future__ import annotations
@@ -234,25 +235,32 @@ def describe_error(error: BaseException, function: RewardFunction | None = None)
 
 def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> Any:
     call = calls[0]
-    prompt, columns = call.prompt, call.prompt.metadata
+    prompt, episode = call.prompt, call.episode
+    columns = prompt.metadata if episode is None else prompt.metadata["row"]
     assert signature == "trl" or len(calls) == 1, f"a {signature} function is called with {len(calls)} responses"
     if signature == "names":
         text = [_plain(m) for m in prompt.messages] if prompt.is_conversation else prompt.messages[-1].content
-        built_in = {"prompt": text, "response": call.response, "parsed": call.answer, "episode": None}
-        reference = {} if prompt.answer is None else {"answer": prompt.answer}
+        built_in = {"prompt": text, "response": call.response, "parsed": call.answer, "episode": episode}
+        answer = prompt.answer if episode is None else find_reference(columns)
+        reference = {} if answer is None else {"answer": answer}
         return function(**_accepted(function, {**columns, **reference, **built_in}))
     if signature == "verl":
-        raw = find_reference(columns)
+        raw, extra_info = find_reference(columns), columns.get("extra_info")
+        if episode is None:
+            raw = prompt.answer if raw is None or isinstance(raw, str) else raw
+        else:
+            played = {"num_turns": 1 + len(call.turns), "turn_scores": [one.reward for one in episode.exchanges]}
+            extra_info = {**(extra_info or {}), **played}
         return function(
             data_source=columns.get("data_source", prompt.task),
             solution_str=call.response,
-            ground_truth=prompt.answer if raw is None or isinstance(raw, str) else raw,
-            extra_info=columns.get("extra_info"),
+            ground_truth=raw,
+            extra_info=extra_info,
         )
     arguments = {name: [value] * len(calls) for name, value in {"answer": prompt.answer, **columns}.items()}
     if prompt.is_conversation:
         arguments["prompts"] = [[_plain(m) for m in prompt.messages] for _ in calls]
-        arguments["completions"] = [[{"role": "assistant", "content": c.response}] for c in calls]
+        arguments["completions"] = [[_plain(m) for m in c.turns or (Message("assistant", c.response),)] for c in calls]
     else:
         arguments["prompts"] = [prompt.messages[-1].content] * len(calls)
         arguments["completions"] = [c.response for c in calls]

@@ -1,11 +1,14 @@
 """Remote reward scorers: a reward model, a sandbox that runs code, or any other server that returns a number as JSON.
 
 POST {"task", "messages", "response", "answer", "reference", "metadata"}  ──▶  0.5, {"reward": 0.5} or {"score": 0.5}
+
+For a multi-turn episode the request also has "turns", its turns and observations as messages, and "turn_rewards".
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -21,7 +24,7 @@ BUSY = frozenset({408, 425, 429})
 async def call_remote_scorer(session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float) -> Outcome:
     """Call a remote scorer once. A failure of the server or the connection is returned as an outcome, not raised."""
     prompt = call.prompt
-    request = {
+    request: dict[str, Any] = {
         "task": prompt.task,
         "messages": prompt.messages,
         "response": call.response,
@@ -29,6 +32,8 @@ async def call_remote_scorer(session: aiohttp.ClientSession, url: str, call: Cal
         "reference": prompt.answer,
         "metadata": prompt.metadata,
     }
+    if call.episode is not None:
+        request |= {"turns": call.turns, "turn_rewards": [one.reward for one in call.episode.exchanges]}
     try:
         async with (
             asyncio.timeout(deadline_s),

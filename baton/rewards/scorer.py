@@ -5,6 +5,9 @@ Scorers that always return quickly are called inline. All other scorers are call
 while the run generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the
 trajectory has no reward and the cause is recorded. The missing reward does not count as zero, and the answer does not
 count as wrong.
+
+A multi-turn episode arrives with the reward of its environment. Reward functions and remote scorers are added to it;
+the other kinds of parts compare the answer of a task of one turn and do not apply.
 """
 
 from __future__ import annotations
@@ -47,18 +50,26 @@ from baton.rewards.scorer_protocol import (
 )
 from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
 from baton.rewards.warnings import RewardWarnings
-from baton.types import FailureCause, Group, Prompt, RewardResult, ScoredTrajectory, Trajectory
+from baton.types import FailureCause, Group, Message, Prompt, RewardResult, ScoredTrajectory, Trajectory
 
 if TYPE_CHECKING:
     from baton.rewards.scoring_thread import ScoringThread
 
 NEEDS_SCORER = ("correct", "score")
 NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
+OF_EPISODES = ("function", "http")
+"""Kinds of reward parts that score multi-turn episodes."""
+OF_ANSWERS = ("exact", "math", "format")
+"""Kinds of reward parts that only tasks of one turn have, where the environment's reward does not replace them."""
 MAX_UNANSWERED = 32
 """After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested: a call
 that it has answered before is repeated. If the scorer answers the test, the responses caused the failures and the run
 continues."""
 
+Finished = Trajectory | ScoredTrajectory
+"""A finished trajectory, or a multi-turn episode with the reward of its environment."""
+Response = str | Sequence[Message]
+"""Text of a trajectory, or turns and observations of an episode."""
 Calls = tuple[Call, ...]
 Outcomes = tuple[Outcome, ...]
 
@@ -98,28 +109,38 @@ class RewardScorer:
         answer_format: AnswerFormat | Mapping[str, AnswerSettings],
         settings: JudgeSettings | None = None,
     ) -> None:
-        """Import the reward functions. Raises UserError if an import fails or the recipe has no reward part.
+        """Import the reward functions. Raises UserError if an import fails, the recipe has no reward part, or a part
+        applies to no task.
 
-        answer_format: one format for all tasks, or the settings of each task by its name.
+        tasks: those of one turn; without any, all tasks of the recipe are multi-turn. answer_format: one format for all
+        tasks, or the settings of each task by its name.
         """
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
         if len(set(names)) < len(names):
             raise UserError(f"[[reward]]: two parts have the same name, got {names}; give each a different name")
+        useless = next((r.name for r in rewards if r.kind in OF_ANSWERS), None)
+        if not tasks and useless is not None:
+            raise UserError(
+                f"[[reward]] {useless!r} scores answers of tasks of one turn, but all tasks of the recipe are "
+                'multi-turn; remove it, or use kind = "function", which scores episodes in addition to the environment'
+            )
         self._answers: Mapping[str, AnswerSettings] = (
             dict.fromkeys(tasks, AnswerSettings(format=answer_format))
             if isinstance(answer_format, str)
             else answer_format
         )
         self._tasks, self._rewards = tasks, rewards
+        self.scores_episodes = any(r.kind in OF_EPISODES for r in rewards)
+        """Whether multi-turn episodes are submitted. If not, the environment's reward is the whole reward."""
         self._settings = settings or JudgeSettings()
         self._specs: list[Spec] = []
         self._thread: ScoringThread | None = None
         self._finished: queue.SimpleQueue[tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]] = (
             queue.SimpleQueue()
         )
-        self._waiting: dict[int, Trajectory] = {}
+        self._waiting: dict[int, Finished] = {}
         self._next_id = 0
         self._unanswered: dict[str, int] = {}
         self.warnings = RewardWarnings()
@@ -146,25 +167,30 @@ class RewardScorer:
 
     def score(self, prompt: Prompt, response: str) -> RewardResult:
         """Score one response and wait for the result."""
-        pending = self._submit_calls(prompt, [response], [()])
+        pending = self._submit_calls((Call(prompt, response, self._parsed(prompt, response)),))
         try:
             return (pending if isinstance(pending, list) else pending.result(self.timeout_s))[0]
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self._names()} returned no reward within {self.timeout_s:.0f} s") from error
 
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt, responses: Sequence[str]) -> None:
+    def submit(self, finished: Sequence[Finished], prompt: Prompt, responses: Sequence[Response]) -> None:
         """Submit finished trajectories of one prompt. With `sees_groups`, submit the whole group in one call; otherwise
         submit each trajectory as soon as it finishes.
+
+        `responses`: the text of each trajectory; of an episode its turns and observations.
 
         `collect` and `drain` return trajectories in any order, but trajectories that were submitted in one call are
         returned together.
         """
+        if not finished:
+            return
         if not self._waiting:
             self._last_result_s = time.monotonic()
-        ids = list(range(self._next_id, self._next_id + len(trajectories)))
-        self._next_id += len(trajectories)
-        self._waiting.update(zip(ids, trajectories, strict=True))
-        pending = self._submit_calls(prompt, responses, [t.token_ids for t in trajectories])
+        ids = list(range(self._next_id, self._next_id + len(finished)))
+        self._next_id += len(finished)
+        self._waiting.update(zip(ids, finished, strict=True))
+        calls = (self._call_of(one, prompt, response) for one, response in zip(finished, responses, strict=True))
+        pending = self._submit_calls(tuple(calls))
         if isinstance(pending, list):
             self._finished.put((ids, pending))
         else:
@@ -186,7 +212,7 @@ class RewardScorer:
             found += self._collect_finished(finished)
         waited_s = time.monotonic() - self._last_result_s
         if not found and self._waiting and waited_s > self.timeout_s:
-            some = ", ".join(t.name for t in list(self._waiting.values())[:4])
+            some = ", ".join(trajectory_of(one).name for one in list(self._waiting.values())[:4])
             raise DeadlineExceeded(
                 f"{self._names()} returned no reward for {waited_s:.0f} s while {len(self._waiting)} trajectories "
                 f"wait for a reward (first: {some})"
@@ -216,17 +242,35 @@ class RewardScorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _submit_calls(
-        self, prompt: Prompt, responses: Sequence[str], token_ids: Sequence[Sequence[int]]
-    ) -> Future[list[RewardResult]] | list[RewardResult]:
-        own = self._answers[prompt.task]
-        calls = tuple(
-            Call(prompt, response, extract_answer(response, own.format, own.pattern), tuple(ids))
-            for response, ids in zip(responses, token_ids, strict=True)
+    def _parsed(self, prompt: Prompt, text: str) -> str | None:
+        own = self._answers.get(prompt.task, AnswerSettings())
+        return extract_answer(text, own.format, own.pattern)
+
+    def _call_of(self, finished: Finished, prompt: Prompt, response: Response) -> Call:
+        if isinstance(finished, Trajectory):
+            assert isinstance(response, str)
+            return Call(prompt, response, self._parsed(prompt, response), tuple(finished.token_ids))
+        assert finished.episode is not None
+        assert not isinstance(response, str)
+        last = next((m.content for m in reversed(response) if m.role == "assistant"), "")
+        return Call(
+            prompt,
+            "\n".join(message.content for message in response),
+            self._parsed(prompt, last),
+            tuple(chain.from_iterable(path.token_ids for path in finished.paths)),
+            msgspec.structs.replace(finished.episode, earlier=()),
+            tuple(response),
         )
+
+    def _rewards_of(self, call: Call) -> Sequence[RewardSettings]:
+        """Return the reward parts that apply to a call."""
+        return self._rewards if call.episode is None else [r for r in self._rewards if r.kind in OF_EPISODES]
+
+    def _submit_calls(self, calls: Calls) -> Future[list[RewardResult]] | list[RewardResult]:
         outcomes: dict[str, Outcomes] = {}
         background: dict[str, _BackgroundScorer] = {}
-        for name, scorer in (("", self._scorers[prompt.task]), *self._parts.items()):
+        parts = {r.name: self._parts[r.name] for r in self._rewards_of(calls[0])}
+        for name, scorer in (("", self._scorers.get(calls[0].prompt.task)), *parts.items()):
             if isinstance(scorer, _BackgroundScorer):
                 background[name] = scorer
             elif scorer is not None:
@@ -286,29 +330,28 @@ class RewardScorer:
     def _result(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
         """Combine the outcomes for one response. outcomes: name of each reward part → its outcome; the empty name is
         the task's scorer."""
-        task_scorer, score = self._scorers[call.prompt.task], outcomes.get("")
+        task_scorer, score = self._scorers.get(call.prompt.task), outcomes.get("")
+        rewards = self._rewards_of(call)
         failure = _failure(task_scorer, score)
         parts: dict[str, float] = {}
         values: dict[str, float] = {}
-        for reward in self._rewards:
+        for reward in rewards:
             outcome = score if reward.kind in NEEDS_SCORER else outcomes[reward.name]
             failure = failure or _failure(self._parts[reward.name] or task_scorer, outcome)
             if isinstance(outcome, CallValue) and outcome.value is not None:
                 value = values[reward.name] = float(outcome.value >= 1.0) if reward.kind == "correct" else outcome.value
-                prefix = "" if len(self._rewards) == 1 else f"{reward.name}."
+                prefix = "" if len(rewards) == 1 else f"{reward.name}."
                 parts |= {prefix + name: part for name, part in outcome.parts.items()} or {reward.name: value}
-        if failure is None and not parts:
+        if failure is None and not parts and call.episode is None:
             failure = FailureCause.MALFORMED, "no reward part applies: every reward function returned None"
-        total = sum(r.weight * values.get(r.name, 0.0) for r in self._rewards)
-        if failure is None and not abs(total) <= MAX_REWARD:
-            text = f"the weighted sum of the reward parts is {total:g}, above {MAX_REWARD:g} in magnitude"
-            failure = FailureCause.MALFORMED, f"{text}: lower the weights in [[reward]]"
+        total = sum(r.weight * values.get(r.name, 0.0) for r in rewards)
+        failure = failure or _too_large(total)
         if failure is not None:
             return RewardResult(0.0, parts, False, call.answer, failure[1], failure[0])
         if isinstance(score, CallValue):
             is_correct = score.value is not None and score.value >= 1.0
         else:
-            is_correct = all(values.get(r.name, 1.0) >= 1.0 for r in self._rewards if r.weight > 0)
+            is_correct = bool(values) and all(values.get(r.name, 1.0) >= 1.0 for r in rewards if r.weight > 0)
         return RewardResult(total, parts, is_correct, call.answer)
 
     def _scorer(self, task: ScoredTask) -> _Scorer | None:
@@ -429,11 +472,39 @@ class RewardScorer:
         self, finished: tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]
     ) -> list[ScoredTrajectory]:
         ids, pending = finished
-        trajectories = [self._waiting.pop(number) for number in ids]
+        members = [self._waiting.pop(number) for number in ids]
         results = pending if isinstance(pending, list) else pending.result()
         for result in results:
             self.warnings.count(result)
-        return [ScoredTrajectory(t, result) for t, result in zip(trajectories, results, strict=True)]
+        return [_scored(member, result) for member, result in zip(members, results, strict=True)]
+
+
+def trajectory_of(finished: Finished) -> Trajectory:
+    """Return a trajectory; of an episode the last path."""
+    return finished if isinstance(finished, Trajectory) else finished.trajectory
+
+
+def _scored(finished: Finished, result: RewardResult) -> ScoredTrajectory:
+    """Return a trajectory with its result. The environment's reward of an episode is added to it."""
+    if isinstance(finished, Trajectory):
+        return ScoredTrajectory(finished, result)
+    base, episode = finished.judgement, finished.episode
+    assert episode is not None
+    parts, total = {**result.parts, **base.parts}, base.reward + result.reward
+    failure = (result.cause, result.failure) if result.failure is not None else _too_large(total)
+    if failure is not None:
+        return msgspec.structs.replace(
+            finished, judgement=RewardResult(0.0, parts, False, base.answer, failure[1], failure[0])
+        )
+    is_correct = result.is_correct if episode.is_success is None else episode.is_success
+    return msgspec.structs.replace(finished, judgement=RewardResult(total, parts, is_correct, base.answer))
+
+
+def _too_large(total: float) -> tuple[FailureCause, str] | None:
+    if abs(total) <= MAX_REWARD:
+        return None
+    text = f"the weighted sum of the reward parts is {total:g}, above {MAX_REWARD:g} in magnitude"
+    return FailureCause.MALFORMED, f"{text}: lower the weights in [[reward]]"
 
 
 def require_judged(groups: Sequence[Group], what: str) -> None:

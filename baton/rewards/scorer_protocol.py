@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from baton.types import FailureCause, Prompt
+from baton.types import Episode, FailureCause, Message, Prompt, plain
 
 Signature = Literal["names", "trl", "verl"]
 """Calling convention of a reward function; docs/tasks.md describes the three."""
@@ -30,7 +30,12 @@ class Call(msgspec.Struct, frozen=True):
     answer: str | None
     """Answer extracted from the response; None if the response does not follow the answer format."""
     token_ids: tuple[int, ...] = ()
-    """Token ids of the response as the engine sampled them, shape [L]."""
+    """Token ids of the response as the engine sampled them, shape [L]. Of an episode: all its paths, with the tokens of
+    observations."""
+    episode: Episode | None = None
+    """The episode, without its earlier paths; None for a task of one turn."""
+    turns: tuple[Message, ...] = ()
+    """Turns and observations of an episode. `response` is their text, and `answer` that of the last turn."""
 
 
 class CallValue(msgspec.Struct, frozen=True, tag="Value"):
@@ -163,5 +168,5 @@ HEADER_BYTES = 4
 
 def frame(message: msgspec.Struct) -> bytes:
     """Return a frame: the length of the encoded message in bytes, then the encoded message."""
-    body = msgspec.msgpack.encode(message)
+    body = msgspec.msgpack.encode(message, enc_hook=plain)
     return len(body).to_bytes(HEADER_BYTES, "big") + body

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from baton.rewards.answer import AnswerFormat
 from baton.rewards.scorer_protocol import Signature
 from baton.settings import Settings
+from baton.types import ENVIRONMENT
 
 
 class AnswerSettings(Settings):
@@ -77,6 +78,8 @@ class RewardSettings(Settings):
             raise ValueError('url = "http://…" belongs to kind = "http" and is required there')
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: got {self.url!r}, allowed is http://… or https://…")
+        if self.name == ENVIRONMENT:
+            raise ValueError(f"name: {ENVIRONMENT!r} is the part that environments give; choose another name")
         if self.kind != "function" and (self.signature != "auto" or not self.isolate):
             raise ValueError('signature and isolate belong to kind = "function"')
         return self

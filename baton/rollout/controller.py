@@ -16,12 +16,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.errors import EngineFault
 from baton.records.journal import IssuedGroup, Journal, OpenGroup, StreamCursor
-from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, path_seeds
+from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, environment_reward, path_seeds
 from baton.rollout.events import (
     AbortTrajectory,
     Assign,
@@ -52,8 +52,8 @@ from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.settings import Rules
 from baton.rollout.worker_client import SHORT_WAIT_S, SeededSampling, WorkerClient
-from baton.types import Abort as AbortLease
 from baton.types import (
+    ENVIRONMENT,
     Author,
     Episode,
     FinishReason,
@@ -70,6 +70,7 @@ from baton.types import (
     WorkRevoked,
     id_column,
 )
+from baton.types import Abort as AbortLease
 
 MAX_REFUSALS = 8
 """Consecutive refused leases per slot after which the controller raises EngineFault. A correct worker serves the
@@ -92,9 +93,11 @@ class TrajectoryScorer(Protocol):
 
     sees_groups: bool
     """Whether all trajectories of a group must be submitted together, because rewards compare them."""
+    scores_episodes: bool
+    """Whether reward functions score multi-turn episodes, in addition to the environment."""
 
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
-        """Queue finished trajectories of one prompt for scoring."""
+    def submit(self, finished: Sequence[Trajectory | ScoredTrajectory], prompt: Prompt) -> None:
+        """Queue finished trajectories of one prompt for scoring, or episodes with the reward of their environment."""
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         """Return the trajectories scored since the last call; wait at most `timeout_s` for the first one."""
@@ -106,6 +109,8 @@ class _Group:
     members: list[Trajectory]
     scored: dict[int, ScoredTrajectory]
     """By sample index."""
+    episodes: dict[int, ScoredTrajectory] = field(default_factory=dict)
+    """Sample index → multi-turn episode that is over, with the reward of its environment alone."""
 
 
 class RolloutController:
@@ -161,7 +166,7 @@ class RolloutController:
         self._next_group_id = cursor.next_group_id
         tracked = []
         for group in carried:
-            own = _Group(group.issued, list(group.members), dict(group.judged))
+            own = _Group(group.issued, list(group.members), dict(group.judged), _episodes_over(group))
             self._groups[group.issued.group_id] = own
             tracked.append(
                 _tracked(own, group, may_replay=self._player is None or self._player.may_replay(group.issued.prompt))
@@ -334,10 +339,11 @@ class RolloutController:
         if lease_id is not None:
             self._worker.transport.send(AbortLease(lease_id))  # it continues if it is of another path
             self._end_lease(lease_id)
-        scored = group.scored.pop(index, None)
-        if scored is not None and scored.episode is not None and self._player is not None:
+        group.scored.pop(index, None)
+        over = group.episodes.pop(index, None)
+        if over is not None and over.episode is not None and self._player is not None:
             # `begin_again` counts its attempts, because an environment never gets two actions of one key
-            self._player.restore(group.issued.prompt, scored.trajectory, scored.episode)
+            self._player.restore(group.issued.prompt, over.trajectory, over.episode)
         if self._journal is not None:
             self._journal.revoked(revoked.group_id, index)
         self._dispatch(Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
@@ -390,9 +396,9 @@ class RolloutController:
 
     def _noise_seeds(self, group: _Group, index: int) -> list[int]:
         """Return the noise seeds of a trajectory, or of the paths of its episode."""
-        scored, num_paths = group.scored.get(index), 1
-        if scored is not None:
-            num_paths = len(scored.paths)
+        over, num_paths = group.episodes.get(index), 1
+        if over is not None:
+            num_paths = len(over.paths)
         elif self._player is not None:
             num_paths = self._player.num_paths((group.issued.group_id, index))
         return path_seeds(self._sampling.noise_seed, num_paths)
@@ -442,14 +448,15 @@ class RolloutController:
                 self._dispatch(Observed(self._now_s(), grown.group_id, grown.sample_index))
 
     def _end_episode(self, over: ScoredTrajectory) -> None:
-        """Record a finished episode. Its reward is known: the environment gave it."""
+        """Record a finished episode, which has the reward of its environment, or none if the environment failed."""
         trajectory = over.trajectory
         group = self._groups[trajectory.group_id]
         group.members[trajectory.sample_index] = trajectory
+        group.episodes[trajectory.sample_index] = over
         if self._journal is not None:
-            self._journal.finished(trajectory)
+            self._journal.finished(trajectory, over.episode)
         self._dispatch(Finished(self._now_s(), trajectory.group_id, trajectory.sample_index))
-        self._take_reward(group, over)
+        self._submit(group, [trajectory])
 
     # ---- leases and scores -------------------------------------------------------------------------------------------
 
@@ -468,13 +475,26 @@ class RolloutController:
         del self._lease_of[self._leases.pop(lease_id)]
 
     def _submit(self, group: _Group, finished: Sequence[Trajectory]) -> None:
-        """Submit finished trajectories for scoring, or the whole group if its rewards depend on all members."""
+        """Submit finished trajectories for scoring, or the whole group if its rewards depend on all members. Episodes
+        that no reward function scores have their result already."""
+        whole = finished
         if self._scorer.sees_groups and finished:
-            finished = group.members if all(t.finish_reason is not None for t in group.members) else ()
-        self._num_scoring += len(finished)
-        for together in (finished,) if self._scorer.sees_groups else ((t,) for t in finished):
+            whole = group.members if all(t.finish_reason is not None for t in group.members) else ()
+        ready = [one for t in whole if (one := self._to_score(group, t)) is not None]
+        self._num_scoring += len(ready)
+        for together in (ready,) if self._scorer.sees_groups else ([one] for one in ready):
             if together:
                 self._scorer.submit(together, group.issued.prompt)
+        for trajectory in finished:
+            if self._to_score(group, trajectory) is None:
+                self._take_reward(group, group.episodes[trajectory.sample_index])
+
+    def _to_score(self, group: _Group, trajectory: Trajectory) -> Trajectory | ScoredTrajectory | None:
+        """Return what is submitted of a finished trajectory; None for an episode without a reward function."""
+        over = group.episodes.get(trajectory.sample_index)
+        if over is None:
+            return trajectory
+        return over if over.judgement.is_judged and self._scorer.scores_episodes else None
 
     def _on_reward(self, scored: ScoredTrajectory) -> None:
         self._num_scoring -= 1
@@ -578,6 +598,20 @@ class RolloutController:
         return time.monotonic()
 
 
+def _episodes_over(carried: OpenGroup) -> dict[int, ScoredTrajectory]:
+    """Return the episodes of a restored group that are over, with the reward of their environment alone."""
+    found = {}
+    for trajectory in carried.members:
+        scored = carried.judged.get(trajectory.sample_index)
+        episode = carried.episodes.get(trajectory.sample_index) if scored is None else scored.episode
+        if trajectory.finish_reason is None or episode is None:
+            continue
+        if scored is None or ENVIRONMENT in scored.judgement.parts:
+            scored = ScoredTrajectory(trajectory, environment_reward(episode), episode)
+        found[trajectory.sample_index] = scored
+    return found
+
+
 def _tracked(group: _Group, carried: OpenGroup, *, may_replay: bool) -> TrackedGroup:
     """Return the scheduler's view of a restored group."""
     members = []
@@ -592,8 +626,9 @@ def _tracked(group: _Group, carried: OpenGroup, *, may_replay: bool) -> TrackedG
             carried.has_begun(trajectory.sample_index) and not may_replay
         ):
             member.state = TrajectoryState.ACTING
+        over = group.episodes.get(trajectory.sample_index)
         earlier = carried.episodes.get(trajectory.sample_index, Episode()).earlier
-        paths = (*earlier, trajectory) if scored is None else scored.paths
+        paths = (*earlier, trajectory) if over is None else over.paths
         for segment in [segment for path in paths for segment in path.segments]:
             if segment.author is Author.POLICY:
                 member.grow(segment.policy_version, len(segment.token_ids))

@@ -26,6 +26,7 @@ from baton.errors import EnvironmentFault
 from baton.frames import FrameSocket
 from baton.rollout.worker_client import SeededSampling
 from baton.types import (
+    ENVIRONMENT,
     Author,
     Episode,
     EpisodeFinish,
@@ -128,6 +129,40 @@ class _Open:
     prompt: Prompt
     trajectory: Trajectory
     episode: Episode = field(default_factory=Episode)
+    block: int | None = None
+    """Block of the error budget in which the attempt began; None before its first action."""
+
+
+class ErrorBudget:
+    """The share of attempts at episodes that may fail with their environment, over training and evaluations of a run.
+
+    Attempts are counted in blocks of `BLOCK` that began one after another, and a failure belongs to the block in which
+    its attempt began. The share therefore does not depend on how late environments fail, nor on how many are open. A
+    process that ends is one failure, however many calls were running in it.
+    """
+
+    BLOCK = 100
+
+    def __init__(self, max_share: float = 0.5) -> None:
+        self.max_share = max_share
+        self._num_begun = 0
+        self._failed: dict[int, float] = {}
+
+    def begin(self) -> int:
+        """Count an attempt that begins; return its block."""
+        self._num_begun += 1
+        return (self._num_begun - 1) // self.BLOCK
+
+    def fail(self, block: int, blame: float = 1.0) -> str | None:
+        """Count a failure, or a part of one. Return a clause about the attempts if more than the allowed share of a
+        block has failed."""
+        self._failed[block] = self._failed.get(block, 0.0) + blame
+        if self._failed[block] <= self.max_share * self.BLOCK + 1e-6:
+            return None
+        return (
+            f"{self._failed[block]:.0f} of {self.BLOCK} attempts at episodes failed with their environment, more than "
+            f"environments.max_failed_share = {self.max_share:g}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +174,7 @@ class EpisodeSetup:
     tasks: Mapping[str, EpisodeRules]
     """Rules by the name of a multi-turn task."""
     max_context_tokens: int
-    max_failures: int = 32
-    """Failures in a row, beyond one of each open episode, before the run ends. If a process ends, all of its episodes
-    that are never replayed fail at once."""
+    budget: ErrorBudget = field(default_factory=ErrorBudget)
 
     def plays(self, prompt: Prompt) -> bool:
         """Whether a prompt belongs to a multi-turn task."""
@@ -161,7 +194,6 @@ class EpisodePlayer:
         self._client = setup.inbox.client
         self._open: dict[tuple[int, int], _Open] = {}
         self._acting: set[tuple[int, int]] = set()
-        self._failures_in_a_row = 0
         self._counts: Counter[str] = Counter()
         self._over: list[Episode] = []
         """Episodes that ended since the last call of `take_metrics`, without those whose environment failed."""
@@ -225,6 +257,8 @@ class EpisodePlayer:
             return self._finished(opened, EpisodeFinish.LENGTH)
         if reason is FinishReason.LENGTH and self._context_left(trajectory) <= 0:
             return self._finished(opened, EpisodeFinish.CONTEXT)
+        if opened.block is None:
+            opened.block = self._setup.budget.begin()
         self._acting.add(key)
         self._client.submit(self._request(opened, rules, self._action(trajectory)))
         return None
@@ -232,7 +266,7 @@ class EpisodePlayer:
     def collect(self, timeout_s: float) -> list[Continued | ScoredTrajectory | BeginAgain]:
         """Return what environments have answered, waiting at most `timeout_s` for the first.
 
-        Raises EnvironmentFault when too many episodes fail in a row.
+        Raises EnvironmentFault if the error budget is used up.
         """
         found: list[Continued | ScoredTrajectory | BeginAgain] = []
         for answer in self._setup.inbox.collect(self._stream, timeout_s):
@@ -244,7 +278,6 @@ class EpisodePlayer:
                 continue  # of an earlier attempt
             self._acting.discard(key)
             if isinstance(answer, Observation):
-                self._failures_in_a_row = 0
                 found.append(self._observed(opened, answer))
             else:
                 found.append(self._failed(opened, answer))
@@ -261,8 +294,10 @@ class EpisodePlayer:
         """Give an episode that is generated again from its prompt a new environment, by a new attempt."""
         opened = self._open.get(_key(trajectory))
         if opened is not None:
+            before = opened.episode
             self.forget(_key(trajectory))
-            self._open[_key(trajectory)] = _Open(prompt, trajectory, Episode(attempt=opened.episode.attempt + 1))
+            again = Episode(attempt=before.attempt + 1, num_failures=before.num_failures)
+            self._open[_key(trajectory)] = _Open(prompt, trajectory, again)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call as docs/metrics.md defines them, and reset them."""
@@ -299,8 +334,7 @@ class EpisodePlayer:
         )
         rules = self._setup.tasks[opened.prompt.task]
         if answer.is_terminated or answer.is_truncated:
-            is_unread = bool(answer.metrics.get("parse_error"))
-            return self._finished(opened, EpisodeFinish.PARSE_ERROR if is_unread else EpisodeFinish.ENVIRONMENT)
+            return self._finished(opened, _ended_by(answer))
         if len(episode.exchanges) >= rules.max_turns:
             return self._finished(opened, EpisodeFinish.MAX_TURNS)
         if self._tokens_left(trajectory) <= 0:
@@ -331,14 +365,16 @@ class EpisodePlayer:
         return Continued(grown, episode, appended)
 
     def _failed(self, opened: _Open, answer: ActFailure) -> ScoredTrajectory | BeginAgain:
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._setup.max_failures + len(self._open):
+        assert opened.block is not None, "an attempt that acts has begun"
+        if spent := self._setup.budget.fail(opened.block, answer.blame):
             raise EnvironmentFault(
-                f"{self._failures_in_a_row} episodes in a row failed with their environment, the last one, "
-                f"{opened.trajectory.name} of task {opened.prompt.task!r}, at turn {answer.turn}: {answer.message}"
+                f"{spent}; the last one, {opened.trajectory.name} of task {opened.prompt.task!r}, at turn "
+                f"{answer.turn}: {answer.message}; repair the environment or raise the share, then continue with "
+                "--resume"
             )
-        episode = opened.episode
-        if episode.attempt + 1 >= self._setup.tasks[opened.prompt.task].max_attempts:
+        num_failures = opened.episode.num_failures + (answer.blame > 0)
+        opened.episode = msgspec.structs.replace(opened.episode, num_failures=num_failures)
+        if answer.blame and num_failures >= self._setup.tasks[opened.prompt.task].max_attempts:
             return self._finished(opened, EpisodeFinish.ENVIRONMENT, answer)
         self._counts["restarted_episodes"] += 1
         return BeginAgain(*_key(opened.trajectory), f"environment_{answer.cause}")
@@ -350,11 +386,12 @@ class EpisodePlayer:
         trajectory = msgspec.structs.replace(opened.trajectory, finish_reason=_FINISH.get(reason, FinishReason.STOP))
         self._client.discard(self._episode_key(opened))
         del self._open[key]
-        if failure is None:
-            self._over.append(episode)
-        else:
+        if failure is not None:
             self._counts["failed_episodes"] += 1
-        return ScoredTrajectory(trajectory, _reward(episode, rules.discount, failure), episode)
+            failed = RewardResult(0.0, {}, False, None, failure.message, failure.cause)
+            return ScoredTrajectory(trajectory, failed, episode)
+        self._over.append(episode)
+        return ScoredTrajectory(trajectory, environment_reward(episode), episode)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -417,10 +454,18 @@ def _key(trajectory: Trajectory) -> tuple[int, int]:
     return trajectory.group_id, trajectory.sample_index
 
 
-def _reward(episode: Episode, discount: float, failure: ActFailure | None) -> RewardResult:
-    """Return the reward of an episode: Σ discount^turn × reward of the turn."""
-    if failure is not None:
-        return RewardResult(0.0, {}, False, None, failure.message, failure.cause)
-    total = math.fsum(discount**turn * exchange.reward for turn, exchange in enumerate(episode.exchanges))
+def _ended_by(answer: Observation) -> EpisodeFinish:
+    """Return why the environment's last observation ended the episode, from the numbers of its `info`."""
+    if answer.metrics.get("parse_error"):
+        return EpisodeFinish.PARSE_ERROR
+    if answer.is_terminated and answer.metrics.get("num_calls") == 0:
+        return EpisodeFinish.STOP
+    return EpisodeFinish.ENVIRONMENT
+
+
+def environment_reward(episode: Episode) -> RewardResult:
+    """Return the reward that the environment gave an episode: Σ discount^turn × reward of the turn."""
+    rewards = [episode.discount**turn * exchange.reward for turn, exchange in enumerate(episode.exchanges)]
+    total = math.fsum(rewards)
     action = episode.exchanges[-1].action if episode.exchanges else None
-    return RewardResult(total, {"environment": total}, bool(episode.is_success), action)
+    return RewardResult(total, {ENVIRONMENT: total}, bool(episode.is_success), action)

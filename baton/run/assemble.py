@@ -40,7 +40,7 @@ from baton.rollout.controller import PromptSource, RolloutController, Trajectory
 from baton.rollout.engine import Engine
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.factory import engine_of_model
-from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules, EpisodeSetup
+from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules, EpisodeSetup, ErrorBudget
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
@@ -350,7 +350,8 @@ def open_episodes(
     settings = {task.name: task for task in (*recipe.task, *recipe.eval.task)}
     if bridge.removes_thoughts:
         say(
-            "the chat template removes reasoning from earlier turns: an episode continues in a new path after each turn"
+            "the chat template removes reasoning from the turns before an observation of role "
+            f"{' or '.join(bridge.removes_thoughts)}: an episode then continues in a new path"
         )
     longest = recipe.rollout.max_new_tokens
     pool = EnvironmentPool({name: task.spec for name, task in tasks.items()}, recipe.environments)
@@ -367,7 +368,8 @@ def open_episodes(
         for own in (settings[name],)
     }
     say(f"environments: {pool.description}")
-    return EpisodeSetup(EnvironmentInbox(pool), bridge, rules, recipe.engine.max_context_tokens)
+    budget = ErrorBudget(recipe.environments.max_failed_share)
+    return EpisodeSetup(EnvironmentInbox(pool), bridge, rules, recipe.engine.max_context_tokens, budget)
 
 
 def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from baton.records.evaluation import Evaluation, share_interval
-from baton.rewards.scorer import RewardScorer
+from baton.rewards.scorer import Finished, RewardScorer, trajectory_of
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
-from baton.run.tokenization import PromptEncoder
-from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory, Trajectory
+from baton.run.tokenization import PromptEncoder, response_of
+from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory
 
 EVAL_NOISE = 0x5EED_E7A1
 """Noise seed of all evaluations. Two checkpoints are evaluated with the same sampling noise, so their results differ
@@ -36,18 +36,17 @@ def evaluate(
     sizes = [(samples_of or {}).get(p.task, samples) for p in prompts]
     requests = [EvalGroup(index, encoder.ids(p), sizes[index], p) for index, p in enumerate(prompts)]
     members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
-    finished: list[list[Trajectory]] = [[] for _ in prompts]
-    for trajectory in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
-        if isinstance(trajectory, ScoredTrajectory):  # multi-turn: the environment has already given the reward
-            members[trajectory.trajectory.group_id].append(trajectory)
-            continue
-        ready = finished[trajectory.group_id]
-        ready.append(trajectory)
-        if len(ready) == sizes[trajectory.group_id] or not judge.sees_groups:
-            ready.sort(key=lambda t: t.sample_index)
-            texts = [encoder.tokenizer.text(t.token_ids) for t in ready]
-            judge.submit(ready, prompts[trajectory.group_id], texts)
-            finished[trajectory.group_id] = []
+    waiting: list[list[Finished]] = [[] for _ in prompts]
+    for one in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
+        group_id = trajectory_of(one).group_id
+        if isinstance(one, ScoredTrajectory) and not (judge.scores_episodes and one.judgement.is_judged):
+            members[group_id].append(one)  # the environment has given the whole reward, or has failed
+        else:
+            waiting[group_id].append(one)
+        if len(waiting[group_id]) + len(members[group_id]) == sizes[group_id] or not judge.sees_groups:
+            ready = sorted(waiting[group_id], key=lambda finished: trajectory_of(finished).sample_index)
+            waiting[group_id] = []
+            judge.submit(ready, prompts[group_id], [response_of(each, encoder.tokenizer) for each in ready])
     for judged in judge.drain(sweep.worker.stop.check):
         members[judged.trajectory.group_id].append(judged)
     groups = [

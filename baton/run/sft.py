@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -96,7 +97,8 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
         tasks = (*recipe.task, *recipe.eval.task)
         tool_format = None if tokenizer is None else PromptEncoder(tokenizer, tasks).tool_format
         tests = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task, tool_format=tool_format)
-        tests.held_out(recipe.eval.num_prompts, or_fewer=True)
+        with closing(tests):
+            tests.held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
     threads = set_up_torch(recipe.run.threads)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)

@@ -9,9 +9,9 @@ from baton.environments.calls import ToolFormat
 from baton.environments.token_bridge import TokenBridge
 from baton.policy.tokenizer import Tokenizer
 from baton.records.trace import Tracer
-from baton.rewards.scorer import RewardScorer
+from baton.rewards.scorer import Finished, Response, RewardScorer
 from baton.tasks.stream import ProblemSettings, PromptStream
-from baton.types import Prompt, ScoredTrajectory, Trajectory
+from baton.types import Message, Prompt, ScoredTrajectory, Trajectory
 
 MAX_SPAN_S = 1.0
 """Maximum length of a span of scoring, seconds. A longer period is written as several spans, so that the trace lacks
@@ -59,23 +59,40 @@ class TokenizedPrompts:
         return prompt, self._encoder.ids(prompt)
 
 
+def response_of(finished: Finished, tokenizer: Tokenizer) -> Response:
+    """Return the text of a trajectory; of a multi-turn episode its turns and observations, as messages."""
+    if isinstance(finished, Trajectory):
+        return tokenizer.text(finished.token_ids)
+    assert finished.episode is not None
+    found: list[Message] = []
+    for exchange in finished.episode.exchanges:
+        found.append(Message("assistant", exchange.action))
+        if exchange.observation:
+            found.append(Message("user" if exchange.tool is None else "tool", exchange.observation))
+    last, path = finished.trajectory, len(finished.paths) - 1
+    if all((e.path, e.token_offset) != (path, last.num_tokens) for e in finished.episode.exchanges):
+        found.append(Message("assistant", tokenizer.text(last.turn_ids)))  # it was not sent
+    return found
+
+
 class ResponseScorer:
     """The `TrajectoryScorer` of a run: it decodes finished trajectories and submits their text to the reward scorer.
 
-    It writes a trace span for each period in which trajectories wait for their rewards.
+    Multi-turn episodes arrive with the reward of their environment, to which reward functions add theirs. The scorer
+    writes a trace span for each period in which trajectories wait for their rewards.
     """
 
     def __init__(self, scorer: RewardScorer, tokenizer: Tokenizer, tracer: Tracer) -> None:
         self._scorer, self._tokenizer, self._tracer = scorer, tokenizer, tracer
-        self.sees_groups = scorer.sees_groups
+        self.sees_groups, self.scores_episodes = scorer.sees_groups, scorer.scores_episodes
         self._num_waiting = self._num_scored = 0
         self._since_s = 0.0
 
-    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
+    def submit(self, finished: Sequence[Finished], prompt: Prompt) -> None:
         if not self._num_waiting:
             self._since_s = time.monotonic()
-        self._num_waiting += len(trajectories)
-        self._scorer.submit(trajectories, prompt, [self._tokenizer.text(t.token_ids) for t in trajectories])
+        self._num_waiting += len(finished)
+        self._scorer.submit(finished, prompt, [response_of(one, self._tokenizer) for one in finished])
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         found = self._scorer.collect(timeout_s)

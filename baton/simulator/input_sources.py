@@ -226,6 +226,11 @@ class RecipeSource:
 
     def setting(self, simulation_options: SimulationOptions) -> Setting:
         recipe = load_recipe(Recipe, self.path, _with_section(simulation_options.overrides))
+        if recipe.multi_turn_task is not None:
+            raise UserError(
+                f"{self.path}: task {recipe.multi_turn_task!r} is multi-turn, but the simulator has no environments; "
+                "simulate a recipe whose tasks have one turn"
+            )
         model = read_model(Path(recipe.model.path))
         work, notes = self._work(recipe)
         efficiency = (self.efficiencies or Efficiencies()).of(self.gpu)

@@ -140,12 +140,9 @@ class AlgorithmSettings(Settings):
         return self.advantage == "gae" or discounts or self.turn_rewards
 
     @property
-    def sequence_key(self) -> str | None:
-        """Return the key and value that select a comparison of whole token sequences; None if tokens are compared
-        singly."""
-        if self.objective == "gspo":
-            return "algorithm.objective = 'gspo'"
-        return f"algorithm.correction = {self.correction!r}" if self.correction in ("sequence_tis", "opsm") else None
+    def compares_episodes(self) -> bool:
+        """Return whether a ratio or weight is computed of all tokens of an episode, over all its paths."""
+        return self.objective == "gspo" or self.correction in ("sequence_tis", "opsm")
 
     @property
     def needs_model_for_advantages(self) -> bool:

@@ -10,9 +10,9 @@ older policy versions and the engine's rounding. With x_t = log π_proximal − 
 | `none`          | proximal  | 1                                                                                     |
 | `bypass`        | behavior  | 1: the clip bounds the whole ratio                                                     |
 | `token_tis`     | proximal  | min(exp x_t, cap)                                                                     |
-| `sequence_tis`  | proximal  | min(exp Σ_t x_t, cap), equal for all tokens of the trajectory                         |
+| `sequence_tis`  | proximal  | min(exp Σ_t x_t, cap), equal for all tokens of the episode                            |
 | `icepop`        | proximal  | exp x_t if it is within [floor, cap], else 0                                          |
-| `opsm`          | proximal  | 0 for a trajectory of A < 0 whose mean log π_behavior − log π_θ exceeds δ, else 1     |
+| `opsm`          | proximal  | 0 for an episode of A < 0 whose mean log π_behavior − log π_θ exceeds δ, else 1       |
 | `second_moment` | proximal  | exp x_t; 0 at tokens of largest x², so that the mean x² of the others is in the limit |
 
 A token of weight 0 counts in the divisors; a token outside the mask does not.
@@ -68,8 +68,9 @@ def token_tis(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def sequence_tis(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Truncated importance sampling by trajectory: w = min(Π_t π_proximal / π_behavior, cap), over trained tokens."""
-    found = _behavior_to_proximal(inputs).sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    """Truncated importance sampling by episode: w = min(Π_t π_proximal / π_behavior, cap), over trained tokens."""
+    apart = inputs.episode_sum("sequence_tis", _behavior_to_proximal(inputs))
+    found = apart.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return _anchor(inputs, inputs.proximal_logprobs, found.clamp(max=shape.cap), found > shape.cap)
 
 
@@ -81,14 +82,15 @@ def icepop(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def opsm(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drop bad trajectories that have become unlikely.
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drop bad episodes that have become unlikely.
 
-    A trajectory whose advantages are negative (summed over its trained tokens) gets weight 0 when the mean over its
+    An episode whose advantages are negative (summed over its trained tokens) gets weight 0 when the mean over its
     trained tokens of log π_behavior − log π_θ exceeds delta.
     """
-    count = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
-    drift = -log_ratio(inputs.logprobs.detach(), inputs.behavior_logprobs, inputs.mask).sum(-1, keepdim=True) / count
-    is_bad = torch.where(inputs.mask, inputs.advantages, 0.0).sum(-1, keepdim=True) < 0
+    count = inputs.episode_sum("opsm, tokens", inputs.mask).clamp(min=1)
+    change = log_ratio(inputs.logprobs, inputs.behavior_logprobs, inputs.mask)
+    drift = -inputs.episode_sum("opsm", change) / count
+    is_bad = inputs.episode_sum("opsm, advantage", inputs.advantages) < 0
     is_dropped = is_bad & (drift > shape.delta)
     return _anchor(inputs, inputs.proximal_logprobs, ~is_dropped, is_dropped)
 

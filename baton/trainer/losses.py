@@ -27,7 +27,7 @@ No divisor depends on the number of an episode's turns or paths, so the loss doe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -50,6 +50,16 @@ class LossInputs:
     """[B, K] bool"""
     episode_tokens: torch.Tensor | None = None
     """[B] trained tokens of each row's episode, over all its paths; None if each row is a whole episode."""
+    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Name of an `episode_sum` → [B, 1] its part in the other paths of each row's episode, without gradient; empty if
+    each row is a whole episode."""
+    own_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name of an `episode_sum` → [B, 1] its part in the row, once it was computed."""
+
+    def episode_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Sum [B, K] over the trained tokens of each row's episode, over all its paths: [B, 1], without gradient."""
+        own = self.own_sums[name] = torch.where(self.mask, values.detach(), 0).sum(-1, keepdim=True)
+        return own + self.elsewhere[name] if name in self.elsewhere else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +128,7 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 
 def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio per trajectory and a gradient per token.
+    """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio per episode and a gradient per token.
 
     s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). All s_it equal s_i, and token t gets
     the gradient w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO (equation 5). The mean is over trained tokens
@@ -126,7 +136,7 @@ def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """
     kept = anchor.weights > 0
     apart = torch.where(kept, to_anchor(inputs, anchor), 0.0)
-    mean = apart.detach().sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1)
+    mean = inputs.episode_sum("gspo", apart) / inputs.episode_sum("gspo, tokens", kept).clamp(min=1)
     ratio = (mean + apart - apart.detach()).exp()
     return _least(torch.where(kept, ratio, 1.0), inputs, anchor, shape)
 

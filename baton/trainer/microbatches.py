@@ -7,7 +7,7 @@ one path of an episode. The paths of an episode may be in different microbatches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.forward import FixedValues, ModelInputs, Passes
 from baton.trainer.losses import LossInputs, kl
 from baton.trainer.parallel.balance import ALONE, BatchShare, balanced
+from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, estimate
 
 PASS_TOKENS = 64
@@ -68,10 +69,15 @@ class MicroBatch:
         """Number of tokens without padding; 0 for an idle microbatch."""
         return 0 if self.is_idle else sum(len(row.token_ids) for row in self.rows)
 
-    def loss_inputs(self, logprobs: torch.Tensor, proximal_logprobs: torch.Tensor | None = None) -> LossInputs:
+    def loss_inputs(
+        self,
+        logprobs: torch.Tensor,
+        proximal_logprobs: torch.Tensor | None = None,
+        elsewhere: Mapping[str, torch.Tensor] | None = None,
+    ) -> LossInputs:
         """Return the inputs of an objective for logprobs [B, K].
 
-        `proximal_logprobs` default to the detached `logprobs`.
+        `proximal_logprobs` default to the detached `logprobs`. `elsewhere`: sums over the other paths of episodes.
         """
         return LossInputs(
             logprobs=logprobs,
@@ -80,6 +86,7 @@ class MicroBatch:
             advantages=self.advantages,
             mask=self.mask,
             episode_tokens=self.episode_tokens,
+            elsewhere=elsewhere or {},
         )
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
@@ -326,3 +333,34 @@ def _penalties(prepared: PreparedMicroBatch, algorithm: AlgorithmSettings) -> to
 def _values(prepared: PreparedMicroBatch) -> torch.Tensor:
     assert prepared.fixed.values is not None
     return prepared.fixed.values
+
+
+def sums_elsewhere(
+    rows: Sequence[TrainingSample],
+    micros: Sequence[MicroBatch],
+    own: Sequence[Mapping[str, torch.Tensor]],
+    parallel: SingleRank,
+) -> list[dict[str, torch.Tensor]]:
+    """Return for each microbatch the sums of `own` over the other paths of each row's episode, on any rank: [B, 1].
+
+    `rows`: those of all ranks. `own`: for each microbatch of this rank, the sums of its rows by name, [B, 1].
+    """
+    names = sorted(own[0])
+    column = {row.key: place for place, row in enumerate(rows)}
+    table = np.zeros((len(names), len(rows)))
+    for micro, sums in zip(micros, own, strict=True):
+        places = [] if micro.is_idle else [column[row.key] for row in micro.rows]
+        for line, name in enumerate(names):
+            table[line, places] = sums[name][: len(places), 0].double().cpu().numpy()
+    table = parallel.sums(table.ravel()).reshape(table.shape)
+    totals: dict[str, FloatArray] = {}
+    for row in rows:
+        totals[row.name] = totals.get(row.name, np.zeros(len(names))) + table[:, column[row.key]]
+    found = []
+    for micro in micros:
+        values = np.zeros((len(names), len(micro.mask)))
+        for place, row in enumerate(() if micro.is_idle else micro.rows):
+            values[:, place] = totals[row.name] - table[:, column[row.key]]
+        laid = torch.tensor(values, dtype=torch.float32, device=micro.mask.device).unsqueeze(-1)
+        found.append(dict(zip(names, laid, strict=True)))
+    return found

@@ -91,8 +91,7 @@ def minibatches(
 ) -> list[list[TrainingSample]]:
     """Return the training samples of each minibatch, with advantages if these need no model.
 
-    Raises UserError for a group with too few members, for fewer groups than minibatches, or for an episode of several
-    paths if the algorithm treats a path as one action.
+    Raises UserError for a group with too few members or for fewer groups than minibatches.
     """
     for group in batch.groups:
         if len(group.members) < max(1, algorithm.fewest_judged):
@@ -101,23 +100,11 @@ def minibatches(
                 f"{max(1, algorithm.fewest_judged)} or more with algorithm.advantage = {algorithm.advantage!r}; raise "
                 "rollout.group_size"
             )
-        if algorithm.sequence_key:
-            _refuse_paths(group, algorithm.sequence_key)
     parts = [
         training_samples(part, algorithm, oldest=oldest, longest=longest)
         for part in split_evenly(batch.groups, algorithm.num_minibatches)
     ]
     return parts if algorithm.needs_model_for_advantages else with_advantages(parts, algorithm)
-
-
-def _refuse_paths(group: Group, key: str) -> None:
-    for member in group.members:
-        if member.judgement.is_judged and len(member.paths) > 1:
-            raise UserError(
-                f"episode {member.trajectory.name} of task {group.prompt.task!r} has {len(member.paths)} paths, as "
-                f"its history was rewritten, but {key} needs an episode in one path; set a value that works token by "
-                "token, such as objective = 'clipped' and correction = 'token_tis'"
-            )
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +17,7 @@ from baton.trainer.corrections import CORRECTIONS, CorrectionShape, behavior_dis
 from baton.trainer.critic import Critic, value_loss, value_sums
 from baton.trainer.forward import Passes
 from baton.trainer.losses import OBJECTIVES, LossInputs, LossShape, aggregate, divisor, k3, kl, log_ratio
-from baton.trainer.microbatches import MiniBatch, PreparedMicroBatch
+from baton.trainer.microbatches import MiniBatch, PreparedMicroBatch, sums_elsewhere
 from baton.trainer.optimizer import clip_gradients, make_optimizer, optimizer_tensors
 from baton.trainer.samples import TrainingSample
 from baton.trainer.settings import TrainerSettings
@@ -106,6 +106,7 @@ class Update:
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
         shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)
+        elsewhere = self._elsewhere(part, prepared, shape, correction)
         for learner in self.learners:
             learner.optimizer.zero_grad(set_to_none=True)
         policy_sum = value_sum = 0.0
@@ -114,7 +115,7 @@ class Update:
             parallel.before_backward(is_last=place == num_backward - 1)
             with torch.set_grad_enabled(each.micro.has_gradient), self.passes.replayed(each.fixed.routing):
                 scores = self.passes.scores(each.micro.inputs, is_update=True)
-                loss, value = self._policy_loss(each, scores, shape, correction)
+                loss, value = self._policy_loss(each, scores, shape, correction, elsewhere[place])
                 policy_sum += value
                 if critic is not None:
                     of_values = self._value_loss(each, scores) / max(1, part.num_trained_tokens)
@@ -128,6 +129,33 @@ class Update:
         if critic is not None:
             self.totals.value_losses.append(value_sum)
 
+    @torch.no_grad()
+    def _elsewhere(
+        self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch], shape: LossShape, correction: CorrectionShape
+    ) -> Sequence[Mapping[str, torch.Tensor]]:
+        """Return `LossInputs.elsewhere` of each microbatch.
+
+        It is empty, without a pass, unless the algorithm compares whole episodes and an episode has several paths.
+        """
+        algorithm = self.passes.algorithm
+        found: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in prepared]
+        if not algorithm.compares_episodes or not any(row.path for row in part.rows):
+            return found
+        inputs = []
+        for one in prepared:
+            with self.passes.replayed(one.fixed.routing):
+                scores = self.passes.scores(one.micro.inputs, is_update=True)
+            inputs.append(one.micro.loss_inputs(scores.logprobs, one.fixed.proximal_logprobs))
+        for _ in range(2):  # the tokens in GSPO's ratio depend on the episodes that a correction drops
+            own = []
+            for each, others in zip(inputs, found, strict=True):
+                row_sums = replace(each, elsewhere=others, own_sums={})
+                anchor = CORRECTIONS[algorithm.correction](row_sums, correction)
+                OBJECTIVES[algorithm.objective](row_sums, anchor, shape)
+                own.append(row_sums.own_sums)
+            found = sums_elsewhere(part.rows, [one.micro for one in prepared], own, self.passes.parallel)
+        return found
+
     def _shape(self, part: MiniBatch) -> LossShape:
         algorithm = self.passes.algorithm
         return LossShape(
@@ -138,12 +166,17 @@ class Update:
         )
 
     def _policy_loss(
-        self, each: PreparedMicroBatch, scores: TokenScores, shape: LossShape, correction: CorrectionShape
+        self,
+        each: PreparedMicroBatch,
+        scores: TokenScores,
+        shape: LossShape,
+        correction: CorrectionShape,
+        elsewhere: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, float]:
         """Return a microbatch's share of the loss, with KL term and entropy bonus, as a tensor and as a number."""
         algorithm, micro = self.passes.algorithm, each.micro
         assert scores.entropy is not None
-        inputs = micro.loss_inputs(scores.logprobs, each.fixed.proximal_logprobs)
+        inputs = micro.loss_inputs(scores.logprobs, each.fixed.proximal_logprobs, elsewhere)
         anchor = CORRECTIONS[algorithm.correction](inputs, correction)
         distance = behavior_distance(inputs, micro.policy_versions == self.step - 1)
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from environment_cases import WAIT_S, Turn, play, pool_of, request, results, spec
 
-from baton.environments.calls import ActFailure, EpisodeKey, Observation
+from baton.environments.calls import ActFailure, ActRequest, EpisodeKey, Observation, ToEnvironment
 from baton.environments.pool import EnvironmentPool
 from baton.errors import UserError
-from baton.frames import ready
+from baton.frames import FrameSocket, ready
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.timing]
 
@@ -73,6 +74,26 @@ def test_a_repeated_request_returns_the_stored_observation(tmp_path: Path) -> No
         pool.submit(request(1, action, turns=turns))
         assert results(pool, 1) == {1: wanted}
     assert mark.read_text().split() == ["10", "20"]
+    pool.close()
+
+
+def test_the_size_of_a_request_does_not_depend_on_the_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    send = FrameSocket.send
+
+    def counted(self: FrameSocket, frame: bytes) -> None:
+        if isinstance(sent := msgspec.msgpack.decode(frame, type=ToEnvironment), ActRequest):
+            sizes.append(len(frame))
+            assert sent.turn == len(sizes)
+        send(self, frame)
+
+    monkeypatch.setattr(FrameSocket, "send", counted)
+    pool = pool_of(processes=1)
+    actions = [f"{number:0200d}" for number in range(20)]
+    found = play(pool, 1, actions)
+    assert isinstance(found[-1], Observation)
+    assert (found[-1].text, found[-1].turn) == (f"value {1 + sum(range(20))}", 20)
+    assert max(sizes[1:]) - min(sizes[1:]) < 20
     pool.close()
 
 

@@ -122,6 +122,7 @@ def test_what_must_not_be_repeated_is_executed_at_most_once(tmp_path: Path, acti
     assert executed.count(action) == 1
     assert executed.count("0") <= 2
     assert isinstance(found[1], ActFailure)
+    assert found[1].blame > 0
     for number in (0, 2):  # they had finished, or their instance is gone with the process
         result = found[number]
         assert isinstance(result, Observation) or result.cause is CRASHED
@@ -130,6 +131,7 @@ def test_what_must_not_be_repeated_is_executed_at_most_once(tmp_path: Path, acti
         assert isinstance(result, ActFailure), number
         assert result.cause is CRASHED
         assert "replay = 'never'" in result.message
+        assert result.blame == 0, "it only lost its instance with the process"
     assert "1" not in mark.read_text().split()
     restarted = request(0, "5", key=EpisodeKey(0, 0, 0, attempt=1))
     pool.submit(restarted)

@@ -114,6 +114,24 @@ def test_an_older_turn_is_answered_from_memory(tmp_path: Path) -> None:
     assert gone.cause is FailureCause.CRASHED
 
 
+def test_a_request_without_the_executed_turns_is_never_answered_from_another_history(tmp_path: Path) -> None:
+    """The pool sends it only to a process whose instance has executed them; anything else is an error."""
+    opened, turns = instances(), ()
+    for action in ("1", "2", "3"):
+        result = opened.act(request(1, action, turns=turns))
+        turns += turns_of(action, result)
+    short = request(1, "4", turns=turns).without_executed_turns()
+    assert (len(short.log), short.turn) == (1, 4)
+    found = opened.act(short)
+    assert isinstance(found, Observation)
+    assert (found.text, found.turn) == ("value 11", 4)
+    assert opened.act(short) == found, "a repeated request"
+    other = request(1, "4", turns=(*turns[:2], Turn("7", "digest"))).without_executed_turns()
+    for missing in (opened.act(other), instances().act(short)):
+        assert isinstance(missing, ActFailure)
+        assert (missing.cause, missing.turn) == (FailureCause.RAISED, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_episodes_are_the_same_when_processes_are_killed_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_no_sampled_id_changes_and_every_appended_id_is_of_the_template_or_the_o
     assert counts["episodes"] == 12
     assert counts["observations"] + counts["new paths"] > 20
     assert bench.counted_paths() == counts["new paths"]
-    assert (counts["new paths"] > 0) == bench.bridge.removes_thoughts
+    assert (counts["new paths"] > 0) == bool(bench.bridge.removes_thoughts)
     assert counts["equal prompts"] > 4
     assert counts["rendered"] >= 5 or name not in SHOWN_AS_WRITTEN
 

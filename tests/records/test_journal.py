@@ -158,15 +158,20 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path):
         Journal(tmp_path / "j", keeps_partials=True)
 
 
-def test_new_reward_parts_delete_the_rewards_of_scorers_and_keep_those_of_environments(tmp_path: Path):
+def test_new_reward_parts_delete_the_rewards_of_scorers_and_keep_what_environments_said(tmp_path: Path):
     journal = Journal(tmp_path / "j", keeps_partials=True)
     issue(journal, 0)
-    scored = ScoredTrajectory(finished(0, 0), RewardResult(1.0, {}, True))
-    played = ScoredTrajectory(finished(0, 1), RewardResult(2.0, {"environment": 2.0}, True), Episode())
-    for each in (scored, played):
-        journal.finished(each.trajectory)
+    issue(journal, 1)
+    episode, failed = Episode(is_success=True), Episode(num_failures=3)
+    one_turn = ScoredTrajectory(finished(0, 0), RewardResult(1.0, {}, True))
+    played = ScoredTrajectory(finished(0, 1), RewardResult(2.5, {"environment": 2.0, "mine": 0.5}, True), episode)
+    without = ScoredTrajectory(finished(1, 0), RewardResult(0.0, {}, False, failure="it hung"), failed)
+    for each in (one_turn, played, without):
+        journal.finished(each.trajectory, each.episode)
         journal.judged(each)
+    assert [(g.judged.keys(), g.episodes) for g in journal.open_groups()] == [({0, 1}, {}), ({0}, {})]
     journal.delete_rewards()
-    (group,) = journal.open_groups()
-    assert group.judged == {1: played}, "no scorer can give the reward of an episode again"
-    assert group.members == (scored.trajectory, played.trajectory)
+    first, second = journal.open_groups()
+    assert (first.judged, second.judged) == ({}, {0: without}), "an environment's failure cannot be scored"
+    assert (first.episodes, second.episodes) == ({1: episode}, {}), "the exchanges have the environment's rewards"
+    assert first.members == (one_turn.trajectory, played.trajectory)

@@ -17,8 +17,16 @@ from baton.records.journal import Journal, StreamCursor
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
-from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules, EpisodeSetup, path_seeds
+from baton.rollout.episodes import (
+    EnvironmentInbox,
+    EpisodePlayer,
+    EpisodeRules,
+    EpisodeSetup,
+    ErrorBudget,
+    path_seeds,
+)
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
+from baton.rollout.scheduler_state import TrajectoryState
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
@@ -29,6 +37,7 @@ from baton.types import (
     Episode,
     EpisodeFinish,
     FailureCause,
+    FinishReason,
     Group,
     Message,
     PolicyVersion,
@@ -103,7 +112,7 @@ class ScriptedEnvironments:
     def collect(self, timeout_s: float) -> list[Observation | ActFailure]:
         ready = [r for r in self._waiting if timeout_s or self._rng.random() < 0.4]
         self._waiting = [r for r in self._waiting if r not in ready]
-        return [self._act(request) for request in ready]
+        return [self.act(request) for request in ready]
 
     def discard(self, key: EpisodeKey) -> None:
         self.discarded.append(key)
@@ -114,7 +123,7 @@ class ScriptedEnvironments:
     def close(self) -> None:
         pass
 
-    def _act(self, request: ActRequest) -> Observation | ActFailure:
+    def act(self, request: ActRequest) -> Observation | ActFailure:
         key, turn = request.key, len(request.log) + 1
         if self._fails(request):
             return ActFailure(key, turn, FailureCause.TIMEOUT, "it hung")
@@ -144,13 +153,41 @@ def prompt(seed: int) -> Prompt:
 
 
 class NoScorer:
-    sees_groups = False
+    sees_groups = scores_episodes = False
 
     def submit(self, *args: Any) -> None:
         raise AssertionError("environments give the reward")
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         return []
+
+
+class LateFunctions:
+    """Adds the number of an episode's turns to its reward; some calls are late."""
+
+    scores_episodes = True
+
+    def __init__(self, *, sees_groups: bool = False, seed: int = 0) -> None:
+        self.sees_groups, self._rng = sees_groups, random.Random(seed)
+        self._waiting: list[list[ScoredTrajectory]] = []
+
+    def submit(self, finished: Sequence[ScoredTrajectory], prompt: Prompt) -> None:
+        assert all(one.judgement.is_judged and one.episode for one in finished)
+        assert all(one.judgement.parts.keys() == {"environment"} for one in finished), "nothing is added twice"
+        assert len({one.trajectory.sample_index for one in finished}) == len(finished)
+        self._waiting.append(list(finished))
+
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+        ready = [call for call in self._waiting if timeout_s or self._rng.random() < 0.3]
+        self._waiting = [call for call in self._waiting if call not in ready]
+        return [self._scored(one) for call in ready for one in call]
+
+    def _scored(self, one: ScoredTrajectory) -> ScoredTrajectory:
+        assert one.episode is not None
+        turns = float(len(one.episode.exchanges))
+        parts = {**one.judgement.parts, "turns": turns}
+        judgement = msgspec.structs.replace(one.judgement, reward=one.judgement.reward + turns, parts=parts)
+        return msgspec.structs.replace(one, judgement=judgement)
 
 
 class Bench:
@@ -165,6 +202,8 @@ class Bench:
         bridge: PlainBridge | None = None,
         port: LocalTransport | None = None,
         source: Prompts | None = None,
+        scorer: NoScorer | LateFunctions | None = None,
+        max_failed_share: float = 1.0,
         **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 3, "group_size": 2, **values})
@@ -173,13 +212,20 @@ class Bench:
         self.source, self.journal = source or Prompts(), journal
         rules = rules or EpisodeRules("rooms", max_turns=8, max_turn_tokens=20, max_observation_tokens=50)
         self.setup = EpisodeSetup(
-            EnvironmentInbox(self.environments), bridge or PlainBridge(), {"rooms": rules}, CONTEXT, max_failures=10
-        )  # type: ignore[arg-type]
+            EnvironmentInbox(self.environments), bridge or PlainBridge(), {"rooms": rules}, CONTEXT,
+            ErrorBudget(max_failed_share),
+        )  # type: ignore[arg-type]  # fmt: skip
         self.port = port or LocalTransport(FakeEngine(settings, PolicyVersion("a", 0), turn_length))
         self.worker = WorkerClient(self.port, 20.0, max_context_tokens=CONTEXT)
         sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), 1)
         self.controller = RolloutController(
-            self.worker, recipe.rules(), self.source, NoScorer(), sampling, journal, EpisodePlayer(self.setup, sampling)
+            self.worker,
+            recipe.rules(),
+            self.source,
+            scorer or NoScorer(),  # type: ignore[arg-type]
+            sampling,
+            journal,
+            EpisodePlayer(self.setup, sampling),
         )
         self.version = 0
         self.batches: list[list[Group]] = []
@@ -409,17 +455,182 @@ def test_a_failed_environment_restarts_the_episode_and_then_leaves_it_without_a_
 
 
 def test_a_run_whose_environments_always_fail_ends_with_a_sentence() -> None:
-    bench = Bench("sync", ScriptedEnvironments(fails=lambda request: True))
+    bench = Bench("sync", ScriptedEnvironments(fails=lambda request: True), max_failed_share=0.1)
     bench.begin()
-    with pytest.raises(EnvironmentFault, match=r"1\d episodes in a row failed .* 'rooms', at turn 1: it hung"):
+    said = (
+        r"11 of 100 attempts at episodes failed with their environment, more than environments.max_failed_share = 0.1; "
+        r"the last one, \d/\d of task 'rooms', at turn 1: it hung; repair the environment or raise the share.*--resume"
+    )
+    with pytest.raises(EnvironmentFault, match=said):
         bench.step()
 
 
 def test_a_lost_process_whose_episodes_all_fail_at_once_does_not_end_the_run() -> None:
-    bench = Bench("sync", ScriptedEnvironments(fails=lambda request: not request.key.attempt), group_size=8)
+    """24 episodes run or wait in it; each of them is to blame for a part at most, and only one failure is counted."""
+
+    class LostProcess(ScriptedEnvironments):
+        def act(self, request: ActRequest) -> Observation | ActFailure:
+            found = super().act(request)
+            is_running = request.key.sample_index < 4
+            return msgspec.structs.replace(found, blame=is_running / 12) if isinstance(found, ActFailure) else found
+
+    lost = LostProcess(fails=lambda request: not request.key.attempt)
+    bench = Bench("sync", lost, group_size=8, max_failed_share=0.01)
     bench.run(1)
-    assert {m.episode.attempt for m in members(bench.batches) if m.episode} == {1}
+    counted = {(m.episode.attempt, m.episode.num_failures) for m in members(bench.batches) if m.episode}
+    assert counted == {(1, 1), (1, 0)}, "an episode that was not running has its attempts left"
     assert bench.controller.take_episode_metrics()["env/restarted_episodes"] == 24
+
+
+def test_a_run_whose_environments_often_fail_late_ends_although_most_calls_succeed() -> None:
+    """Each second group fails in its third turn: never twice in a row, and after two observations each."""
+
+    def fails(request: ActRequest) -> bool:
+        return len(request.log) == 2 and request.key.group_id % 2 == 0
+
+    rules = EpisodeRules("rooms", 8, 20, 50, max_attempts=1)
+    for share, is_over in ((0.1, True), (1.0, False)):
+        bench = Bench("sync", ScriptedEnvironments(fails=fails), rules=rules, max_failed_share=share)
+        bench.begin()
+        over = 0
+        for _ in range(30):
+            try:
+                bench.step()
+            except EnvironmentFault:
+                over = 1
+                break
+        assert over == is_over
+
+
+def test_the_error_budget_counts_failures_in_the_block_in_which_the_attempt_began() -> None:
+    budget = ErrorBudget(0.5)
+    blocks = [budget.begin() for _ in range(250)]
+    assert Counter(blocks) == {0: 100, 1: 100, 2: 50}
+    assert [budget.fail(block) for block in (0, 1) for _ in range(50)] == [None] * 100
+    assert budget.fail(2) is None, "the share is of the whole block, while attempts of it are open"
+    assert str(budget.fail(1)).startswith("51 of 100 attempts")
+    never = ErrorBudget(1.0)
+    assert [never.fail(never.begin()) for _ in range(300)] == [None] * 300
+
+
+def test_a_turn_without_a_tool_call_ends_an_episode_as_the_policys_own_stop() -> None:
+    class Tools(ScriptedEnvironments):
+        """Ends the even groups by a turn without a call, and cuts the others."""
+
+        def act(self, request: ActRequest) -> Observation | ActFailure:
+            found = super().act(request)
+            assert isinstance(found, Observation)
+            if not found.is_terminated:
+                return msgspec.structs.replace(found, metrics={"num_calls": 1.0})
+            is_stop = request.key.group_id % 2 == 0
+            return msgspec.structs.replace(
+                found, is_terminated=is_stop, is_truncated=not is_stop, metrics={"num_calls": float(not is_stop)}
+            )
+
+    bench = Bench("sync", Tools())
+    bench.run(4)
+    for member in members(bench.batches):
+        assert member.episode is not None
+        if member.episode.finish_reason is not EpisodeFinish.LENGTH:
+            is_stop = member.trajectory.group_id % 2 == 0
+            assert member.episode.finish_reason is (EpisodeFinish.STOP if is_stop else EpisodeFinish.ENVIRONMENT)
+            assert member.trajectory.finish_reason is (FinishReason.STOP if is_stop else FinishReason.ENVIRONMENT)
+    assert bench.controller.take_episode_metrics()["env/finish/stop"] > 0
+
+
+# ---- reward functions ------------------------------------------------------------------------------------------------
+
+
+def assert_functions_added(batches: Sequence[Sequence[Group]]) -> None:
+    for member in members(batches):
+        if not member.judgement.is_judged:
+            continue
+        assert member.episode is not None
+        turns = len(member.episode.exchanges)
+        given = sum((turn + 1) / 10 for turn in range(turns))
+        assert member.judgement.parts == {"environment": pytest.approx(given), "turns": turns}
+        assert member.judgement.reward == pytest.approx(given + turns)
+
+
+@pytest.mark.parametrize("sees_groups", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_reward_functions_add_to_the_environments_reward_also_after_a_kill(
+    mode: str, sees_groups: bool, tmp_path: Path
+) -> None:
+    unscored = 0
+    for kill in range(2, 40, 6):
+        path = tmp_path / f"{kill}.sqlite"
+        journal = Journal(path, keeps_partials=mode != "sync")
+        first = Bench(mode, journal=journal, scorer=LateFunctions(sees_groups=sees_groups), **MODES[mode])
+        receive, calls = first.port.receive, iter(range(kill))
+
+        def dying(timeout_s: float, receive: Any = receive, calls: Any = calls) -> Any:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return receive(timeout_s)
+
+        first.port.receive = dying  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            first.run(9)
+        journal.close()
+        assert_functions_added(first.batches)
+        journal = Journal(path, keeps_partials=mode != "sync")
+        carried = journal.open_groups()
+        unscored += sum(
+            t.finish_reason is not None and t.sample_index not in g.judged for g in carried for t in g.members
+        )
+        tokens = {
+            (g.issued.group_id, t.sample_index): t.num_tokens for g in carried for t in g.members if t.finish_reason
+        }
+        second = Bench(mode, journal=journal, scorer=LateFunctions(sees_groups=sees_groups, seed=1), **MODES[mode])
+        second.begin(journal.last_step(), journal.place())
+        while second.version < len(first.batches) + 3:
+            second.step()
+        assert_functions_added(second.batches)
+        for member in members(second.batches):
+            key = (member.trajectory.group_id, member.trajectory.sample_index)
+            assert member.trajectory.num_tokens == tokens.get(key, member.trajectory.num_tokens), (
+                "it is not played again"
+            )
+        journal.close()
+    assert unscored, "some episodes were over and not scored when the run was killed"
+
+
+@pytest.mark.parametrize("sees_groups", [False, True])
+def test_an_episode_whose_environment_failed_is_not_submitted_and_its_siblings_are(sees_groups: bool) -> None:
+    def fails(request: ActRequest) -> bool:
+        return request.key.sample_index == request.seed % 2
+
+    rules = EpisodeRules("rooms", 8, 20, 50, max_attempts=2)
+    scorer = LateFunctions(sees_groups=sees_groups)
+    bench = Bench("sync", ScriptedEnvironments(fails=fails), rules=rules, scorer=scorer)
+    bench.run(3)
+    assert_functions_added(bench.batches)
+    for group in [g for batch in bench.batches for g in batch]:
+        assert sorted(m.judgement.is_judged for m in group.members) == [False, True]
+
+
+def test_changed_functions_score_recorded_episodes_again_and_removed_ones_leave_the_environments_reward(
+    tmp_path: Path,
+) -> None:
+    for scorer in (LateFunctions(), NoScorer()):
+        path = tmp_path / f"{type(scorer).__name__}.sqlite"
+        journal = Journal(path, keeps_partials=True)
+        first = Bench("partial", journal=journal, scorer=LateFunctions(), **MODES["partial"])
+        first.run(2)
+        judged = sum(len(group.judged) for group in journal.open_groups())
+        journal.delete_rewards()
+        assert judged
+        assert not any(group.judged for group in journal.open_groups())
+        second = Bench("partial", journal=journal, scorer=scorer, **MODES["partial"])
+        second.begin(journal.last_step(), journal.place())
+        for _ in range(3):
+            second.step()
+        if scorer.scores_episodes:
+            assert_functions_added(second.batches)
+        else:
+            assert all(m.judgement.parts.keys() == {"environment"} for m in members(second.batches))
+        journal.close()
 
 
 def test_budgets_of_turns_tokens_and_context_end_an_episode_with_their_reason() -> None:
@@ -506,15 +717,15 @@ def test_an_answer_of_an_earlier_attempt_is_ignored() -> None:
         assert_whole(member)
 
 
-def revoke_at(bench: Bench, turn: int, seed: int) -> list[EpisodeKey]:
-    """Have a swarm take back each episode whose sample index is 0 when its first attempt acts in this turn."""
+def revoke_at(bench: Bench, turn: int, seed: int, attempt: int = 0) -> list[EpisodeKey]:
+    """Have a swarm take back each episode whose sample index is 0 when this attempt acts in this turn."""
     receive, asked, revoked = bench.port.receive, bench.environments.requests, []
 
     def receive_with_revocations(timeout_s: float) -> Any:
         found = list(receive(timeout_s))
         for request in asked:
             key = request.key
-            is_due = len(request.log) + 1 == turn and key.attempt == key.sample_index == 0
+            is_due = len(request.log) + 1 == turn and (key.attempt, key.sample_index) == (attempt, 0)
             if is_due and key not in revoked:
                 revoked.append(key)
                 found.append(WorkRevoked(seed, key.group_id, key.sample_index, "quarantine"))
@@ -542,6 +753,57 @@ def test_an_episode_is_taken_back_as_a_whole_wherever_it_is(turn: int, path: int
     assert set(ledger.lost) == {"quarantine"}
     assert ledger.generated == ledger.settled + bench.controller.scheduler.num_carried_tokens
     assert set(bench.environments.executed.values()) == {1}
+
+
+def test_a_quarantine_does_not_use_up_an_attempt_of_the_environment() -> None:
+    """Attempts 0 and 2 fail with their environment, attempt 1 is taken back: two failures of three."""
+    environments = ScriptedEnvironments(fails=lambda request: request.key.attempt in (0, 2))
+    bench = Bench("sync", environments, rules=EpisodeRules("rooms", 8, 20, 50, max_attempts=3))
+    revoked = revoke_at(bench, 1, 1, attempt=1)
+    bench.run(4)
+    taken_back = [
+        m.episode
+        for m in members(bench.batches)
+        if m.episode and any(key.group_id == m.trajectory.group_id for key in revoked) and not m.trajectory.sample_index
+    ]
+    assert taken_back
+    counted = {(episode.attempt, episode.num_failures) for episode in taken_back}
+    assert (3, 2) in counted
+    assert counted <= {(3, 2), (1, 1)}, "(1, 1) was in a batch before it was taken back"
+    assert all(m.judgement.is_judged for m in members(bench.batches) if m.trajectory.sample_index == 0)
+
+
+@pytest.mark.parametrize("sees_groups", [False, True])
+def test_an_episode_that_waits_for_reward_functions_is_taken_back(sees_groups: bool) -> None:
+    class Slow(LateFunctions):
+        """Gives no reward before the bench has revoked."""
+
+        def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+            return super().collect(timeout_s) if revoked else []
+
+    revoked: list[str] = []
+    bench = Bench("sync", scorer=Slow(sees_groups=sees_groups), bridge=PlainBridge(new_path_every=2))
+    receive = bench.port.receive
+
+    def receive_with_revocation(timeout_s: float) -> Any:
+        found = list(receive(timeout_s))
+        tracked = (member for group in bench.controller.scheduler.groups() for member in group.members)
+        waiting = next((member for member in tracked if member.state is TrajectoryState.SCORING), None)
+        if not revoked and waiting is not None:
+            revoked.append(waiting.name)
+            found.append(WorkRevoked(1, waiting.group_id, waiting.sample_index, "quarantine"))
+        return found
+
+    bench.port.receive = receive_with_revocation  # type: ignore[method-assign]
+    bench.run(3)
+    assert revoked
+    assert_functions_added(bench.batches)
+    (again,) = [m for m in members(bench.batches) if m.trajectory.name in revoked]
+    assert again.episode is not None
+    assert again.episode.attempt == 1
+    assert set(bench.environments.executed.values()) == {1}
+    ledger = bench.controller.scheduler.ledger
+    assert ledger.generated == ledger.settled + bench.controller.scheduler.num_carried_tokens
 
 
 def test_a_path_of_an_attempt_that_is_over_takes_nothing_back() -> None:

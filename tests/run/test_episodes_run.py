@@ -13,11 +13,12 @@ from transformers import AutoTokenizer
 
 from baton.errors import UserError
 from baton.recipe.recipe import Recipe
+from baton.recipe.workload import read_workload
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.dry_run import footprint
 from baton.trainer.checkpoint import list_checkpoints
-from baton.types import Author, EpisodeFinish, Segment
+from baton.types import Author, Episode, EpisodeFinish, Segment
 from tests.run.stopping import StopWhen
 from tests.run.test_loop import documented_names
 from tests.run.test_resume import recipe, tiny_model, train
@@ -38,6 +39,12 @@ class Evenness:
         return f"{self._turn} + {self._turn} <|end|>", reward, self._turn == 3, False, {"success": reward > 0.5}
 
 
+def played(response: str, episode: Episode) -> float:
+    """A reward function: the share of turns that were played."""
+    assert all(exchange.action in response for exchange in episode.exchanges)
+    return len(episode.exchanges) / 3
+
+
 def episodes(model: Path, directory: Path, **changes: Any) -> Recipe:
     given = recipe(model, directory, **changes).model_dump()
     task = {
@@ -46,7 +53,8 @@ def episodes(model: Path, directory: Path, **changes: Any) -> Recipe:
     given["rollout"] |= {"max_new_tokens": 16}
     given["engine"] |= {"max_context_tokens": 128}
     given["environments"] |= {"processes": 1}
-    return Recipe.model_validate({**given, "task": [task], "reward": [{"kind": "correct"}]})
+    function = {"kind": "function", "function": f"{__name__}:played", "isolate": False, "weight": 0.5}
+    return Recipe.model_validate({**given, "task": [task], "reward": [{"kind": "correct"}, function]})
 
 
 @pytest.mark.parametrize("mode", ["sync", "partial"])
@@ -60,6 +68,10 @@ def test_a_run_of_multi_turn_episodes_trains_and_resumes(tiny_model: Path, tmp_p
             assert 1 <= len(member.episode.exchanges) <= 3
             assert member.episode.finish_reason in (EpisodeFinish.ENVIRONMENT, EpisodeFinish.LENGTH)
             assert member.num_policy_tokens <= 16
+            given = sum(exchange.reward for exchange in member.episode.exchanges)
+            share = len(member.episode.exchanges) / 3
+            assert member.judgement.parts == {"environment": pytest.approx(given), "played": pytest.approx(share)}
+            assert member.judgement.reward == pytest.approx(given + 0.5 * share)
             inserted = [s for s in member.trajectory.segments if s.author is Author.ENVIRONMENT]
             assert len(inserted) == len({e.token_offset for e in member.episode.exchanges}) - (
                 member.episode.finish_reason is EpisodeFinish.ENVIRONMENT
@@ -78,6 +90,8 @@ def test_a_run_of_multi_turn_episodes_trains_and_resumes(tiny_model: Path, tmp_p
         named = {re.sub("(finish|failures|info)/.*", r"\1/<>", name) for name in row if name.startswith("env/")}
         assert named <= {re.sub("<.*>", "<>", name) for name in documented_names()}, "docs/metrics.md has each"
     assert {e.result.task for e in run.evaluations()} == {"evenness"}
+    with pytest.raises(UserError, match="'evenness' is multi-turn, but a workload describes responses of one turn"):
+        read_workload(whole.run.path)
     if mode != "sync":
         return
     first = episodes(tiny_model, tmp_path / "cut", run__steps=4)

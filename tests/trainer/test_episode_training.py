@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_cases import environment, make_trainer, policy, tiny_model
+from trainer_cases import SMOOTH, environment, make_trainer, policy, tiny_model
 
-from baton.errors import UserError
 from baton.trainer.advantages import Turns
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.microbatches import cut
-from baton.trainer.samples import batch_metrics, minibatches, training_samples, with_advantages
+from baton.trainer.samples import batch_metrics, training_samples, with_advantages
 from baton.types import (
     Author,
     Batch,
@@ -103,16 +102,6 @@ def test_an_episode_without_a_reward_is_in_no_statistic():
         (found,) = with_advantages([training_samples([group], GRPO)], GRPO)
         assert [row.name for row in found] == ["0/0", "0/0", "0/1"]
         assert found[0].advantages[0] == pytest.approx(0.5**0.5, abs=1e-6)
-
-
-@pytest.mark.parametrize("settings", [{"name": "gspo"}, {"correction": "sequence_tis"}, {"correction": "opsm"}])
-def test_algorithms_of_whole_sequences_refuse_an_episode_of_several_paths(settings):
-    algorithm = AlgorithmSettings(**{**settings, "num_minibatches": 1})
-    value = settings.get("correction", "gspo")
-    with pytest.raises(UserError, match=rf"episode 0/0 of task 'case' has 2 paths.*{value}' needs .* in one path"):
-        minibatches(Batch(1, (two_paths_and_one(),)), algorithm)
-    one_path = group_of(1, [scored(1, i, [((2,), [policy(5), environment(6)])], [], float(i)) for i in range(2)])
-    assert len(minibatches(Batch(1, (one_path,)), algorithm)[0]) == 2
 
 
 @st.composite
@@ -225,8 +214,11 @@ CASES = {
     "GAE": {"name": "ppo", "kl_coef": 0.1},
     "GAE, shared": {"name": "ppo", "critic": "shared"},
     "overlong": {"overlong_frac": 0.9, "max_new_tokens": 8},
+    "sequence TIS": {"correction": "sequence_tis"},
+    "OPSM": {"correction": "opsm", "opsm_delta": 2.6},
     "packed": {"packing": "always", "max_tokens_per_microbatch": 16},
     "small microbatches": {"max_tokens_per_microbatch": 16},
+    "sequence TIS, small microbatches": {"correction": "sequence_tis", "max_tokens_per_microbatch": 16},
 }
 
 
@@ -244,6 +236,28 @@ def test_more_turns_or_more_paths_leave_the_gradient_unchanged(name):
             torch.testing.assert_close(found[part], gradient, atol=1e-6, rtol=1e-4, msg=f"{form}: {part}")
         for key in metrics.keys() - {"tokens/padding_frac"}:
             assert others[key] == pytest.approx(metrics[key], abs=1e-5, rel=1e-4), (form, key)
+
+
+def updates(batch, **settings):
+    """The weights after three updates with one batch, of which the last two have ratios other than 1, and metrics."""
+    trainer = make_trainer(**SMOOTH, num_minibatches=1, num_epochs=3, **settings)
+    metrics = trainer.step(batch)
+    return {name: p.detach() for learner in trainer.learners for name, p in learner.parameters.items()}, metrics
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("correction", ["none", "opsm", "icepop", "sequence_tis"])
+def test_gspos_ratio_is_that_of_the_episode_however_many_paths_and_microbatches_it_has(correction):
+    settings = {"name": "gspo", "correction": correction, "opsm_delta": 2.6, "clip_low": 3e-3, "clip_high": 3e-3}
+    expected, metrics = updates(divided("whole"), **settings)
+    assert 0 < metrics["policy/clip_frac"] < 1
+    assert (metrics["policy/weight_cut_frac"] > 0) == (correction in ("opsm", "icepop"))
+    for max_tokens in (8192, 16):
+        found, others = updates(divided("paths"), **settings, max_tokens_per_microbatch=max_tokens)
+        for name, weights in expected.items():
+            torch.testing.assert_close(found[name], weights, atol=1e-5, rtol=1e-4, msg=f"{max_tokens}: {name}")
+        for key in ("policy/clip_frac", "policy/weight_mean", "policy/weight_cut_frac"):
+            assert others[key] == pytest.approx(metrics[key], abs=1e-5, rel=1e-4), (max_tokens, key)
 
 
 @pytest.mark.numerics

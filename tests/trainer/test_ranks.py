@@ -144,7 +144,7 @@ def test_any_number_of_ranks_makes_the_update_of_one_process(name: str, pool: Ra
                 assert ours[key] == pytest.approx(theirs[key], **tolerance), key
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gspo"])
 def test_the_paths_of_an_episode_may_be_on_different_ranks(name: str, pool: RankPool, model_path: str) -> None:
     """Three paths each, of very different lengths, which are divided over four ranks."""
     members = []
@@ -159,7 +159,8 @@ def test_the_paths_of_an_episode_may_be_on_different_ranks(name: str, pool: Rank
     dealt = balanced([float(len(row.token_ids)) for row in rows], 4)
     for episode in ("7/0", "7/1"):
         assert sum(any(rows[place].name == episode for place in places) for places in dealt) > 1
-    setup = setup_of(model_path, name=name, num_minibatches=1)
+    own = {"num_epochs": 2, "correction": "sequence_tis"} if name == "gspo" else {}
+    setup = setup_of(model_path, name=name, num_minibatches=1, **own)
     one, many = alone(setup), ranked(pool, 4, setup)
     assert many.step(batch)["policy/loss"] == pytest.approx(one.step(batch)["policy/loss"], abs=1e-5)
     assert_close(tensors(many), tensors(one))
