@@ -247,7 +247,10 @@ def main() -> None:
     parser.add_argument("--label", default="after")
     given = parser.parse_args()
     usual = {"turns": "one turn", "tokens": 100_000, "episodes": 104, "journal": False, "samples": False}
-    cases: list[dict[str, Any]] = [usual | {"turns": turns, "episodes": given.episodes} for turns in TURN_TOKENS]
+    cases: list[dict[str, Any]] = [
+        usual | {"turns": turns, "episodes": given.episodes if tokens != 60 else min(given.episodes, 32)}
+        for turns, tokens in TURN_TOKENS.items()
+    ]
     cases += [
         usual | {"turns": turns, "tokens": tokens, "episodes": 16, "journal": True}
         for turns in TURN_TOKENS
