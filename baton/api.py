@@ -72,7 +72,8 @@ def train(
             columns of the data (`answer` is the row's reference). It returns a number, None for no reward, or a mapping
             of named parts. A function with a parameter `completions` is called as in TRL.
         eval_data: test set; the default is a tenth of `data`, which is then not trained on.
-        environment: class of a multi-turn environment, or its name; it gives the reward, and `data` may be None.
+        environment: class of a multi-turn environment, or its name; it gives the reward, to which functions
+            add theirs, and `data` may be None.
         tools: functions that the policy may call in several turns; the reward is then a function of the last turn.
         answer_format: format in which responses state their answer.
         algorithm: preset, such as "grpo" or "dapo".
@@ -164,7 +165,7 @@ def _tree(
     directory = Path((config or {}).get("run.directory", "runs")) / ".data"
     played: dict[str, Any] = {}
     if environment is not None or tools:
-        played, reward = environment_section(environment, tools, reward), "correct"
+        played, reward = environment_section(environment, tools, reward), "correct" if tools else reward
     rewards = reward_sections(reward)
     tasks, tests = [], []
     if eval_data is not None:

@@ -66,8 +66,6 @@ def environment_section(
     Environments run in processes of their own, so classes and functions must be importable. Raises UserError.
     """
     if not tools:
-        if reward != "correct":
-            raise UserError("reward: an environment gives its own reward; remove the argument")
         if isinstance(environment, str):
             return {"environment": environment}
         return {"environment": _importable(environment, "environment")}
