@@ -69,9 +69,9 @@ def test_the_order_of_demonstrations_from_a_file(tmp_path: Path) -> None:
 
 def test_the_mistakes_in_demonstrations(tmp_path: Path) -> None:
     task = problems(tmp_path / "sums.jsonl", [f"{number}+{number}+1" for number in range(20)])
-    stream = PromptStream(TaskMixture([task], AnswerSettings()), 7)
+    tasks = TaskMixture([task], AnswerSettings())
     settings = DemonstrationSettings(direct_share=1, direct_wrong_share=0.5)
-    responses = [response for _, response in islice(demonstrations(stream, settings, 7), 4)]
+    responses = [response for _, (response,) in islice(demonstrations(tasks, settings, 7), 4)]
     assert responses == [f"<answer>{value}</answer>" for value in (13, 3, -8, 25)]
 
 

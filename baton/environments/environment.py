@@ -18,6 +18,8 @@ class Environment(Protocol):
     * `instructions: str`, an attribute: text that precedes the first observation in the prompt;
     * `canonical() -> str`: called after `reset`, returns a text that is equal for equivalent problems. The split into
       training and held-out problems hashes it. The default is the first observation;
+    * `random_action(dice: random.Random) -> str`: called after `reset`, returns a random action of the right format. A
+      warm start generates episodes with it;
     * `close()`: releases resources;
     * `prepare(**args) -> str`, a classmethod: called with the constructor's arguments when a process loads the class.
       Returns a line that is shown to the user, such as the isolation in force, or raises UserError.

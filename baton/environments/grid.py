@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 Cell = tuple[int, int]
 """Row and column."""
 Form = Literal["ragen", "compact"]
-"""`ragen`: answers like `<answer>Right || Up</answer>`. `compact`: letters like `RU`."""
+"""`ragen`: answers like `<answer>Right || Up</answer>`. `compact`: letters like `RU`, short observations."""
 MOVES: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 """Name of a move → change of row and column. The order is that of gym-sokoban's generator."""
 LETTERS = {name[0]: name for name in MOVES}
@@ -24,6 +25,12 @@ def read_moves(action: str, form: Form) -> tuple[list[str], bool]:
         names = [name.strip().capitalize() for name in answers[-1].split("||")] if answers else []
     moves = [name for name in names if name in MOVES]
     return moves, bool(moves) and len(moves) == len(names)
+
+
+def random_moves(dice: random.Random, form: Form, max_moves: int) -> str:
+    """Return a turn of 1 to `max_moves` uniformly random moves in the answer format."""
+    names = dice.choices(list(MOVES), k=dice.randint(1, max_moves))
+    return "".join(name[0] for name in names) if form == "compact" else f"<answer>{' || '.join(names)}</answer>"
 
 
 def canonical_grid(rows: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from typing import Any
 
-from baton.environments.grid import MOVES, Cell, Form, canonical_grid, read_moves
+from baton.environments.grid import MOVES, Cell, Form, canonical_grid, random_moves, read_moves
 from baton.errors import UserError
 
 INSTRUCTIONS = """You are in a maze. Walk to the goal. You see only the cells around you.
@@ -43,6 +43,10 @@ class Maze:
         """Return the maze with player and goal, up to rotation and reflection."""
         cells = range(self._size)
         return canonical_grid(["".join(self._symbol((row, column)) for column in cells) for row in cells])
+
+    def random_action(self, dice: random.Random) -> str:
+        """Return a turn of random moves."""
+        return random_moves(dice, self._form, self._actions_per_turn)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Execute the moves of one turn; a move into a wall has no effect."""

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from baton.environments.grid import MOVES, Cell, Form, canonical_grid, read_moves
+from baton.environments.grid import MOVES, Cell, Form, canonical_grid, random_moves, read_moves
 from baton.errors import UserError
 
 MASKS = ("000111000", "010010010", "000110010", "000110110", "000011010")
@@ -58,9 +58,9 @@ class Room:
             boxes = boxes - {ahead} | {behind}
         return Room(self.size, self.floor, self.targets, boxes, ahead)
 
-    def drawn(self, symbols: str) -> str:
+    def drawn(self, symbols: str, *, outer_wall: bool = True) -> str:
         """Return the rows of the room, one symbol per cell, in the order of `SYMBOLS`."""
-        cells = range(self.size)
+        cells = range(self.size) if outer_wall else range(1, self.size - 1)
         return "\n".join("".join(symbols[self._symbol((row, column))] for column in cells) for row in cells)
 
     @property
@@ -171,8 +171,11 @@ class Sokoban:
         rewards: Literal["ragen", "success"] = "ragen",
     ) -> None:
         """`max_actions`: moves per episode, by default `max_turns × actions_per_turn`. `form`: `ragen` has instructions
-        and answers like `<answer>Right || Up</answer>`; `compact` shows the room alone and reads letters like `RU`.
-        `rewards`: RAGEN's, or 1 for a solved room and 0 otherwise. Raises UserError for values out of range."""
+        and answers like `<answer>Right || Up</answer>`; `compact` shows the room without its outer wall and without
+        instructions, and reads letters like `RU`. `rewards`: RAGEN's, or 1 for a solved room and 0 otherwise.
+
+        Raises UserError for values out of range.
+        """
         if not 4 <= size <= 20 or not 1 <= boxes <= 4 or min(max_turns, actions_per_turn, search_depth) < 1:
             raise UserError(
                 f"sokoban: got size {size}, boxes {boxes}, max_turns {max_turns}, actions_per_turn {actions_per_turn}, "
@@ -199,6 +202,10 @@ class Sokoban:
         """Return the room up to rotation and reflection."""
         return self._room.canonical
 
+    def random_action(self, dice: random.Random) -> str:
+        """Return a turn of random moves."""
+        return random_moves(dice, self._form, self._actions_per_turn)
+
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Execute the moves of one turn. Names that are no moves are skipped and cost the format reward once."""
         moves, is_valid = read_moves(action, self._form)
@@ -222,6 +229,6 @@ class Sokoban:
 
     def _observation(self) -> str:
         if self._form == "compact":
-            return self._room.drawn(SYMBOLS["ascii"])
+            return self._room.drawn(SYMBOLS["ascii"], outer_wall=False)
         left = f"You have {self._actions_left} actions left."
         return f"Turn {self._turn + 1}:\nState:\n{self._room.drawn(SYMBOLS['grid'])}\n{left}"

@@ -41,9 +41,9 @@ class LoraSettings(Settings):
 class ScratchSettings(Settings):
     """[scratch] Shape of a randomly initialised model."""
 
-    vocab_size: int = Field(default=512, ge=300)
-    """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, special tokens and merges. Each digit is a token of its
-    own."""
+    vocab_size: int = Field(default=512, ge=265)
+    """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, 9 special tokens and tags, and merges. Each digit and
+    symbol is a token of its own; with 265, each character is."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4

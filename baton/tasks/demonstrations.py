@@ -1,8 +1,11 @@
-"""Generates demonstrations for a supervised warm start: answers to arithmetic prompts, with or without steps.
+"""Generates demonstrations for a supervised warm start: answers to arithmetic prompts, and random play of environments.
 
 A pretrained model starts RL with several styles of answering, some better than others. The demonstrations teach a model
 with random weights three styles: two that reason before the answer, and one that does not reason. Some demonstrations
 of each style have a wrong answer. RL then learns which style earns more reward.
+
+Episodes of environments consist of random actions. They show the format and how the environment responds, but no
+solutions.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from pydantic import Field
 
 from baton.errors import UserError
 from baton.settings import Settings
-from baton.tasks.stream import PromptStream
+from baton.tasks.environment import EnvironmentTask
+from baton.tasks.stream import PromptStream, TaskMixture
 from baton.types import Prompt
 
 _SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -34,12 +38,22 @@ class DemonstrationSettings(Settings):
     """Share of stepwise demonstrations that restate the remaining expression at each step, which takes more tokens."""
 
 
-def demonstrations(stream: PromptStream, settings: DemonstrationSettings, seed: int) -> Iterator[tuple[Prompt, str]]:
-    """Yield (training prompt, response) without end. Supports only arithmetic prompts."""
+def demonstrations(
+    mixture: TaskMixture, settings: DemonstrationSettings, seed: int
+) -> Iterator[tuple[Prompt, tuple[str, ...]]]:
+    """Yield (training prompt, texts that follow it) without end: one response, or turns and observations alternately.
+
+    Supports arithmetic prompts, and environments with random actions.
+    """
+    stream = PromptStream(mixture, seed)
     dice = random.Random(f"demonstrations:{seed}")
     while True:
         for prompt in stream.take(256):
-            yield prompt, demonstrate(prompt.messages[-1].content, settings, dice)
+            task = mixture.tasks[prompt.task]
+            if isinstance(task, EnvironmentTask):
+                yield prompt, tuple(task.random_episode(prompt.metadata, dice))
+            else:
+                yield prompt, (demonstrate(prompt.messages[-1].content, settings, dice),)
 
 
 def demonstrate(expression: str, settings: DemonstrationSettings, dice: random.Random) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from blake3 import blake3
@@ -93,6 +94,27 @@ class EnvironmentTask:
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Never called, because rewards come with the environment's observations."""
         raise AssertionError("an environment gives its own rewards")
+
+    def random_episode(self, metadata: Mapping[str, Any], dice: random.Random) -> Iterator[str]:
+        """Play random actions from the problem's first observation to the end of the episode; yield the actions and the
+        observations that follow them, alternately. The last text is an action.
+
+        Raises UserError if the environment does not ship with Baton, or has no random actions.
+        """
+        environment: Any = load_environment(self.spec).make() if self._local is not None else None
+        if not hasattr(environment, "random_action"):
+            raise UserError(
+                f"demonstrations: the environment of task {self.name!r} has no random actions; allowed are the "
+                "environments 'sokoban' and 'maze'. Give recorded demonstrations with data = \"FILE\" instead"
+            )
+        environment.reset(seed=metadata["seed"], **metadata["row"])
+        while True:
+            action = environment.random_action(dice)
+            yield action
+            observation, _, is_terminated, is_truncated, _ = environment.step(action)
+            if is_terminated or is_truncated:
+                return
+            yield observation
 
     def close(self) -> None:
         """End the process that resets environments, if it was started."""

@@ -99,7 +99,7 @@ def test_moves_beyond_the_limit_of_a_turn_or_an_episode_are_not_executed() -> No
     observation, reward, terminated, truncated, _ = environment.step("UDUD")
     assert terminated or truncated, "4 moves are the episode's"
     assert reward == float(terminated)
-    assert observation.count("\n") == 4
+    assert observation.count("\n") == 2, "the outer wall is not shown"
 
 
 def test_pushes() -> None:

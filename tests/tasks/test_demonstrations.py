@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import random
 import re
+from itertools import islice
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from task_cases import mixture
 
+from baton.environments.sokoban import Sokoban
 from baton.errors import UserError
 from baton.rewards.answer import extract_answer
 from baton.tasks.demonstrations import DemonstrationSettings, demonstrate, demonstrations
-from baton.tasks.stream import AnswerSettings, PromptStream, TaskMixture, TaskSettings
+from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
 
 HONEST = DemonstrationSettings(direct_share=0, slip_share=0)
 
@@ -113,8 +115,8 @@ def test_shares_are_those_of_the_settings() -> None:
 
 def test_the_same_seed_shows_the_same_and_another_seed_something_else() -> None:
     def shown(seed: int) -> list[str]:
-        stream = demonstrations(PromptStream(mixture("chain_sum"), 0), DemonstrationSettings(), seed)
-        return [next(stream)[1] for _ in range(50)]
+        stream = demonstrations(mixture("chain_sum"), DemonstrationSettings(), seed)
+        return [response for _, (response,) in islice(stream, 50)]
 
     assert shown(1) == shown(1) != shown(2)
 
@@ -122,7 +124,7 @@ def test_the_same_seed_shows_the_same_and_another_seed_something_else() -> None:
 @pytest.mark.parametrize("name", ["countdown", "knights_knaves"])
 def test_other_tasks_than_arithmetic_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="allowed are prompts of chain_sum and basic_arithmetic in the compact form"):
-        next(demonstrations(PromptStream(mixture(name), 0), HONEST, 0))
+        next(demonstrations(mixture(name), HONEST, 0))
 
 
 @pytest.mark.parametrize("text", ["", "2 +", "two", "2**3", "2.5+1", "f(2)", "State the final answer: 4 + 3 ="])
@@ -134,4 +136,29 @@ def test_what_is_no_compact_arithmetic_is_refused(text: str) -> None:
 def test_the_original_wording_is_refused() -> None:
     settings = [TaskSettings(name="chain_sum")]
     with pytest.raises(UserError, match="compact form"):
-        next(demonstrations(PromptStream(TaskMixture(settings, AnswerSettings()), 0), HONEST, 0))
+        next(demonstrations(TaskMixture(settings, AnswerSettings()), HONEST, 0))
+
+
+def test_random_play_of_an_environment() -> None:
+    params = {"form": "compact", "max_turns": 3, "actions_per_turn": 2}
+    settings = [TaskSettings(name="rooms", environment="sokoban", params=params)]
+
+    def shown(seed: int) -> list[tuple[str, ...]]:
+        return [texts for _, texts in islice(demonstrations(TaskMixture(settings, AnswerSettings()), HONEST, seed), 60)]
+
+    episodes = shown(1)
+    assert episodes == shown(1) != shown(2)
+    turns = [turn for texts in episodes for turn in texts[::2]]
+    assert all(1 <= len(turn) <= 2 and set(turn) <= set("UDLR") for turn in turns)
+    assert {len(texts) for texts in episodes} == {1, 3, 5}, "an episode ends when the room is solved"
+    assert 20 < sum(turn.count("U") + turn.count("D") for turn in turns) * 100 / sum(map(len, turns)) < 80
+    for prompt, texts in islice(demonstrations(TaskMixture(settings, AnswerSettings()), HONEST, 1), 20):
+        environment = Sokoban(**params)  # type: ignore[arg-type]
+        assert environment.reset(seed=prompt.metadata["seed"]) == prompt.messages[-1].content
+        assert [environment.step(turn)[0] for turn in texts[:-1:2]] == list(texts[1::2])
+
+
+def test_an_environment_without_random_actions_is_refused() -> None:
+    settings = [TaskSettings(name="calculator", environment="calculator")]
+    with pytest.raises(UserError, match=r"has no random actions; allowed are the environments 'sokoban' and 'maze'"):
+        next(demonstrations(TaskMixture(settings, AnswerSettings()), HONEST, 0))

@@ -134,7 +134,7 @@ def test_warm_starts_never_demonstrate_a_held_out_problem() -> None:
     recipe = load_recipe(WarmStart, RECIPES / "quickstart-warmstart.toml")
     tasks = TaskMixture(recipe.task, recipe.answer)
     held_out = {p.prompt_id for p in tasks.held_out(400)}
-    shown = islice(demonstrations(PromptStream(tasks, recipe.run.seed), DemonstrationSettings(), recipe.run.seed), 3000)
+    shown = islice(demonstrations(tasks, DemonstrationSettings(), recipe.run.seed), 3000)
     assert held_out.isdisjoint(prompt.prompt_id for prompt, _ in shown)
 
 
