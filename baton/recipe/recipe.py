@@ -165,11 +165,11 @@ class WarmStart(Settings):
             raise ValueError("give exactly one of [demonstrations] (generated from [[task]]) and data (a file)")
         if self.demonstrations is not None and not self.task:
             raise ValueError("[demonstrations] needs at least one [[task]], from which demonstrations are generated")
-        played = next((task.name for task in self.task if task.environment is not None), None)
-        if self.demonstrations is not None and played is not None:
+        needed = EngineSettings().max_context_tokens
+        if self.task and self.scratch is not None and self.scratch.max_context_tokens < needed:
             raise ValueError(
-                f"[demonstrations] are generated for arithmetic tasks of one turn, but task {played!r} is multi-turn; "
-                "remove the task, or give conversations with data"
+                f"scratch.max_context_tokens: got {self.scratch.max_context_tokens}, allowed with [[task]] are "
+                f"at least {needed}, because the model is evaluated with this context"
             )
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from io import StringIO
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,18 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.console import Console
+from baton.environments.token_bridge import TokenBridge
 from baton.errors import TaskExhausted, UserError
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
-from baton.policy.tokenizer import Tokenizer
+from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import WarmStart
 from baton.records.metrics import read_metrics
 from baton.run.sft import warm_start
+from baton.tasks.demonstrations import DemonstrationSettings
+from baton.tasks.demonstrations import demonstrations as demonstrations_of
+from baton.tasks.stream import TaskMixture
 from baton.trainer.settings import SftSettings
 from baton.trainer.sft import Demonstration, fine_tune
 from baton.types import Message
@@ -148,6 +152,60 @@ def test_a_generated_warm_start_makes_a_model_that_loads_and_reports_its_accurac
     assert rows[-1]["step"] == 6
     assert rows[-1]["sft/loss"] == pytest.approx(result.loss)
     assert (tmp_path / "runs" / "warm" / "recipe.toml").is_file()
+
+
+ROOMS = """
+[[task]]
+name = "rooms"
+environment = "sokoban"
+params = { form = "compact", max_turns = 3, actions_per_turn = 2 }
+max_turns = 3
+max_turn_tokens = 3
+[demonstrations]
+"""
+
+
+def test_random_play_is_tokenised_as_episodes_of_rl_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_warm_start(tmp_path / "warm.toml", "")
+    with path.open("a") as file:
+        file.write(ROOMS)
+    shown: list[Demonstration] = []
+
+    def kept(model: PreTrainedModel, examples: Iterator[Demonstration], *args: object, **more: object) -> None:
+        shown.extend(islice(examples, 30))
+        fine_tune(model, examples, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("baton.run.sft.fine_tune", kept)
+    recipe = load_recipe(WarmStart, path, ["sft.steps=4", "eval.num_prompts=4"])
+    result = warm_start(recipe, WATCHED)
+    assert [(e.task, e.num_prompts) for e in result.evaluations] == [("rooms", 4)] * 2
+    tokenizer = load_tokenizer(str(tmp_path / "made"))
+    bridge = TokenBridge(tokenizer)
+    lengths = set()
+    for row, (prompt, texts) in zip(
+        shown, demonstrations_of(TaskMixture(recipe.task, recipe.answer), DemonstrationSettings(), 0), strict=False
+    ):
+        ids = list(tokenizer.prompt_ids(prompt.messages))
+        assert tuple(ids) == row.prompt_ids
+        for place, text in enumerate(texts):
+            turn = [*tokenizer.ids(text), tokenizer.hf.eos_token_id]
+            ids += turn if place % 2 == 0 else bridge.suffix(ids, Message("user", text))
+        assert tuple(ids) == row.prompt_ids + row.response_ids
+        assert tokenizer.text(ids, keep_special=True) == tokenizer.hf.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in prompt.messages]
+            + [{"role": ("assistant", "user")[place % 2], "content": text} for place, text in enumerate(texts)],
+            tokenize=False,
+        )
+        lengths.add(len(texts))
+    assert lengths == {1, 3, 5}, "episodes end when the room is solved"
+
+
+def test_a_context_that_the_evaluation_exceeds_is_refused_before_the_training(tmp_path: Path) -> None:
+    path = write_warm_start(tmp_path / "warm.toml", "")
+    with path.open("a") as file:
+        file.write(GENERATED)
+    with pytest.raises(UserError, match=r"max_context_tokens: got 512, allowed with \[\[task\]\] are at least 1024"):
+        load_recipe(WarmStart, path, ["scratch.max_context_tokens=512"])
 
 
 def test_a_warm_start_whose_evaluation_cannot_work_is_refused_before_the_training(tmp_path: Path) -> None:
