@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--table-only", action="store_true", help="make the table from the results that are there")
     arguments = parser.parse_args()
     results = HERE / "results"
+    results.mkdir(exist_ok=True)
     for seed in [] if arguments.table_only else arguments.seeds:
         for mode in arguments.modes:
             file = results / f"{mode}-seed{seed}.json"
