@@ -166,7 +166,8 @@ class WarmStart(Settings):
         if self.demonstrations is not None and not self.task:
             raise ValueError("[demonstrations] needs at least one [[task]], from which demonstrations are generated")
         needed = EngineSettings().max_context_tokens
-        if self.task and self.scratch is not None and self.scratch.max_context_tokens < needed:
+        is_evaluated = self.eval.enabled and bool(self.task or self.eval.task)
+        if is_evaluated and self.scratch is not None and self.scratch.max_context_tokens < needed:
             raise ValueError(
                 f"scratch.max_context_tokens: got {self.scratch.max_context_tokens}, allowed with [[task]] are "
                 f"at least {needed}, because the model is evaluated with this context"

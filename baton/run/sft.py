@@ -15,7 +15,6 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from baton.environments.token_bridge import TokenBridge
 from baton.errors import UserError
 from baton.files import atomic_directory, writing
 from baton.policy.load import end_ids, load_model, torch_device
@@ -33,7 +32,7 @@ from baton.tasks.dataset import read_demonstrations
 from baton.tasks.demonstrations import demonstrations
 from baton.tasks.stream import TaskMixture
 from baton.trainer.sft import Demonstration, fine_tune
-from baton.types import Message
+from baton.types import Message, Prompt
 
 LOSS_WINDOW = 50
 """Number of latest updates over which the loss is averaged, in progress lines, metrics and the report."""
@@ -150,44 +149,44 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
         tokenizer = scratch_tokenizer(_corpus(recipe), recipe.scratch.vocab_size)
         model = scratch_model(recipe.scratch, tokenizer, recipe.run.seed)
     end = end_ids(model, tokenizer)[0]
-    bridge = TokenBridge(tokenizer) if any(task.environment for task in recipe.task) else None
+    encoder = PromptEncoder(tokenizer, recipe.task)
     examples = (
-        Demonstration(tokenizer.prompt_ids(messages), _response_ids(texts, tokenizer, end, bridge))
-        for messages, texts in _conversations(recipe)
+        Demonstration(encoder.ids(prompt), _response_ids(texts, encoder, end))
+        for prompt, texts in _conversations(recipe)
     )
     return model, tokenizer, examples
 
 
-def _response_ids(texts: Sequence[str], tokenizer: Tokenizer, end: int, bridge: TokenBridge | None) -> tuple[int, ...]:
+def _response_ids(texts: Sequence[str], encoder: PromptEncoder, end: int) -> tuple[int, ...]:
     """Return the ids of turns and observations as in an episode of RL. The loss includes the observations, so that the
     model learns how the environment responds."""
     ids: tuple[int, ...] = ()
     for place, text in enumerate(texts):
         if place % 2 == 0:
-            ids += (*tokenizer.ids(text), end)
+            ids += (*encoder.tokenizer.ids(text), end)
         else:
-            assert bridge is not None
-            ids += bridge.suffix(ids, Message("user", text))
+            assert encoder.bridge is not None
+            ids += encoder.bridge.suffix(ids, Message("user", text))
     return ids
 
 
-def _conversations(recipe: WarmStart) -> Iterator[tuple[tuple[Message, ...], tuple[str, ...]]]:
-    """Yield demonstrations without end, each as its prompt messages and the texts that follow: a response, or turns and
+def _conversations(recipe: WarmStart) -> Iterator[tuple[Prompt, tuple[str, ...]]]:
+    """Yield demonstrations without end, each as its prompt and the texts that follow: a response, or turns and
     observations alternately."""
     if recipe.data is not None:
         for messages, response in read_demonstrations(recipe.data, recipe.run.seed):
-            yield messages, (response,)
+            yield Prompt("", "", messages), (response,)
     else:
         assert recipe.demonstrations is not None
         mixture = TaskMixture(recipe.task, recipe.answer, tests=recipe.eval.task)
-        for prompt, texts in demonstrations(mixture, recipe.demonstrations, recipe.run.seed):
-            yield prompt.messages, texts
+        yield from demonstrations(mixture, recipe.demonstrations, recipe.run.seed)
 
 
 def _corpus(recipe: WarmStart) -> list[str]:
     """Return the texts for training a new tokenizer: demonstrations, and questions of the tasks in `original` form."""
     shown = [
-        "\n".join((*(m.content for m in messages), *texts)) for messages, texts in islice(_conversations(recipe), 2000)
+        "\n".join((*(m.content for m in prompt.messages), *texts))
+        for prompt, texts in islice(_conversations(recipe), 2000)
     ]
     originals = (
         s.model_copy(update={"form": "original"}).build() for s in recipe.task if not (s.path or s.environment)

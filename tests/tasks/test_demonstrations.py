@@ -159,6 +159,6 @@ def test_random_play_of_an_environment() -> None:
 
 
 def test_an_environment_without_random_actions_is_refused() -> None:
-    settings = [TaskSettings(name="calculator", environment="calculator")]
+    settings = [TaskSettings(name="code", environment="code", params={"allow_unisolated": True})]
     with pytest.raises(UserError, match=r"has no random actions; allowed are the environments 'sokoban' and 'maze'"):
         next(demonstrations(TaskMixture(settings, AnswerSettings()), HONEST, 0))
