@@ -182,10 +182,6 @@ def test_settings_that_contradict_each_other_are_refused_in_one_sentence(
         ('[model]\npath = "m"\n[scratch]', "give exactly one of [model] (fine-tune a model) and [scratch]"),
         ("[scratch]", "give exactly one of [demonstrations] (generated from [[task]]) and data (a file)"),
         ("[scratch]\n[demonstrations]", "[demonstrations] needs at least one [[task]]"),
-        (
-            '[scratch]\n[demonstrations]\n[[task]]\nname = "rooms"\nenvironment = "sokoban"',
-            "but task 'rooms' is multi-turn; remove the task, or give conversations with data",
-        ),
     ],
 )
 def test_a_warm_start_needs_one_model_and_one_source(tmp_path: Path, text: str, sentence: str) -> None:
