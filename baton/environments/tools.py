@@ -219,7 +219,7 @@ class ToolEnvironment:
 def waited(result: Any) -> Any:
     """Return the result of a call of a function that may be async."""
 
-    async def wait() -> Any:
+    async def outcome() -> Any:
         return await result
 
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+    return asyncio.run(outcome()) if inspect.isawaitable(result) else result

@@ -180,7 +180,7 @@ def test_a_hub_traces_what_each_worker_did_and_what_was_lost_with_it():
 def test_scoring_is_one_span_while_a_trajectory_waits_and_the_scorer_receives_the_full_text():
     class Judges:
         ready: int = 0
-        sees_groups = False
+        sees_groups = scores_episodes = False
         responses: list[str] = []  # noqa: RUF012
 
         def submit(self, trajectories: Any, prompt: Any, responses: list[str]) -> None:

@@ -228,7 +228,7 @@ class Prompts:
 
 
 class NoScorer:
-    sees_groups = False
+    sees_groups = scores_episodes = False
 
     def submit(self, *args: Any) -> None:
         raise AssertionError("environments give the reward")

@@ -152,7 +152,7 @@ def test_a_user_trains_with_two_functions_and_five_lines(place: Path, monkeypatc
     check_run(RunDirectory.open(place / "runs/calls"), place / "model")
     shown = CliRunner().invoke(app, ["show", "runs/calls", "--step", "1"], catch_exceptions=False)
     assert "tool weather" in shown.output
-    assert "env/finish/environment" in (place / "runs/calls/metrics.jsonl").read_text()
+    assert "env/finish/stop" in (place / "runs/calls/metrics.jsonl").read_text()
 
 
 def test_functions_from_python(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
