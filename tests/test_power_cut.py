@@ -31,6 +31,7 @@ from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.loop import Loop
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
+from baton.run.tokenization import PromptEncoder
 from baton.trainer.trainer import PublishedWeights
 from baton.types import Batch, PolicyVersion, SamplingParams
 from tests.power_cut import KEEPS, Remains, recorded
@@ -134,7 +135,7 @@ def build(wanted: Recipe) -> Scripted:
         stream=source,  # type: ignore[arg-type]
         held_out=[],
         judge=judge,
-        tokenizer=tokenizer,
+        encoder=PromptEncoder(tokenizer),
         port=port,
         sweep=nothing,
         controller=RolloutController(WorkerClient(port), wanted.rules(), source, LateJudges(), sampling, journal),

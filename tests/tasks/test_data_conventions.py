@@ -239,7 +239,7 @@ def test_the_command_finds_functions_beside_the_recipe_and_data_without_referenc
     """From another directory than the package's, by module name, and with no reference answer at all."""
     rows = [{"prompt": q, "topic": "sums"} for q in QUESTIONS]
     (tmp_path / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "shorter.py").write_text("def shorter(prompt, response, answer):\n    return -len(response)\n")
+    (tmp_path / "shorter.py").write_text("def shorter(prompt, response, parsed):\n    return -len(response)\n")
     tree |= {
         "task": [{"name": "mine", "path": "bare.jsonl", "scorer": "none"}],
         "reward": [{"kind": "function", "function": "shorter:shorter"}],
