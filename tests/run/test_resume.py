@@ -385,10 +385,11 @@ def test_a_full_disk_names_the_file_and_the_way_back(
     ("rollout", "processes"),
     [
         ({"mode": "partial", "overprovision": 2.0, "max_staleness": 2}, 0),
+        ({"mode": "partial", "overprovision": 2.0, "max_staleness": 2}, 2),
         ({"mode": "async", "max_staleness": 2}, 1),
         ({"mode": "async", "max_staleness": 2, "on_new_version": "keep"}, 1),
     ],
-    ids=["partial", "async", "keep"],
+    ids=["partial", "partial-processes", "async", "keep"],
 )
 @pytest.mark.slow
 def test_a_killed_run_that_carries_rollouts_loses_none_that_was_finished(
