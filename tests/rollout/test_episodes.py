@@ -647,6 +647,17 @@ def test_budgets_of_turns_tokens_and_context_end_an_episode_with_their_reason() 
     assert finishes(max_turn_tokens=3) == {EpisodeFinish.ENVIRONMENT}, "a turn that is cut is sent as it is"
 
 
+def test_a_last_turn_with_its_own_budget_is_sent_where_the_episodes_budget_ends_too() -> None:
+    rules = EpisodeRules("rooms", max_turns=5, max_turn_tokens=MAX_NEW_TOKENS // 5, max_observation_tokens=2)
+    settings = EngineSettings(slots=8, max_context_tokens=CONTEXT, report_every_tokens=4)
+    endless = LocalTransport(FakeEngine(settings, PolicyVersion("a", 0), lambda group_id, sample_index: 1000))
+    bench = Bench("sync", rules=rules, port=endless)
+    bench.run(4)
+    found = members(bench.batches)
+    assert {m.episode.finish_reason for m in found if m.episode} == {EpisodeFinish.ENVIRONMENT}
+    assert max(m.num_policy_tokens for m in found) == MAX_NEW_TOKENS, "five turns, each of its own budget"
+
+
 def test_metrics_by_turn_are_those_of_the_episodes_that_ended() -> None:
     rules = EpisodeRules("rooms", max_turns=2, max_turn_tokens=20, max_observation_tokens=2)
     bench = Bench("sync", rules=rules, bridge=PlainBridge(new_path_every=3))
