@@ -49,6 +49,8 @@ from baton.frames import FrameSocket, frame_sockets, ready
 from baton.rewards.isolation import environment as allowed_variables
 from baton.types import FailureCause
 
+LOAD_TIMEOUT_S = 300.0
+"""Maximum time in which a process must start and import its environments."""
 TICK_S = 0.25
 """Maximum interval between two checks of the deadlines while waiting."""
 GRACE_S = 5.0
@@ -267,8 +269,8 @@ class EnvironmentPool:
             if now_s >= process.restart_at:
                 self._start(process)
         elif not process.is_ready:
-            if now_s - process.seen_at > settings.load_timeout_s:
-                why = f"did not load within environments.load_timeout_s = {settings.load_timeout_s:g} s"
+            if now_s - process.seen_at > LOAD_TIMEOUT_S:
+                why = f"did not load within {LOAD_TIMEOUT_S:g} s"
                 self._lose(process, FailureCause.TIMEOUT, why)
         elif process.running and now_s - process.seen_at > settings.timeout_s + GRACE_S:
             self._lose(process, FailureCause.TIMEOUT, "stopped responding and was killed")

@@ -22,8 +22,6 @@ class EnvironmentSettings(Settings):
     max_failed_share: float = Field(default=0.5, gt=0, le=1)
     """The run ends if more than this share of 100 attempts at episodes, begun one after another, failed with their
     environment. 1: it never ends for this reason."""
-    load_timeout_s: float = Field(default=120.0, gt=0)
-    """Maximum seconds for a process to start and import its environments."""
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one process may allocate; 0 sets no limit."""
     max_observation_chars: int = Field(default=16_384, ge=1)

@@ -33,8 +33,6 @@ class RunSettings(Settings):
 class FleetSettings(Settings):
     """[fleet]: a run on a Ray cluster (`--plan`, `--ray`)."""
 
-    max_restarts: int = Field(default=3, ge=0)
-    """Maximum number of restarts of the trainer, from its last checkpoint, after the loss of a rank or a machine."""
     replan: bool = True
     """Compute a new plan when machines join or leave; otherwise the remaining workers continue."""
     cluster: str | None = None

@@ -38,7 +38,7 @@ from baton.rewards.scorer_protocol import (
     failed,
     frame,
 )
-from baton.rewards.settings import JudgeSettings
+from baton.rewards.settings import LOAD_TIMEOUT_S, JudgeSettings
 from baton.types import FailureCause
 
 Calls = tuple[Call, ...]
@@ -125,13 +125,12 @@ class WorkerPool:
         self._launches = [*running, launch]
         # shielded because asyncio may hang if the start of a process is cancelled; `close` waits for it
         worker = await asyncio.shield(launch)
-        timeout_s = self._settings.load_timeout_s
         try:
-            ready = await asyncio.wait_for(worker.set_up(self._setup), timeout_s)
+            ready = await asyncio.wait_for(worker.set_up(self._setup), LOAD_TIMEOUT_S)
             self._unloadable, self._isolation = ready.error, ready.isolation
         except TimeoutError:
             names = ", ".join(map(str, self._setup.specs))
-            self._unloadable = f"a worker process did not load {names} within judge.load_timeout_s = {timeout_s:g} s"
+            self._unloadable = f"a worker process did not load {names} within {LOAD_TIMEOUT_S:g} s"
         except _WorkerExited as lost:
             self._unloadable = f"a worker process that loads {', '.join(map(str, self._setup.specs))} {lost}"
         if self._unloadable:

@@ -48,7 +48,7 @@ from baton.rewards.scorer_protocol import (
     ScorerSetup,
     Spec,
 )
-from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
+from baton.rewards.settings import LOAD_TIMEOUT_S, AnswerSettings, JudgeSettings, RewardSettings
 from baton.rewards.warnings import RewardWarnings
 from baton.types import FailureCause, Group, Message, Prompt, RewardResult, ScoredTrajectory, Trajectory
 
@@ -462,7 +462,7 @@ class RewardScorer:
         """Return the maximum number of seconds between two results. It does not depend on the length of the queue,
         because a call is always running."""
         deadline_s = max([self._settings.deadline_s, *(r.deadline_s or 0.0 for r in self._rewards)])
-        return self._settings.load_timeout_s + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
+        return LOAD_TIMEOUT_S + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
 
     def _names(self) -> str:
         scorers = [*self._scorers.values(), *self._parts.values()]

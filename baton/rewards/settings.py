@@ -12,6 +12,9 @@ from baton.rewards.scorer_protocol import Signature
 from baton.settings import Settings
 from baton.types import ENVIRONMENT
 
+LOAD_TIMEOUT_S = 300.0
+"""Maximum time in which a worker process must start and import its scorers."""
+
 
 class AnswerSettings(Settings):
     """[answer] Format in which a response states its answer."""
@@ -96,8 +99,6 @@ class JudgeSettings(Settings):
     retries: int = Field(default=2, ge=0)
     """Maximum number of times that a call is repeated, with growing pauses, after a crash or if a remote scorer is
     unreachable."""
-    load_timeout_s: float = Field(default=120.0, gt=0)
-    """Maximum number of seconds in which a worker process must start and import its scorers."""
     network: bool = False
     """True: worker processes may use the network, for example to call a model behind a URL."""
     env: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ from baton.trainer.factory import make_trainer
 from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import Ranks, TrainerSetup
-from baton.trainer.parallel.ranked_trainer import RankedTrainer
+from baton.trainer.parallel.ranked_trainer import REQUEST_TIMEOUT_S, RankedTrainer
 from baton.trainer.trainer import Trainer
 from baton.types import Group, PolicyVersion, Prompt, SamplingParams
 
@@ -394,7 +394,7 @@ def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks 
         return make_trainer(setup, tokenizer)
     threads = recipe.run.threads or max(1, torch.get_num_threads() // count)
     ranks = LocalRanks(count, threads=threads) if start_ranks is None else start_ranks(count, threads)
-    return RankedTrainer(ranks, setup, recipe.trainer.rank_timeout_s)
+    return RankedTrainer(ranks, setup, REQUEST_TIMEOUT_S)
 
 
 def evaluate_model(

@@ -57,9 +57,6 @@ class TrainerSettings(Settings):
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. Saves memory,
     costs time."""
-    rank_timeout_s: float = Field(default=1800.0, gt=0)
-    """Timeout of each request to the ranks (start, train step, publication, checkpoint), in seconds. When it expires,
-    all ranks are ended."""
 
     @field_validator("betas")
     @classmethod

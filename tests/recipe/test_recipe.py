@@ -130,6 +130,11 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
             "log.trace_mb=9",
             "log.trace_mb was removed: a trace has at most 32 MB; log.trace = false disables it; remove",
         ),
+        (
+            "fleet.max_restarts=9",
+            "fleet.max_restarts was removed: a run on a cluster always restarts its trainer up to 3",
+        ),
+        ("engine.vllm.prefix_caching=false", "engine.vllm.prefix_caching was removed: vLLM always prefills common"),
         ("swarm.silence_s=9", "swarm.silence_s is now called swarm.heartbeat_timeout_s"),
         ("swarm.relief=0", "swarm.relief is now called swarm.backup_lease_factor"),
         ("trainer.lr=fast", "trainer.lr: got 'fast', input should be a valid number"),

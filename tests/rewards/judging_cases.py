@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.rewards import pool
+from baton.rewards import pool, scorer
 from baton.rewards.scorer import RewardScorer
 from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.types import FinishReason, Message, Prompt, ScoredTrajectory, Segment, Trajectory
@@ -298,6 +298,8 @@ def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     clock = HandClock()
     monkeypatch.setattr(asyncio, "new_event_loop", lambda: clock)
     monkeypatch.setattr(pool, "KILL_S", 1e9)
+    for module in (pool, scorer):
+        monkeypatch.setattr(module, "LOAD_TIMEOUT_S", 1e9)
     return clock
 
 

@@ -26,6 +26,7 @@ from judging_cases import (
 )
 
 from baton.errors import DeadlineExceeded, UserError
+from baton.rewards import pool
 from baton.rewards import scorer as rewards
 from baton.rewards.pool import GRACE_S
 from baton.rewards.scorer import RewardScorer
@@ -141,7 +142,7 @@ def test_a_response_that_hangs_its_judge_costs_the_others_nothing(
 ) -> None:
     """The deadline passes for the one that hangs, and for all that wait in a process that never lets go."""
     clock = hand_clock(monkeypatch)
-    with judge_with(write_functions(tmp_path), name, workers=2, load_timeout_s=1e9) as judge:
+    with judge_with(write_functions(tmp_path), name, workers=2) as judge:
         for index in range(12):
             judge.submit([trajectory(0, index)], PROMPT, ["bad" if index == 5 else "good"])
         if name == "never_lets_go":
@@ -341,7 +342,7 @@ def test_a_judge_that_answers_nobody_stops_the_run_before_the_step_is_over(
     assert {j.cause for j in found} == {FailureCause.RAISED}, "raising is cheap, and may be the response's fault"
 
 
-def test_what_cannot_be_loaded_in_a_worker_is_one_sentence(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_in_a_worker_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "only_here.py"
     file.write_text(
         "import sys\nif 'pytest' not in sys.modules:\n    raise OSError('no GPU')\ndef f(response): return 1\n"
@@ -351,9 +352,10 @@ def test_what_cannot_be_loaded_in_a_worker_is_one_sentence(tmp_path: Path) -> No
         judge.score(PROMPT, "x")
     slow = tmp_path / "slow.py"
     slow.write_text("import sys, time\n'pytest' in sys.modules or time.sleep(100)\ndef f(response): return 1\n")
-    judge = judge_with(str(slow), "f", load_timeout_s=1.0)
+    monkeypatch.setattr(pool, "LOAD_TIMEOUT_S", 1.0)
+    judge = judge_with(str(slow), "f")
     with (
-        pytest.raises(UserError, match=r"did not load reward function '.*slow.py:f' within judge.load_timeout_s = 1"),
+        pytest.raises(UserError, match=r"did not load reward function '.*slow.py:f' within 1 s"),
         judge,
     ):
         judge.score(PROMPT, "x")

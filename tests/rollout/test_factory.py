@@ -16,7 +16,7 @@ def test_a_worker_takes_another_kind_slots_and_keys_of_its_own_and_the_rest_from
     recipe = EngineSettings(processes=2, max_context_tokens=99, dtype="bfloat16")
     found = chosen(recipe, kind="vllm", slots=16, options=["tensor_parallel=2", "enforce_eager=true"])
     assert (found.kind, found.slots, found.max_context_tokens, found.dtype) == ("vllm", 16, 99, "bfloat16")
-    assert (found.vllm.tensor_parallel, found.vllm.enforce_eager, found.vllm.prefix_caching) == (2, True, True)
+    assert (found.vllm.tensor_parallel, found.vllm.enforce_eager) == (2, True)
     assert found.processes == 0, "an engine with processes of its own is one"
     assert chosen(recipe) == recipe
 

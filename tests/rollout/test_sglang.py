@@ -18,6 +18,7 @@ from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.factory import engine_from_skeleton, engine_of_model
+from baton.rollout.engines.sglang import client
 from baton.rollout.engines.sglang.engine import SglangEngine
 from baton.rollout.engines.sglang.wire import load_of
 from baton.types import FinishReason, Lease, PolicyVersion, Report, Retry, Trajectory
@@ -319,7 +320,7 @@ def test_tensors_that_do_not_fit_change_nothing_and_disturb_nobody(server: Any, 
 
 
 def test_a_server_that_dies_is_a_fault_and_one_that_never_comes_up_a_missed_deadline(
-    embedded: Any, sglang: Any, driver: Any, load: Any
+    embedded: Any, sglang: Any, driver: Any, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mortal = SglangServer(embedded("qwen3_next", report_every_tokens=1))
     engine = sglang(mortal)
@@ -330,8 +331,9 @@ def test_a_server_that_dies_is_a_fault_and_one_that_never_comes_up_a_missed_dead
         grow(engine, [driver.lease(1, PROMPT, 100)])
     with pytest.raises(EngineFault, match="POST /abort_request"):
         engine.load_weights(policy_tensors(load("qwen3_next")), V1)
+    monkeypatch.setattr(client, "START_TIMEOUT_S", 0.2)
     with pytest.raises(DeadlineExceeded, match="did not respond within 0 s"):
-        sglang(mortal, start_timeout_s=0.2)
+        sglang(mortal)
 
 
 def test_a_server_is_checked_when_the_engine_is_built(

@@ -100,10 +100,10 @@ def test_which_ones_follows_from_the_secret_the_worker_and_the_name_alone():
 
 
 def test_a_suspect_verdict_has_the_next_ones_all_checked():
-    found = verification_policy(first=0, share=0.0, after_suspect=5)
+    found = verification_policy(first=0, share=0.0)
     assert not any(checked(found, "w", 3))
     assert judged(found, "w", 0, SUSPECT) is None
-    assert checked(found, "w", 7, group=1) == [True] * 5 + [False] * 2
+    assert checked(found, "w", 18, group=1) == [True] * 16 + [False] * 2
     assert not any(checked(found, "v", 3, group=2)), "another worker is not concerned"
 
 

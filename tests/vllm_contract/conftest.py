@@ -23,7 +23,7 @@ from baton.types import PolicyVersion  # noqa: E402
 
 __all__ = ["any_engine", "driver", "embedded", "load", "model_paths", "tokenizer"]
 SHAPE = {"slots": 8, "max_context_tokens": 1024}
-EAGER = {"enforce_eager": True, "start_timeout_s": 300, "answer_timeout_s": 60}
+EAGER = {"enforce_eager": True, "answer_timeout_s": 60}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,8 @@ from baton.stop import StopRequest
 if TYPE_CHECKING:
     from baton.run.loop import Loop, Observer
 
+MAX_RESTARTS = 3
+"""Maximum number of restarts of the trainer, from its last checkpoint, after the loss of a rank or a machine."""
 NOTICE_S = 60.0
 """Maximum seconds for Ray to detect the loss of a machine after a rank on this machine was lost."""
 
@@ -67,7 +69,6 @@ class _RayAttempts:
         recipe = order.load([])
         self.planner = Replanner(recipe, plan)
         self.types = self.planner.base_types
-        self.max_restarts = recipe.fleet.max_restarts
         self.has_begun = False
         """True if an attempt of this command has started the run; the next attempt then resumes it."""
         self.names: dict[str, str] = {}
@@ -80,11 +81,11 @@ class _RayAttempts:
             try:
                 return self._attempt()
             except RankLost as lost:
-                if restarts == self.max_restarts or self.stop.is_requested:
-                    raise RankLost(f"{lost} (after {restarts} restarts; fleet.max_restarts)") from lost
+                if restarts == MAX_RESTARTS or self.stop.is_requested:
+                    raise RankLost(f"{lost} (after {restarts} restarts)") from lost
                 restarts += 1
                 self.observer.said(f"{lost}")
-                self.observer.said(f"restart {restarts} of {self.max_restarts} from the last checkpoint")
+                self.observer.said(f"restart {restarts} of {MAX_RESTARTS} from the last checkpoint")
                 with self.stop.interrupting():
                     self.cluster.await_answers(self.cluster.alive(), NOTICE_S)
                 self._replan(lost)

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
+START_TIMEOUT_S = 1800.0
+"""Maximum time until the program responds, including compilation."""
 _HEARTBEAT_S = 0.5
 """Seconds between two checks, during a call, that the program is alive."""
 

@@ -45,6 +45,8 @@ REMEMBERED_OPEN = 100_000
 """Maximum number of finished trajectories of a worker that the policy tracks until they are trained on."""
 REMEMBERED_TRAINED = 10_000
 """Maximum number of a worker's trained trajectories that its quarantine record lists."""
+AFTER_SUSPECT = 16
+"""After a suspect trajectory, this number of the worker's next trajectories are all checked."""
 EVALUATED_TOGETHER = 64
 """The results of this number of a worker's newest checked trajectories are evaluated together."""
 
@@ -59,8 +61,6 @@ class InspectionSettings(Settings):
     worker's class."""
     first: int = Field(default=8, ge=0)
     """The first finished trajectories of a new worker, up to this number, are all checked."""
-    after_suspect: int = Field(default=16, ge=0)
-    """After a suspect trajectory, this number of the worker's next trajectories are all checked."""
     own: bool = False
     """True: workers that the run itself started, with `--workers` or on a cluster, are also checked."""
     device: str = "cpu"
@@ -394,7 +394,7 @@ class VerificationPolicy:
         account.num_checked += 1
         account.verdicts.append(verdict)
         if verdict.outcome is CheckOutcome.SUSPECT:
-            account.checks_owed = max(account.checks_owed, self._settings.after_suspect)
+            account.checks_owed = max(account.checks_owed, AFTER_SUSPECT)
         decisive = verdict if verdict.outcome is CheckOutcome.BAD else pooled(account.verdicts, tolerance)
         if decisive.outcome is CheckOutcome.BAD:
             yield self._quarantine_worker(author, name, decisive)

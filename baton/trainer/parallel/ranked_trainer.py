@@ -29,6 +29,8 @@ from baton.trainer.trainer import PublishedWeights
 from baton.types import Batch, PolicyVersion
 
 Answer = TypeVar("Answer")
+REQUEST_TIMEOUT_S = 1800.0
+"""Maximum time of a request to the ranks (start, train step, publication, checkpoint); then all ranks are ended."""
 
 
 class RankedTrainer:

@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from baton.errors import DeadlineExceeded, EngineFault
-from baton.rollout.engines.client import EngineClient, EngineRequest, RequestLost
+from baton.rollout.engines.client import START_TIMEOUT_S, EngineClient, EngineRequest, RequestLost
 from baton.rollout.engines.sglang import wire
 
 _ASK_AGAIN_S = 0.1
@@ -38,18 +38,16 @@ _LACKS = object()
 class SglangClient(EngineClient):
     """A client of one server. One thread calls all public methods."""
 
-    def __init__(
-        self, url: str, *, key: str | None, longest_event: int, start_timeout_s: float, answer_timeout_s: float
-    ) -> None:
+    def __init__(self, url: str, *, key: str | None, longest_event: int, answer_timeout_s: float) -> None:
         """Connect to the server. longest_event: maximum bytes of an event of a stream.
 
-        Raises DeadlineExceeded if the server does not respond within start_timeout_s.
+        Raises DeadlineExceeded if the server does not respond within START_TIMEOUT_S.
         """
         super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
         self._server = wire.ServerInfo()
-        self._start_with(self._connect(key, start_timeout_s), start_timeout_s + _CLOSE_S, "to start")
+        self._start_with(self._connect(key), START_TIMEOUT_S + _CLOSE_S, "to start")
 
     @property
     def max_context_tokens(self) -> int | None:
@@ -76,23 +74,21 @@ class SglangClient(EngineClient):
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
 
-    async def _connect(self, key: str | None, timeout_s: float) -> None:
+    async def _connect(self, key: str | None) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = aiohttp.ClientSession(
             headers=headers,
             connector=aiohttp.TCPConnector(limit=0),  # no limit: one stream per slot is open
             timeout=aiohttp.ClientTimeout(total=None, sock_read=self._answer_timeout_s),
         )
-        deadline_s = self._loop.time() + timeout_s
+        deadline_s = self._loop.time() + START_TIMEOUT_S
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with self._http.get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(_CLOSE_S)) as answer:
                     if answer.status == 200:
                         break
             if self._loop.time() > deadline_s:
-                raise DeadlineExceeded(
-                    f"{self.name} did not respond within {timeout_s:.0f} s (engine.sglang.start_timeout_s)"
-                )
+                raise DeadlineExceeded(f"{self.name} did not respond within {START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(_ASK_AGAIN_S)
         self._server = wire.read_server(await self._ask_either(wire.SERVER_INFO))
         self._ender = self._loop.create_task(self._keep_ending())

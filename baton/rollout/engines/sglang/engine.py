@@ -171,7 +171,6 @@ def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | Non
         own.url,
         key=key,
         longest_event=(1 << 20) + _BYTES_PER_TOKEN * settings.max_context_tokens,
-        start_timeout_s=own.start_timeout_s,
         answer_timeout_s=own.answer_timeout_s,
     )
     has = client.max_context_tokens

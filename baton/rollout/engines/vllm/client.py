@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from baton.clock import in_thread
 from baton.errors import EngineFault, UserError, first_line
-from baton.rollout.engines.client import EngineClient, EngineRequest, GeneratedTokens, RequestLost
+from baton.rollout.engines.client import START_TIMEOUT_S, EngineClient, EngineRequest, GeneratedTokens, RequestLost
 
 _CLOSE_S = 20.0
 """Seconds for the processes of vLLM to terminate, including the time after which vLLM kills them."""
@@ -25,13 +25,13 @@ _CLOSE_S = 20.0
 class VllmClient(EngineClient):
     """A client of one AsyncLLM. One thread calls all public methods."""
 
-    def __init__(self, arguments: dict[str, Any], *, start_timeout_s: float, answer_timeout_s: float) -> None:
+    def __init__(self, arguments: dict[str, Any], *, answer_timeout_s: float) -> None:
         """Start vLLM. Raises UserError if vLLM refuses the model or the settings, and EngineFault if it fails."""
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._llm: Any = None
         set_up_environment()
-        os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(start_timeout_s)))
-        self._start_with(self._start_llm(arguments), start_timeout_s, "to start")
+        os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(START_TIMEOUT_S)))
+        self._start_with(self._start_llm(arguments), START_TIMEOUT_S, "to start")
 
     def end(self, keys: Sequence[str]) -> None:
         self._loop.call_soon_threadsafe(self._abort_requests, list(keys))

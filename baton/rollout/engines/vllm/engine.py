@@ -124,14 +124,14 @@ def vllm_from_skeleton(
 def _engine(
     directory: Path, settings: EngineSettings, version: PolicyVersion, read_base: ReadBase | None, *, load_format: str
 ) -> VllmEngine:
-    own, skeleton = settings.vllm, Skeleton(directory, settings)
+    skeleton = Skeleton(directory, settings)
     arguments = {
         **_arguments(settings),
         "model": str(directory),
         "load_format": load_format,
         "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
     }
-    client = VllmClient(arguments, start_timeout_s=own.start_timeout_s, answer_timeout_s=own.answer_timeout_s)
+    client = VllmClient(arguments, answer_timeout_s=settings.vllm.answer_timeout_s)
     try:
         weights = WholeWeights(skeleton.model, read_base)
         return VllmEngine(client, weights, settings, version, skeleton.end_ids, skeleton.text)
@@ -149,12 +149,11 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "max_model_len": settings.max_context_tokens,
         "max_num_seqs": settings.slots,
-        "max_num_batched_tokens": own.max_batched_tokens,
         "tensor_parallel_size": own.tensor_parallel,
         "pipeline_parallel_size": own.pipeline_parallel,
         "gpu_memory_utilization": own.gpu_memory_utilization,
         "enforce_eager": own.enforce_eager,
-        "enable_prefix_caching": own.prefix_caching,
+        "enable_prefix_caching": True,  # prefill the prompt of a group once
         "logprobs_mode": "processed_logprobs",  # logprobs at the sampling temperature
         "worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader",
         "disable_log_stats": True,
@@ -165,11 +164,8 @@ def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
     """Return the bytes of the KV cache on a CPU: all slots at full length, plus a quarter. Return None on a GPU."""
     from vllm.platforms import current_platform
 
-    own = settings.vllm
     if not current_platform.is_cpu():
         return None
-    if own.kv_cache_gb is not None:
-        return int(own.kv_cache_gb * 2**30)
     blocks = settings.slots * (settings.max_context_tokens // _CPU_BLOCK + 1)
     bytes_per_value = torch_dtype(settings.dtype).itemsize
     return int(1.25 * blocks * _CPU_BLOCK * read_model(directory).kv_bytes_per_token(bytes_per_value)) + 2**24
