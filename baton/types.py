@@ -143,7 +143,7 @@ class EpisodeFinish(StrEnum):
     CONTEXT = "context"
     """The next turn does not fit into the context."""
     PARSE_ERROR = "parse_error"
-    """The environment could not read an action, and ends the episode for that."""
+    """The environment could not parse an action and therefore ended the episode."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True):
@@ -390,7 +390,7 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     is_success: bool | None = None
     """The environment's own statement with its last observation."""
     discount: float = 1.0
-    """Factor per turn of later rewards, from the task."""
+    """Discount factor per turn for later rewards, from the task."""
     num_failures: int = 0
     """Number of attempts that failed with their environment. Other attempts do not use up the episode's budget."""
 
@@ -425,7 +425,7 @@ class ScoredTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     """For a multi-turn episode its last path."""
     judgement: RewardResult
     episode: Episode | None = None
-    """The turns of a multi-turn task; None for a task of one turn."""
+    """The turns of a multi-turn task; None for a single-turn task."""
 
     @property
     def paths(self) -> tuple[Trajectory, ...]:
@@ -529,7 +529,7 @@ class Retry(msgspec.Struct, frozen=True, tag="Retry"):
 
 
 class WorkLost(msgspec.Struct, frozen=True, tag="WorkLost"):
-    """The discard of generated tokens, for example those of the slower of two leases of one trajectory."""
+    """Generated tokens were discarded, for example because another lease of the trajectory was faster."""
 
     cause: str
     num_tokens: int

@@ -33,7 +33,7 @@ class LoadedEnvironment:
     make: Callable[[], Environment]
     replay: Replay = "log"
     note: str = ""
-    """A line for the user from the class's `prepare`."""
+    """Line for the user, returned by the class's `prepare`."""
     serial: Serial = "nothing"
     """Calls that run one at a time in a process. The global random state of Python and numpy, which classes of other
     projects may use, is seeded before `reset`; with `all`, each episode also keeps it from call to call."""

@@ -136,8 +136,8 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Share of this call in the failure. If a process ended, 1 divided by the number of calls that were running; 0 for
-    an episode that only lost its instance with the process."""
+    """Share of the failure that counts against this call. If a process ended, 1 divided by the number of calls that
+    were running; 0 for an episode that only lost its instance with the process."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):

@@ -16,7 +16,7 @@ class Environment(Protocol):
 
     * `replay: Replay`, a class attribute, by default "log";
     * `instructions: str`, an attribute: text that precedes the first observation in the prompt;
-    * `canonical() -> str`: called after `reset`, returns a text that is equal for equivalent problems. The split into
+    * `canonical() -> str`: called after `reset`, returns a string that is equal for equivalent problems. The split into
       training and held-out problems hashes it. The default is the first observation;
     * `random_action(dice: random.Random) -> str`: called after `reset`, returns a random action of the right format. A
       warm start generates episodes with it;

@@ -34,7 +34,7 @@ def random_moves(dice: random.Random, form: Form, max_moves: int) -> str:
 
 
 def canonical_grid(rows: Sequence[str]) -> str:
-    """Return a text that is equal for grids that are rotations or reflections of each other."""
+    """Return a string that is equal for grids that are rotations or reflections of each other."""
     found = []
     for _ in range(4):
         rows = ["".join(column) for column in zip(*rows[::-1], strict=True)]  # a quarter turn

@@ -84,7 +84,7 @@ class _EnvironmentProcess:
     pipe: FrameSocket | None = None
     is_ready: bool = False
     seen_at: float = 0.0
-    """Time of the start, of the last message, or of the first of the running calls, whichever is latest."""
+    """Latest of three times: the start, the last message, and the start of the oldest running call."""
     restart_at: float = 0.0
     num_failed_starts: int = 0
 

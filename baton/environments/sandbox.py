@@ -70,7 +70,7 @@ class SandboxResult:
 def run_code(
     source: str, stdin: str = "", *, timeout_s: float = 5.0, memory_bytes: int = 2**30, allow_unisolated: bool = False
 ) -> SandboxResult:
-    """Execute Python source with a text as its standard input. Raises PermissionError where isolation is missing."""
+    """Execute Python source with the given standard input. Raises PermissionError where isolation is missing."""
     isolation(allow_unisolated=allow_unisolated)
     order = json.dumps([source, timeout_s, memory_bytes, allow_unisolated]).encode() + b"\n"
     with (

@@ -20,8 +20,8 @@ class EnvironmentSettings(Settings):
     retries: int = Field(default=2, ge=0)
     """Further attempts of a call whose process ended or stopped responding."""
     max_failed_share: float = Field(default=0.5, gt=0, le=1)
-    """The run ends if more than this share of 100 attempts at episodes, begun one after another, failed with their
-    environment. 1: it never ends for this reason."""
+    """Maximum share of attempts that may fail because of their environment, out of 100 consecutive attempts at
+    episodes. Above it the run ends; 1 disables this check."""
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one process may allocate; 0 sets no limit."""
     max_observation_chars: int = Field(default=16_384, ge=1)

@@ -65,7 +65,7 @@ class Room:
 
     @property
     def canonical(self) -> str:
-        """A text that is equal for rooms that are rotations or reflections of each other."""
+        """A string that is equal for rooms that are rotations or reflections of each other."""
         return canonical_grid(self.drawn(SYMBOLS["ascii"]).split("\n"))
 
     def _symbol(self, cell: Cell) -> int:
@@ -145,7 +145,8 @@ def _pulled(
 
 
 def _walked(dice: random.Random, free: frozenset[Cell], player: Cell, probability: float) -> Cell:
-    """Return the player after at most three random moves: without them the player would always stand at a box."""
+    """Return the player's position after at most three random moves. Without these moves, the player would always start
+    beside a box."""
     visited = [player]
     while len(visited) <= 3 and dice.random() <= (probability if len(visited) == 1 else 0.5):
         ahead = [(visited[-1][0] + rows, visited[-1][1] + columns) for rows, columns in MOVES.values()]

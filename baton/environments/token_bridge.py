@@ -93,7 +93,7 @@ class TokenBridge:
         return self._tokenizer.text([i for i in token_ids if i not in self._hidden], keep_special=True)
 
     def cut(self, observation: str, max_tokens: int) -> str:
-        """Return the start of an observation that has at most `max_tokens`, without lone surrogates."""
+        """Cut an observation to at most `max_tokens`, and remove lone surrogates."""
         text, limit = _clean(observation), max_tokens
         while len(ids := self._plain_ids(text)) > max_tokens:
             text = self._plain.decode(ids[:limit], skip_special_tokens=False).rstrip("\ufffd")  # half a character

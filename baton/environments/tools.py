@@ -150,7 +150,8 @@ class ToolEnvironment:
         self._reward = None if reward is None else import_function(reward, what="reward of the tools")
 
     def configure(self, spec: EnvironmentSpec) -> None:
-        """Use the format of the model's chat template, unless another family is given, and the turns of the task.
+        """Set the number of turns, and the format of calls: that of the model's chat template, unless a family is
+        given.
 
         Raises UserError if the tools have no format.
         """
@@ -161,7 +162,7 @@ class ToolEnvironment:
             self._format = of_model
         if self._tools and self._format is None:
             raise UserError(
-                "the model's chat template writes tool calls in none of the forms that can be read, which are those of "
+                "the model's chat template writes tool calls in an unsupported form; supported are the forms of "
                 f"{', '.join(FAMILIES)}; use another model, or set params.family to the form that the model writes"
             )
         if self._tools and self._format is not None and not self._format.is_rendered:

@@ -44,7 +44,7 @@ MOST_CANDIDATES = 40_000
 MOST_SPLITS = 4000
 """Maximum number of splits of the layers per set of pools. A larger set of splits is thinned."""
 SPARE = (0, 1, 2)
-"""Numbers of additional groups that each pool is tried with when a candidate is turned into training shapes."""
+"""Numbers of additional groups to try for each pool when a candidate is converted to training shapes."""
 PASSES = 4
 """Number of passes in which the mutually dependent numbers of groups are increased. With fewer passes the bound is
 valid but weaker."""

@@ -53,7 +53,7 @@ def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoR
 
 
 def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
-    """Return a text with the least memory per GPU that training needs if all GPUs of this pool train."""
+    """Return a string with the least memory per GPU that training needs if all GPUs of this pool train."""
     best: tuple[float, int, int, int] | None = None
     for tp in tensor_widths(model, pool):
         for stages in (1, 2, 4, 8):

@@ -79,7 +79,8 @@ def are_alike(cluster: Cluster) -> bool:
 
 
 def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike") -> Pools:
-    """Return the pools of a cluster: nodes that are alike, or whole types under the pessimistic or optimistic view."""
+    """Return the pools of a cluster. A pool contains identical nodes, or all nodes of a type with their slowest or
+    fastest links."""
     if view == "alike":
         groups = _alike(cluster)
     else:

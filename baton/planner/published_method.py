@@ -56,7 +56,7 @@ def _inner_pairs(pool: GpuPool) -> Floats:
 
 
 def divisions(problem: AssignmentProblem) -> Ints:
-    """Return the numbers of GPUs that train, [divisions, pools], in steps of one GPU, of one node, or of several
+    """Return the numbers of GPUs that train, [divisions, pools], in increments of one GPU, one node or several
     nodes."""
     pools = problem.pools.pools
     steps = [list(range(pool.num_gpus + 1)) for pool in pools]

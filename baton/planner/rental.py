@@ -1,8 +1,8 @@
 """Chooses machines to rent: the highest throughput for a budget, or the lowest price for a throughput.
 
 An offer is a machine type with a price. A combination of machine counts is a cluster. Bounds on the throughput of all
-combinations are computed at once, with fractional GPUs. These bounds determine the order of the search and exclude
-combinations that need not be planned.
+combinations are computed at once, with fractional GPUs. The search visits combinations in the order of these bounds,
+and skips those that a bound rules out.
 """
 
 from __future__ import annotations

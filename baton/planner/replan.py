@@ -98,7 +98,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
 
 
 def jobs(plan: Plan) -> dict[str, str]:
-    """Return a text for each GPU that describes its job. If a GPU has the same role and shape in two plans, its two
+    """Return a string for each GPU that describes its job. If a GPU has the same role and shape in two plans, its two
     texts are equal."""
     found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
     shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)

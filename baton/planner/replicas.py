@@ -68,7 +68,7 @@ class RolloutProgram:
     def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
         """Return the replicas that generate a step's tokens in the shortest time, or None if no replica fits.
 
-        `least_s` is the shortest rollout time that is possible or useful: a shorter rollout would not shorten the step.
+        `least_s` is the shortest useful rollout time: a shorter rollout is impossible or would not shorten the step.
         """
         key = (left, tuple(allowed), least_s)
         if key not in self._best:

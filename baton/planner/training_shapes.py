@@ -31,7 +31,7 @@ MAX_SHAPES = 400_000
 """Maximum number of shapes that are evaluated for a set of pools. If a set of pools has more shapes, only some of them
 are evaluated."""
 SATURATED_SHAPES = 3
-"""If only some shapes are evaluated: number of shapes that are tried on each pool that trains with all its GPUs."""
+"""Number of shapes tried on each pool that trains with all its GPUs, if not all shapes are evaluated."""
 
 
 Rows = tuple[Ints, Ints, Ints, Floats, Floats]

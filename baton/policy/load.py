@@ -22,13 +22,7 @@ from transformers import (
 from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.settings import DTypeName
-from baton.policy.tokenizer import (
-    Tokenizer,
-    check_model_path,
-    load_tokenizer,
-    model_directory,
-    split_revision,
-)
+from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, model_directory, split_revision
 
 logger = logging.getLogger(__name__)
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")

@@ -2,8 +2,8 @@
 a long tail.
 
 Only the rollout side is measured: the trainer takes no time, and each version loads the same weights again. The control
-`sync_2x` is mode sync with as many groups per batch as `partial` has open groups. It therefore has the same concurrency
-as `partial`, but no over-provision.
+`sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. It has the concurrency
+of `partial` without over-provision.
 
 The bound is the time that an engine with always full slots would need: (tokens / slots) × the mean measured time of a
 decode step with all slots in use, plus the time of one prefill per prompt.

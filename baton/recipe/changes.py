@@ -46,14 +46,7 @@ MAY_CHANGE = (
     "checkpoint",
     "log",
     "judge",
-    "environments.processes",
-    "environments.max_concurrent",
-    "environments.timeout_s",
-    "environments.retries",
-    "environments.max_failed_share",
-    "environments.memory_gib",
-    "environments.allow_network",
-    "environments.env",
+    "environments",
     "rollout.placement",
     "rollout.stall_timeout_s",
     "engine.processes",
@@ -66,6 +59,8 @@ MAY_CHANGE = (
     "inspection",
 )
 """Keys, and whole sections, that a resumed run may change without any effect on its results."""
+MUST_NOT_CHANGE = "environments.max_observation_chars"
+"""The only key of these sections that affects the results: it determines which observations are shortened."""
 
 
 FROM_NEXT_STEP = (
@@ -126,13 +121,14 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
             said.append(f"{change}: takes effect at the next train step")
         elif key in CHANGES_BITS:
             said.append(f"{change}: the last bits may differ from those of an uninterrupted run")
-        elif not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+        elif key == MUST_NOT_CHANGE or not any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE):
             refused.append(f"{key}: was {old!r}, now {new!r}")
     if refused:
         raise UserError(
             f"a resumed run keeps its recipe, but this recipe changes {'; '.join(refused)}. Undo the change, or start "
             "a new run from the checkpoint with model.path. A resumed run may change: "
-            f"{', '.join((*FROM_NEXT_STEP, *CHANGES_BITS))}; and the keys of {', '.join(MAY_CHANGE)}"
+            f"{', '.join((*FROM_NEXT_STEP, *CHANGES_BITS))}; and the keys of {', '.join(MAY_CHANGE)}, except "
+            f"{MUST_NOT_CHANGE}"
         )
     return said
 

@@ -42,7 +42,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     unjudged: int = 0
     """Number of responses whose scoring failed; accuracy and pass@k exclude them."""
     reward: float | None = None
-    """Mean reward of the scored responses; None without any, and in results of earlier versions of Baton."""
+    """Mean reward of the scored responses; None if no response was scored, and in old results."""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     """Mean of each reward part, by its name."""
     step: int | None = None

@@ -44,7 +44,7 @@ class LogSettings(Settings):
     @classmethod
     def _is_installed(cls, given: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         if given == "":
-            raise ValueError("got an empty text; set the name of a project, or remove the key")
+            raise ValueError("got an empty string; set the name of a project, or remove the key")
         is_used = "wandb" in given if isinstance(given, tuple) else given is not None
         if is_used and find_spec("wandb") is None:
             raise ValueError("Weights & Biases is not installed: run `pip install wandb`, or remove wandb from [log]")

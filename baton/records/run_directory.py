@@ -46,13 +46,7 @@ RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "nump
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)
-_TRAINING_KEYS = (
-    "run.steps",
-    "rollout.batch_groups",
-    "rollout.group_size",
-    "rollout.max_new_tokens",
-    "algorithm.name",
-)
+_TRAINING_KEYS = ("run.steps", "rollout.batch_groups", "rollout.group_size", "rollout.max_new_tokens", "algorithm.name")
 """Recipe keys that summaries and reports read. They are checked because a recipe.toml that was truncated at the end of
 a line is valid TOML, but lacks keys."""
 

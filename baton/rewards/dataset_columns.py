@@ -71,10 +71,10 @@ def messages_of(prompt: Any) -> tuple[Message, ...] | None:
     elif isinstance(prompt, list):
         turns = prompt
     else:
-        raise ValueError("must be a text, or messages with role and content")
+        raise ValueError("must be a string, or messages with role and content")
     wrong = next((turn for turn in turns if not _is_turn(turn)), None)
     if not turns or wrong is not None:
-        raise ValueError(f"must be a text, or messages with role and content as texts; got {wrong!r}")
+        raise ValueError(f"must be a string, or messages with role and content as strings; got {wrong!r}")
     if turns[-1]["role"] == "assistant":
         raise ValueError("ends with an assistant message, but the policy generates that message: remove it")
     return tuple(Message(turn["role"], turn["content"]) for turn in turns)

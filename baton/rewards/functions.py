@@ -169,8 +169,8 @@ def _outcome(result: Any, signature: Signature) -> Outcome:
 
 
 def _parts(result: Mapping[str, Any]) -> Outcome:
-    """Convert named parts to a value, which is their sum. A part that is None is left out; no part at all means that
-    the function does not apply to the response."""
+    """Convert named parts to a value, which is their sum. A part that is None is left out; if all parts are None, the
+    function does not apply to the response."""
     parts: dict[str, float] = {}
     for name, value in result.items():
         outcome = CallValue(None) if value is None else number(value)

@@ -72,8 +72,8 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
     """Fork, and return only in the child, which becomes the scorer. The parent becomes the supervisor and exits with
     the scorer's exit code.
 
-    who: subject of the sentence in `Isolation.description`. network_key: recipe key, named there, that allows the
-    network.
+    who: subject of the sentence in `Isolation.description`. network_key: recipe key that allows the network; the
+    sentence names it.
     """
     wake = _wake_on_signals()
     refusal = _enter_namespaces(network=network)

@@ -7,7 +7,7 @@ trajectory has no reward and the cause is recorded. The missing reward does not 
 count as wrong.
 
 A multi-turn episode arrives with the reward of its environment. Reward functions and remote scorers are added to it;
-the other kinds of parts compare the answer of a task of one turn and do not apply.
+the other kinds of parts compare the answer of a single-turn task and do not apply.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
 OF_EPISODES = ("function", "http")
 """Kinds of reward parts that score multi-turn episodes."""
 OF_ANSWERS = ("exact", "math", "format")
-"""Kinds of reward parts that only tasks of one turn have, where the environment's reward does not replace them."""
+"""Kinds of reward parts that apply only to single-turn tasks. In a multi-turn task, the environment gives this
+reward."""
 MAX_UNANSWERED = 32
 """After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested: a call
 that it has answered before is repeated. If the scorer answers the test, the responses caused the failures and the run
@@ -112,7 +113,7 @@ class RewardScorer:
         """Import the reward functions. Raises UserError if an import fails, the recipe has no reward part, or a part
         applies to no task.
 
-        tasks: those of one turn; without any, all tasks of the recipe are multi-turn. answer_format: one format for all
+        tasks: the single-turn tasks; empty if all tasks of the recipe are multi-turn. answer_format: one format for all
         tasks, or the settings of each task by its name.
         """
         if not rewards:

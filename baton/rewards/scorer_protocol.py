@@ -33,7 +33,7 @@ class Call(msgspec.Struct, frozen=True):
     """Token ids of the response as the engine sampled them, shape [L]. Of an episode: all its paths, with the tokens of
     observations."""
     episode: Episode | None = None
-    """The episode, without its earlier paths; None for a task of one turn."""
+    """The episode, without its earlier paths; None for a single-turn task."""
     turns: tuple[Message, ...] = ()
     """Turns and observations of an episode. `response` is their text, and `answer` that of the last turn."""
 
@@ -44,7 +44,7 @@ class CallValue(msgspec.Struct, frozen=True, tag="Value"):
     value: float | None
     """Finite value. None means that the scorer does not apply to the response."""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
-    """Named parts of the value, which is their sum, if the function returned a mapping."""
+    """Named parts, if the function returned a mapping; their sum is the value."""
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag="Failed"):

@@ -110,7 +110,7 @@ class _Group:
     scored: dict[int, ScoredTrajectory]
     """By sample index."""
     episodes: dict[int, ScoredTrajectory] = field(default_factory=dict)
-    """Sample index → multi-turn episode that is over, with the reward of its environment alone."""
+    """Sample index → finished multi-turn episode. Its reward is that of the environment, without reward functions."""
 
 
 class RolloutController:
@@ -425,7 +425,7 @@ class RolloutController:
                 self._act(own, trajectory, FinishReason.STOP)
 
     def _act(self, group: _Group, trajectory: Trajectory, reason: FinishReason) -> None:
-        """Send the action of a turn to the environment, unless the episode is over with it."""
+        """Send the action of a turn to the environment, unless the turn ends the episode."""
         assert self._player is not None
         over = self._player.end_turn(group.issued.prompt, trajectory, reason)
         if over is not None:
@@ -599,7 +599,8 @@ class RolloutController:
 
 
 def _episodes_over(carried: OpenGroup) -> dict[int, ScoredTrajectory]:
-    """Return the episodes of a restored group that are over, with the reward of their environment alone."""
+    """Return the finished episodes of a restored group. Their reward is that of the environment, without reward
+    functions."""
     found = {}
     for trajectory in carried.members:
         scored = carried.judged.get(trajectory.sample_index)

@@ -64,7 +64,8 @@ class EngineSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights and the KV cache."""
     report_every_tokens: int = 256
-    """Maximum tokens between two reports of a trajectory, and therefore the maximum that a dead worker loses."""
+    """Maximum tokens between two reports of a trajectory. If a worker dies, at most this many tokens are lost per
+    trajectory."""
     report_routing: bool = False
     """Report the selected experts of every token of a mixture of experts, for trainer.moe_replay = "engine". Takes one
     byte per router and selected expert. Only for kind `embedded`."""

@@ -154,8 +154,8 @@ class ErrorBudget:
         return (self._num_begun - 1) // self.BLOCK
 
     def fail(self, block: int, blame: float = 1.0) -> str | None:
-        """Count a failure, or a part of one. Return a clause about the attempts if more than the allowed share of a
-        block has failed."""
+        """Count a failed attempt. Several calls may share one failure; each then counts as a fraction. Return a clause
+        about the attempts if more than the allowed share of a block has failed."""
         self._failed[block] = self._failed.get(block, 0.0) + blame
         if self._failed[block] <= self.max_share * self.BLOCK + 1e-6:
             return None
@@ -167,7 +167,7 @@ class ErrorBudget:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """What the players of training and of evaluations share."""
+    """The parts that training and evaluations share."""
 
     inbox: EnvironmentInbox
     bridge: TokenBridge

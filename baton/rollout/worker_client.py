@@ -15,7 +15,7 @@ from baton.stop import StopRequest
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
-"""Longest wait for messages of the worker while something else may need attention that cannot end the wait."""
+"""Longest wait for the worker's messages while another event may occur that cannot end the wait."""
 MAX_COUNTED_WAIT_S = 5.0
 """Maximum time that counts between two calls of `receive`: this process may have been suspended in the meantime."""
 
@@ -89,7 +89,7 @@ class WorkerClient:
         """Return the worker's messages; wait at most `timeout_s` for the first one.
 
         beside: sockets of environments that work; the wait ends if one can be read. Without such sockets, or with a
-        transport that has none, it ends after SHORT_WAIT_S. None: nothing else may need attention.
+        transport that has none, it ends after SHORT_WAIT_S. None: no other event can arrive meanwhile.
 
         Progress is a message, a change of the engine's counters, or a change between no slots and some. Raises
         DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. names: their

@@ -110,12 +110,12 @@ def build_loop(
     resume: bool,
     overwrite: bool,
     stop: StopRequest | None = None,
-    worker_supervisor: WorkerSupervisor | None = None,
+    supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
 ) -> Loop:
     """Construct all parts of a run. The run is in its initial state, or in the state of its latest checkpoint.
 
-    A request through `stop` ends every wait of the loop. `worker_supervisor` and `start_ranks` start workers and
+    A request through `stop` ends every wait of the loop. `supervisor` and `start_ranks` start workers and
     trainer ranks on other machines. Raises UserError for mistakes that can be detected before the first step. In this
     case the run's directory stays unchanged.
     """
@@ -136,7 +136,7 @@ def build_loop(
             lock,
             resume=resume,
             stop=stop or StopRequest(),
-            worker_supervisor=worker_supervisor,
+            supervisor=supervisor,
             start_ranks=start_ranks,
         )
     except BaseException:
@@ -181,17 +181,17 @@ def _build_loop(
     *,
     resume: bool,
     stop: StopRequest,
-    worker_supervisor: WorkerSupervisor | None,
+    supervisor: WorkerSupervisor | None,
     start_ranks: StartRanks | None,
 ) -> Loop:
     for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
         observer.said(note)
     if recipe.swarm.is_on:
-        check_swarm(recipe, worker_supervisor)
+        check_swarm(recipe, supervisor)
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside)
     tokenizer = load_tokenizer(recipe.model.path)
-    config, _ = check_room(recipe, is_here=worker_supervisor is None and start_ranks is None)
+    config, _ = check_room(recipe, is_here=supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):
         observer.said(f"experimental: {'; '.join(parts)}")
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
@@ -208,7 +208,7 @@ def _build_loop(
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
         run, port, metrics, journal = _open(
-            recipe, lock, trainer, tokenizer, place, threads, observer, trace, worker_supervisor
+            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor
         )
         undo.pop_all()
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
@@ -293,7 +293,7 @@ def _open(
     threads: int,
     observer: Observer,
     trace: TraceWriter,
-    worker_supervisor: WorkerSupervisor | None,
+    supervisor: WorkerSupervisor | None,
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
     """Start engines or the hub, and open the run's directory and files.
 
@@ -307,7 +307,7 @@ def _open(
             undo.callback(port.close)
         run = open_run(recipe, lock, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:
-            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, worker_supervisor)
+            port = open_swarm(recipe, run.path, tokenizer, trainer.version, observer.said, trace, supervisor)
             undo.callback(port.close)
         metrics = MetricsWriter(run.path, resume_step=place.resume_step, log=recipe.log, before_write=lock.check)
         keeps_partials = recipe.rollout.mode != "sync"

@@ -65,7 +65,7 @@ HEARTBEATS = 6
 """Number of heartbeats per heartbeat timeout. A worker that misses this many is considered dead."""
 
 
-def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = None) -> ListenAddress:
+def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> ListenAddress:
     """Check the swarm's settings before a run starts, and return the hub's address. Raises UserError for invalid
     settings. With a worker supervisor the token file may be missing, because the supervisor's workers need no token
     from this file."""
@@ -75,7 +75,7 @@ def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = Non
     key = Path(swarm.key) if swarm.key else None
     listen = ListenAddress.parse(address, certificate, key, swarm.insecure)
     listen.ssl_context()
-    if _lets_others_join(recipe, worker_supervisor):
+    if _lets_others_join(recipe, supervisor):
         TokenFile(Path(swarm.token_file)).tokens()
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
@@ -91,8 +91,8 @@ def check_swarm(recipe: Recipe, worker_supervisor: WorkerSupervisor | None = Non
     return listen
 
 
-def _lets_others_join(recipe: Recipe, worker_supervisor: WorkerSupervisor | None) -> bool:
-    return recipe.swarm.serve is not None and (worker_supervisor is None or Path(recipe.swarm.token_file).exists())
+def _lets_others_join(recipe: Recipe, supervisor: WorkerSupervisor | None) -> bool:
+    return recipe.swarm.serve is not None and (supervisor is None or Path(recipe.swarm.token_file).exists())
 
 
 def open_swarm(
@@ -102,16 +102,16 @@ def open_swarm(
     version: PolicyVersion,
     say: Callable[[str], None],
     tracer: Tracer,
-    worker_supervisor: WorkerSupervisor | None = None,
+    supervisor: WorkerSupervisor | None = None,
 ) -> SwarmTransport:
     """Start a run's hub and the run's own workers. The run's directory must exist. Raises UserError."""
-    listen, scratch = check_swarm(recipe, worker_supervisor), TemporaryDirectories(run / "scratch.txt")
+    listen, scratch = check_swarm(recipe, supervisor), TemporaryDirectories(run / "scratch.txt")
     files = _Files(run, scratch.directory(), _shared_memory(scratch))
     store = Store(recipe.weights.store or run / "weights")
     model = _served_model(recipe, tokenizer, files, store)
     local_tokens = files.local_tokens(recipe.swarm.workers)
-    verifier = _verifier(recipe, files, tracer, has_strangers=_lets_others_join(recipe, worker_supervisor))
-    access = _access(recipe, files, listen, verifier, has_strangers=_lets_others_join(recipe, worker_supervisor))
+    verifier = _verifier(recipe, files, tracer, has_strangers=_lets_others_join(recipe, supervisor))
+    access = _access(recipe, files, listen, verifier, has_strangers=_lets_others_join(recipe, supervisor))
     members = Membership(
         access,
         _welcome(recipe, model),
@@ -123,7 +123,7 @@ def open_swarm(
         ),
         verifier,
         say,
-        worker_supervisor,
+        supervisor,
     )
     hub = Hub(access, members)
     shared = None if files.shared is None else SharedMemory(files.shared)
@@ -138,7 +138,7 @@ def open_swarm(
     progress = TrainingProgress(recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size)
     overview = HubOverview(hub, publication, progress, version.lineage)
     hub.start(HttpRoutes(hub, store, model.files, overview).routes())
-    workers = _start_workers(recipe, files, hub, local_tokens, worker_supervisor)
+    workers = _start_workers(recipe, files, hub, local_tokens, supervisor)
     return SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
 
 
@@ -147,12 +147,12 @@ def _start_workers(
     files: _Files,
     hub: Hub,
     local_tokens: Sequence[Path],
-    worker_supervisor: WorkerSupervisor | None,
+    supervisor: WorkerSupervisor | None,
 ) -> list[LocalWorkers | WorkerSupervisor]:
     """Start this machine's workers and the workers of the worker supervisor."""
     assert hub.port is not None, "the hub listens"
     url = hub.listen.url(hub.port)
-    if _lets_others_join(recipe, worker_supervisor):
+    if _lets_others_join(recipe, supervisor):
         hub.members.say(f"the hub listens at {url}; to join: {hub.listen.join_command(hub.port)}")
     local = LocalWorkers(
         hub.listen,
@@ -162,10 +162,10 @@ def _start_workers(
         say=hub.members.say,
         device=recipe.model.device,
     )
-    if worker_supervisor is not None:
+    if supervisor is not None:
         certificate = hub.listen.certificate
-        worker_supervisor.begin(_CrewAccess(url, "" if certificate is None else certificate.read_text(), files, hub))
-    return [local] if worker_supervisor is None else [local, worker_supervisor]
+        supervisor.begin(_CrewAccess(url, "" if certificate is None else certificate.read_text(), files, hub))
+    return [local] if supervisor is None else [local, supervisor]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
 
 
 def _as_recorded(path: str | None, old: str | None) -> str | None:
-    """Return the recorded form of a hub name that the recipe gives without a revision."""
+    """Return a hub name with the revision that the run recorded, if the recipe names no revision."""
     return old if path is not None and old is not None and old.partition("@")[0] == path else path
 
 
@@ -169,7 +169,7 @@ def _check_signatures(run: RunDirectory) -> None:
                 raise UserError(
                     f"{run.path} was recorded when {reward['function']} received the response's answer as `answer` and "
                     "a record as `prompt`. Arguments are now bound by name: `parsed` is the response's answer, "
-                    "`answer` the reference and `prompt` a text. Start a new run from the checkpoint with model.path"
+                    "`answer` the reference and `prompt` a string. Start a new run from the checkpoint with model.path"
                 )
 
 

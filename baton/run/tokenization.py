@@ -19,8 +19,8 @@ little if the process ends."""
 
 
 class PromptEncoder:
-    """Converts prompts to token ids. Prompts of multi-turn tasks have no special tokens but those of the template, as
-    the observations that follow."""
+    """Converts prompts to token ids. In prompts and observations of multi-turn tasks, only the template adds special
+    tokens."""
 
     def __init__(self, tokenizer: Tokenizer, tasks: Sequence[ProblemSettings] = ()) -> None:
         """Raises UserError if a task is multi-turn and the chat template does not allow turns."""

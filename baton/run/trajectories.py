@@ -112,7 +112,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     mean_logprob: float
     """Mean behavior logprob of the response's tokens, nats."""
     turns: tuple[ShownTurn, ...] = ()
-    """Turns of a multi-turn episode; empty for a task of one turn."""
+    """Turns of a multi-turn episode; empty for a single-turn task."""
     attempt: int = 0
     """Earlier attempts at the episode that failed with their environment."""
     siblings: tuple[Sibling, ...] = ()
@@ -175,7 +175,8 @@ def read_trajectories(
 
 
 def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory]]:
-    """Yield the best, worst and longest trajectories of the first and of the last recorded train step, with the order.
+    """Yield (order, trajectory) for the best, worst and longest trajectories of the first and last recorded train
+    steps.
 
     No trajectory is yielded twice, and the examples of one order and step have different prompts.
     """

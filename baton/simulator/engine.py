@@ -130,8 +130,8 @@ class SimEngine:
     def leases(self) -> list[int]:
         return [*self._rows]
 
-    def submit(self, generation_request: GenerationRequest) -> None:
-        w = generation_request
+    def submit(self, request: GenerationRequest) -> None:
+        w = request
         row = SimulatedLease(w.lease, w.group_id, w.sample_index, w.prompt, w.tokens, w.length, w.version, w.is_exact)
         self._rows[row.lease] = row
         self._waiting.append(row)

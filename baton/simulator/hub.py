@@ -43,7 +43,7 @@ class LeaseTableObserver(Protocol):
 class SimulatedTask:
     """A trajectory to generate."""
 
-    generation_request: GenerationRequest
+    request: GenerationRequest
     committed: int
     newest: int
     """Version of the last committed token; -1 before the first token."""
@@ -100,20 +100,11 @@ class SimHub:
 
     # ---- from the controller -----------------------------------------------------------------------------------------
 
-    def want(self, generation_request: GenerationRequest) -> None:
-        self.tasks[generation_request.lease] = SimulatedTask(
-            generation_request, generation_request.tokens, generation_request.newest
-        )
+    def want(self, request: GenerationRequest) -> None:
+        self.tasks[request.lease] = SimulatedTask(request, request.tokens, request.newest)
         now_s = self._clock.now_s
         self._dispatch(
-            ev.TaskSubmitted(
-                now_s,
-                generation_request.lease,
-                generation_request.version,
-                generation_request.is_exact,
-                generation_request.tokens,
-                generation_request.length,
-            )
+            ev.TaskSubmitted(now_s, request.lease, request.version, request.is_exact, request.tokens, request.length)
         )
 
     def abort(self, task: int) -> None:
@@ -317,16 +308,14 @@ class SimHub:
 
     def _grant(self, grant: ev.GrantLease) -> None:
         task, base = self.tasks[grant.task], grant.base
-        generation_request = task.generation_request
+        request = task.request
         branch = SimulatedProgress(grant.worker, grant.task, base, base, task.newest if base else -1)
         self.branches[grant.lease] = branch
         task.branches.append(grant.lease)
         if len(task.branches) > 1:
             self.outcomes("trajectory leased again")
-        version = (
-            generation_request.version if generation_request.is_exact else max(generation_request.version, task.newest)
-        )
-        self._send_to(grant.worker, replace(generation_request, lease=grant.lease, tokens=base, version=version))
+        version = request.version if request.is_exact else max(request.version, task.newest)
+        self._send_to(grant.worker, replace(request, lease=grant.lease, tokens=base, version=version))
 
     def _commit(self, number: int, branch: SimulatedProgress, length: int) -> None:
         task = self.tasks[number]

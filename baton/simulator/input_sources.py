@@ -60,7 +60,7 @@ class SimulationOptions:
 class SettingSource(Protocol):
     """A plan or a recipe, from which a setting is built."""
 
-    def setting(self, simulation_options: SimulationOptions) -> Setting:
+    def setting(self, options: SimulationOptions) -> Setting:
         """Return the setting. Raises UserError."""
 
 
@@ -79,7 +79,7 @@ class PlanSource:
     """Cluster file of the plan, which gives the bandwidths of links. If None, the bandwidths of the catalogue are
     used."""
 
-    def setting(self, simulation_options: SimulationOptions) -> Setting:
+    def setting(self, options: SimulationOptions) -> Setting:
         """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""
         plan, work = self.plan, self.work
         overlaps = plan.max_staleness > 0 and not plan.is_colocated
@@ -90,11 +90,8 @@ class PlanSource:
             "max_new_tokens": int(work.output.longest),
         }
         if overlaps:
-            base |= {
-                "max_staleness": plan.max_staleness,
-                "on_new_version": "resume" if work.reprefills else "keep",
-            }
-        settings = rollout_settings(base, simulation_options.overrides)
+            base |= {"max_staleness": plan.max_staleness, "on_new_version": "resume" if work.reprefills else "keep"}
+        settings = rollout_settings(base, options.overrides)
         rules = settings.rules()
         if rules.mode == "async":
             rules = replace(rules, is_swarm=True, max_lag=min(1, rules.max_staleness))
@@ -104,34 +101,30 @@ class PlanSource:
         return Setting(
             rules=rules,
             engines=tuple(self._engine(index, replica) for index, replica in enumerate(plan.replicas)),
-            work=_script_work(work, simulation_options),
+            work=_script_work(work, options),
             train=train_speed(self.model, self.work, compute_s, training.time_s - compute_s),
-            judges=ScoringSpec(work.reward_latency_s, simulation_options.judge_cv, work.reward_concurrency),
+            judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),
             publish_s=0.0,
-            num_steps=simulation_options.steps or 50,
-            swarm=self._swarm(simulation_options, restarts=rules.mode == "sync"),
+            num_steps=options.steps or 50,
+            swarm=self._swarm(options, restarts=rules.mode == "sync"),
             shares_prefill=work.shared_prefill,
             price_per_h=plan.price_per_h,
             currency=plan.currency,
-            notes=self._notes(simulation_options),
+            notes=self._notes(options),
         )
 
-    def _swarm(self, simulation_options: SimulationOptions, *, restarts: bool) -> SwarmSpec:
+    def _swarm(self, options: SimulationOptions, *, restarts: bool) -> SwarmSpec:
         breakdown = self.plan.breakdown
-        spec = replace(
-            simulation_options.swarm,
-            fetch_s=breakdown.sync_s,
-            rules=replace(simulation_options.swarm.rules, restarts=restarts),
-        )
-        if simulation_options.is_detailed:
+        spec = replace(options.swarm, fetch_s=breakdown.sync_s, rules=replace(options.swarm.rules, restarts=restarts))
+        if options.is_detailed:
             return spec
         pace_s = max(spec.report_every_s, breakdown.step_s / REPORTS_PER_STEP)
         patient = replace(spec.rules, heartbeat_timeout_s=math.inf, progress_timeout_s=math.inf, starve_s=math.inf)
         return replace(spec, report_every_s=pace_s, heartbeat_s=pace_s, tick_s=pace_s, rules=patient)
 
-    def _notes(self, simulation_options: SimulationOptions) -> tuple[str, ...]:
+    def _notes(self, options: SimulationOptions) -> tuple[str, ...]:
         found = ["each engine loads new weights on its own, in the plan's sync time, and the trainer does not wait"]
-        if not simulation_options.correlation and not simulation_options.recorded:
+        if not options.correlation and not options.recorded:
             found.append("lengths within a group are independent; --correlation changes this")
         return tuple(found)
 
@@ -213,8 +206,7 @@ def _value(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RecipeSource:
-    """A recipe that runs on this machine. Each engine process and each worker of the recipe is simulated as one
-    engine."""
+    """A recipe that runs on this machine. Each engine process or worker is simulated as one engine."""
 
     path: Path
     efficiencies: Efficiencies | None = None
@@ -224,8 +216,8 @@ class RecipeSource:
     gpu: str = "CPU"
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
-    def setting(self, simulation_options: SimulationOptions) -> Setting:
-        recipe = load_recipe(Recipe, self.path, _with_section(simulation_options.overrides))
+    def setting(self, options: SimulationOptions) -> Setting:
+        recipe = load_recipe(Recipe, self.path, _with_section(options.overrides))
         if recipe.multi_turn_task is not None:
             raise UserError(
                 f"{self.path}: task {recipe.multi_turn_task!r} is multi-turn, but the simulator has no environments; "
@@ -253,7 +245,7 @@ class RecipeSource:
             leases = swarm.lease_rules(restarts=rules.mode == "sync")
             heartbeat_s, fetch_s = swarm.heartbeat_timeout_s / 6, efficiency.publish_latency_s
             spec = replace(
-                simulation_options.swarm,
+                options.swarm,
                 rules=leases,
                 fetch_s=fetch_s,
                 heartbeat_s=heartbeat_s,
@@ -262,11 +254,11 @@ class RecipeSource:
         return Setting(
             rules=rules,
             engines=tuple(EngineSpec(f"{kind} {i}", recipe.engine.slots, speed, pads=True) for i in range(count)),
-            work=_script_work(work, simulation_options),
+            work=_script_work(work, options),
             train=device_train_speed(model, work, place, devices),
-            judges=ScoringSpec(work.reward_latency_s, simulation_options.judge_cv, work.reward_concurrency),
+            judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),
             publish_s=0.0 if swarm.is_on else efficiency.publish_latency_s,
-            num_steps=simulation_options.steps or recipe.run.steps,
+            num_steps=options.steps or recipe.run.steps,
             publish_every=swarm.publish_every,
             checkpoint_every=recipe.checkpoint.every,
             swarm=spec,
@@ -302,14 +294,9 @@ class RecipeSource:
         return msgspec.structs.replace(own, **changes), notes
 
 
-def _script_work(work: Workload, simulation_options: SimulationOptions) -> TrajectoryWork:
-    drawn = TrajectoryWork(
-        work.prompt, work.output, simulation_options.correlation, simulation_options.drift, work.trained_share
-    )
-    return replace(
-        drawn,
-        recorded=() if simulation_options.correlation or simulation_options.drift else simulation_options.recorded,
-    )
+def _script_work(work: Workload, options: SimulationOptions) -> TrajectoryWork:
+    drawn = TrajectoryWork(work.prompt, work.output, options.correlation, options.drift, work.trained_share)
+    return replace(drawn, recorded=() if options.correlation or options.drift else options.recorded)
 
 
 def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:

@@ -47,15 +47,15 @@ class SimulatedEnginePool:
         self._gone += self.engines
         self._queue, self._held, self._given = {}, {}, Counter()
 
-    def want(self, generation_request: GenerationRequest) -> None:
-        self._queue[generation_request.lease] = generation_request
+    def want(self, request: GenerationRequest) -> None:
+        self._queue[request.lease] = request
         self._assign_waiting()
 
     def abort(self, lease: int) -> None:
         """Abort a lease. A waiting lease is sent to an engine first, so that every abort takes the same path."""
-        generation_request = self._queue.pop(lease, None)
-        if generation_request is not None:
-            self._hand_over(self.engines[0], generation_request)
+        request = self._queue.pop(lease, None)
+        if request is not None:
+            self._hand_over(self.engines[0], request)
         engine = self._held.get(lease)
         if engine is not None:
             self._after_handover(engine.abort, lease)
@@ -108,10 +108,10 @@ class SimulatedEnginePool:
                     break
                 self._hand_over(engine, self._queue.pop(lease))
 
-    def _hand_over(self, engine: SimEngine, generation_request: GenerationRequest) -> None:
-        self._held[generation_request.lease] = engine
+    def _hand_over(self, engine: SimEngine, request: GenerationRequest) -> None:
+        self._held[request.lease] = engine
         self._given[id(engine)] += 1
-        self._after_handover(engine.submit, generation_request)
+        self._after_handover(engine.submit, request)
 
     def _after_handover(self, what: Callable[..., None], *about: object) -> None:
         """Call an engine after a delay of `handover_s`, because an engine process reads a message only after its next

@@ -88,7 +88,7 @@ class ReproducedViolation:
     """Every event and command up to the violation."""
 
     def sentence(self, shown: int = SHOWN_LINES) -> str:
-        """Return a text with the invariant, the seed, the faults and the last `shown` lines of the log."""
+        """Return a string with the invariant, the seed, the faults and the last `shown` lines of the log."""
         faults = "\n".join(f"  {f.model_dump(exclude_defaults=True)}" for f in self.faults) or "  none"
         left_out = max(0, len(self.log) - shown)
         lines = "\n".join(f"  {line}" for line in self.log[left_out:])

@@ -58,8 +58,8 @@ class Swarm:
                 self.join(spec)
         self.clock.after(self.spec.tick_s, self._tick, self.incarnation)
 
-    def want(self, generation_request: GenerationRequest) -> None:
-        self.hub.want(generation_request)
+    def want(self, request: GenerationRequest) -> None:
+        self.hub.want(request)
 
     def abort(self, lease: int) -> None:
         self.hub.abort(lease)

@@ -50,7 +50,7 @@ class SimulatedTransport(Protocol):
     def begin(self) -> None:
         """Start the engines. The controller calls this method again when it resumes after `restart`."""
 
-    def want(self, generation_request: GenerationRequest) -> None:
+    def want(self, request: GenerationRequest) -> None:
         """Submit a trajectory to generate."""
 
     def abort(self, lease: int) -> None:

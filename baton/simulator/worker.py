@@ -200,13 +200,13 @@ class SimWorker:
             case _:
                 raise AssertionError(f"unexpected message from the hub: {type(message).__name__}")
 
-    def _granted(self, generation_request: GenerationRequest) -> None:
-        if generation_request.lease in self._said:
+    def _granted(self, request: GenerationRequest) -> None:
+        if request.lease in self._said:
             return  # this lease is a duplicate message
-        self._said[generation_request.lease] = generation_request.tokens
+        self._said[request.lease] = request.tokens
         if self._remembers:
-            self._outbox[generation_request.lease] = []
-        self.engine.submit(generation_request)
+            self._outbox[request.lease] = []
+        self.engine.submit(request)
 
     def _confirmed(self, lease: int, length: int, *, has_ended: bool) -> None:
         reports = self._outbox.get(lease)

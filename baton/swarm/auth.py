@@ -149,7 +149,7 @@ class Denied(BatonError):
 
 
 def parse_duration(text: str) -> int:
-    """Convert a text such as "7d", "12h", "30m" or "90s" to seconds. Raises UserError for a text of another form."""
+    """Convert a string such as "7d", "12h", "30m" or "90s" to seconds. Raises UserError for other text."""
     match = _DURATION.fullmatch(text)
     seconds = int(match[1]) * _UNITS_S[match[2]] if match else 0
     if not 0 < seconds <= _MAX_DURATION_S:

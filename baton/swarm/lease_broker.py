@@ -30,18 +30,17 @@ MAX_PROVENANCE = 200_000
 """Maximum number of trajectories without a lease whose authors are remembered, so that the trajectories can be revoked.
 The latest are remembered."""
 MAX_REPLACEMENTS = 10_000
-"""Maximum number of replacement trajectories that are kept until the controller requests the replaced trajectories
-again."""
+"""Maximum number of replacement trajectories that wait for the controller's next request."""
 
 Key = tuple[int, int, int]
-"""(noise seed, group id, sample index) of a trajectory."""
+"""Noise seed, group id and sample index, which identify a trajectory."""
 Span = tuple[int, int, int]
 """(worker, first token, end): a range of tokens that one worker generated."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
 class ReportCheck(Protocol):
-    """A function that finds errors that a correct worker does not make. `verification.checks.check_report` implements
+    """Checks a report for errors that a correct worker never makes. `verification.checks.check_report` implements
     it."""
 
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
@@ -416,8 +415,8 @@ class LeaseBroker:
     def _contradicted(self, progress: _LeaseProgress) -> list[BrokerCommand]:
         """Revoke a trajectory for which workers of one kind generated different tokens from the same noise.
 
-        Later checks find out which worker is at fault. Tokens of workers of different kinds are not compared, nor those
-        of engines with noise of their own.
+        Later checks find out which worker is at fault. Tokens are compared only between workers of one kind whose
+        engines use keyed noise.
         """
         return self._revoke_task(progress.task, "contradicted")
 

@@ -17,9 +17,9 @@ Without `restarts`, the two leases of a task generate different tokens from the 
 until one lease finishes, and the tokens of the other lease are then discarded.
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
-Committed tokens of a worker of one kind stay committed, and a lease of a worker of another kind commits no tokens
-before it finishes. The lease that finishes first determines the tokens. If its worker's kind differs from the kind that
-generated the committed tokens, its tokens replace the committed tokens (`ReplaceTokens`).
+Therefore a task that has committed tokens keeps them, and a lease on a worker of another kind commits nothing until it
+finishes. The lease that finishes first determines the tokens. If its worker's kind differs from the kind that generated
+the committed tokens, its tokens replace the committed tokens (`ReplaceTokens`).
 """
 
 from __future__ import annotations
@@ -500,7 +500,7 @@ class LeaseTable:
         return worker if worker is not None and worker.has_slot and worker.serves(*task.ask) else None
 
     def _base(self, task: TrackedTask) -> int:
-        """Return the number of tokens that the next lease of a task starts after."""
+        """Return how many tokens of a task are complete when its next lease starts."""
         return task.start if self.rules.restarts else task.committed
 
     def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[Command]:

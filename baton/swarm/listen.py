@@ -47,7 +47,7 @@ class ListenAddress:
     def parse(
         cls, text: str, certificate: Path | None = None, key: Path | None = None, is_insecure: bool = False
     ) -> ListenAddress:
-        """Parse HOST:PORT. Raises UserError for a text of another form. Also raises UserError if other machines can
+        """Parse HOST:PORT. Raises UserError if the text has another form. Also raises UserError if other machines can
         reach the address, but neither TLS nor `is_insecure` is set."""
         place = _host_and_port(text)
         if place is None:
@@ -136,7 +136,7 @@ def is_loopback(host: str) -> bool:
 def check_url(url: str, is_insecure: bool = False) -> str:
     """Return the hub's URL as http(s)://HOST:PORT without a trailing slash.
 
-    Raises UserError for a text of another form. Without `is_insecure`, also raises UserError for an http URL of another
+    Raises UserError if the text has another form. Without `is_insecure`, also raises it for an http URL of another
     machine, because the token would be sent unencrypted.
     """
     scheme, _, rest = url.partition("://")
@@ -175,7 +175,7 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
 
 
 def _host_and_port(text: str) -> tuple[str, int] | None:
-    """Parse HOST:PORT; return None for a text of another form. The additional checks are needed because yarl accepts
+    """Parse HOST:PORT; return None if the text has another form. The additional checks are needed because yarl accepts
     user names, paths and short forms of addresses."""
     if not _HOST_AND_PORT.fullmatch(text):
         return None

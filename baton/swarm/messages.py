@@ -205,12 +205,12 @@ def _check_bounds(message: FromWorker) -> None:
             _check_version(message.serves)
         case Fault(kind=kind_name, text=text):
             if len(kind_name) + len(text) > MAX_TEXT:
-                raise Malformed(f"a Fault with a text of more than {MAX_TEXT} characters")
+                raise Malformed(f"a Fault with a string of more than {MAX_TEXT} characters")
         case Heartbeat(fault=text, fetching=fetching):
             numbers = (*msgspec.structs.astuple(message.stats), message.fetched_bytes, fetching or 0)
             if len(text) > MAX_TEXT or not all(0 <= number < 2**63 for number in numbers):
                 raise Malformed(
-                    f"a Heartbeat with a text of more than {MAX_TEXT} characters, or with counters outside 0 … 2^63"
+                    f"a Heartbeat with a string of more than {MAX_TEXT} characters, or with counters outside 0 … 2^63"
                 )
             _check_version(message.serves)
         case Report() | Retry() | Leaving():

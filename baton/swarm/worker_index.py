@@ -65,7 +65,7 @@ class Worker:
 
     @property
     def room(self) -> int:
-        """Number of the worker's slots that may be used: all of its slots, or fewer if its credit is lower."""
+        """Number of slots that may be used: all, or fewer if the worker's credit is lower."""
         return self.slots if self.credit is None else min(self.slots, self.credit.num_leases)
 
     @property

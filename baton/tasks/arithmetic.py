@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError, model_validator
 from baton.settings import Settings
 
 MAX_REDRAWS = 1000
-"""Maximum number of expressions that are drawn for one problem because they divide by zero."""
+"""Maximum number of draws for one problem. A drawn expression that divides by zero is replaced by another draw."""
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
@@ -67,8 +67,8 @@ class ChainSum(_Sizes):
         return f"State the final answer to the following arithmetic problem: {expression} =", expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 for an equal number, such as `+01,000.00` for `1000`; otherwise the share of a text that contains
-        it."""
+        """Return 1 for an equal number, such as `+01,000.00` for `1000`. If a longer text contains it, return the
+        number's share of that text."""
         text = (answer or "").replace(",", "")
         try:
             if text and Decimal(text) == Decimal(reference):
@@ -106,7 +106,7 @@ class BasicArithmetic(_Sizes):
         return form.format(expression), expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 for the same text; otherwise the share of a text that contains it."""
+        """Return 1 for the same text. If a longer text contains the answer, return the answer's share of that text."""
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:

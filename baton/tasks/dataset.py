@@ -69,12 +69,7 @@ class FileTask:
 
     @property
     def scorer(self) -> Scorer:
-        scorers: dict[FileScorer, Scorer] = {
-            "number": "inline",
-            "math": MathSpec(),
-            "letter": "inline",
-            "none": None,
-        }
+        scorers: dict[FileScorer, Scorer] = {"number": "inline", "math": MathSpec(), "letter": "inline", "none": None}
         return scorers[self._scorer]
 
     def draw(self, seed: int, index: int) -> Problem:
@@ -128,7 +123,7 @@ class FileTask:
                 hint = "which answer_column names"
             raise UserError(f"{where} has no {column or 'answer'!r}; it has {sorted(row)} ({hint})")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise UserError(f"{where}: {column or 'answer'!r} must be a text or a number, got {_shown(value)}")
+            raise UserError(f"{where}: {column or 'answer'!r} must be a string or a number, got {_shown(value)}")
         return value
 
     def _reference(self, where: str, value: str | int | float) -> str:
@@ -178,7 +173,7 @@ def _demonstration(where: str, row: Row) -> tuple[tuple[Message, ...], str]:
         if column not in row:
             raise UserError(f"data: {where} has no {column!r}; it has {sorted(row)}")
         if not isinstance(row[column], str):
-            raise UserError(f"data: {where}: {column!r} must be a text")
+            raise UserError(f"data: {where}: {column!r} must be a string")
     return (Message("user", row["prompt"]),), row["completion"]
 
 
@@ -194,7 +189,7 @@ def _shown(value: Any) -> str:
 def _same_number(answer: str, reference: str) -> bool:
     try:
         return _number(answer) == _number(reference)
-    except ArithmeticError:  # Decimal raises this error for a text that is not a number
+    except ArithmeticError:  # Decimal raises this error for a string that is not a number
         return False
 
 

@@ -41,7 +41,8 @@ class DemonstrationSettings(Settings):
 def demonstrations(
     mixture: TaskMixture, settings: DemonstrationSettings, seed: int
 ) -> Iterator[tuple[Prompt, tuple[str, ...]]]:
-    """Yield (training prompt, texts that follow it) without end: one response, or turns and observations alternately.
+    """Yield an endless stream of (training prompt, following texts). The texts are one response, or turns and
+    observations alternately.
 
     Supports arithmetic prompts, and environments with random actions.
     """

@@ -30,7 +30,7 @@ class Turns:
     rewards: tuple[float, ...]
     """[T] Reward of each turn, given at its last policy token."""
     discount: float
-    """Factor per turn of the rewards of later turns."""
+    """Discount factor per turn for the rewards of later turns."""
 
     @property
     def starts(self) -> IntArray:

@@ -261,13 +261,7 @@ PRESETS: Mapping[str, Preset] = {
         "2506.13585",
         "The clip bounds the importance weight and not the gradient, so that every token keeps a gradient.",
         "16",
-        {
-            "objective": "cispo",
-            "aggregation": "token_mean",
-            "clip_low": 1.0,
-            "clip_high": 4.0,
-            "num_minibatches": 16,
-        },
+        {"objective": "cispo", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0, "num_minibatches": 16},
     ),
     "rloo": Preset(
         "2402.14740",

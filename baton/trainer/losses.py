@@ -2,9 +2,8 @@
 
 To add an objective, write a function with `Objective`'s signature, list it in `OBJECTIVES` and add its name to
 `ObjectiveName` in `algorithm.py`. Rows whose advantages are 0 run without gradient, so an objective must have no
-gradient at advantage 0.
-Shapes: B rows, K positions of a padded row. A row is one path of an episode; a task of one turn has one path. Masks are
-True at trained tokens.
+gradient at advantage 0. Shapes: B rows, K positions of a padded row. A row is one path of an episode; in a single-turn
+task, an episode has one path. Masks are True at trained tokens.
 
 Three policies: the behavior policy sampled the tokens, the proximal policy is the one at the start of the train step,
 and the current policy has the gradient. A correction (`corrections.py`) computes an `Anchor` from behavior and proximal

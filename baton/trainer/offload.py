@@ -45,7 +45,7 @@ class Offload:
         self._optimizers = optimizers
         self._moves = device.type != "cpu" if moves is None else moves
         self._hosts: dict[int, Tensor] = {}
-        """id(tensor) → host memory of the tensor at rest."""
+        """id(tensor) → host memory of the offloaded tensor."""
         self.is_resting = False
 
     @property
@@ -93,7 +93,7 @@ class Offload:
                 yield from (value for value in moments.values() if isinstance(value, Tensor))
 
     def _host(self, tensor: Tensor) -> Tensor:
-        """Return host memory for a tensor, reused from the last rest if it fits."""
+        """Return host memory for a tensor. The memory of the last offload is reused if it fits."""
         kept = self._hosts.get(id(tensor))
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept

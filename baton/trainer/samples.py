@@ -1,8 +1,8 @@
 """Batch → training samples, and metrics that need no model. The only module of the trainer that reads groups.
 
-A sample is one path of an episode; a task of one turn has episodes of one path. Numbers of a whole episode, such as its
-reward, are computed here, because its paths may be in different microbatches and on different ranks.
-Shapes: L tokens of one path after its prompt, P of them written by the policy.
+A sample is one path of an episode; in a single-turn task, an episode has one path. Numbers of a whole episode, such as
+its reward, are computed here, because its paths may be in different microbatches and on different ranks. Shapes: L
+tokens of one path after its prompt, P of them written by the policy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrainingSample:
     policy_versions: Sequence[int]
     """[L]"""
     reward: float
-    """Reward of the whole episode, or with `turns` the part of it that no turn gave."""
+    """Reward of the whole episode. With `turns`, only the part that is not assigned to a turn."""
     path: int = 0
     """Index of the path in its episode."""
     episode_tokens: int = 0
@@ -156,7 +156,7 @@ def _episode(member: ScoredTrajectory, algorithm: AlgorithmSettings, oldest: int
 
 
 def _turns(member: ScoredTrajectory) -> Turns | None:
-    """Return the turns of an episode with their rewards; None for a task of one turn.
+    """Return the turns of an episode with their rewards; None for a single-turn task.
 
     Tokens after the last exchange are a turn that the environment did not see. Its reward is 0.
     """
@@ -258,10 +258,10 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a batch that need no model: rewards, lengths, and staleness of its `samples`.
 
-    Rewards and accuracy are means over scored episodes, and absent without any. `reward/std` has divisor N.
-    `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored members.
-    `judge/groups_lost` counts groups with too few scored members for training. Lengths count the policy tokens of an
-    episode. `longest` is the maximum length.
+    Rewards and accuracy are means over scored episodes; they are absent if no episode is scored. `reward/std` has
+    divisor N. `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored
+    members. `judge/groups_lost` counts groups with too few scored members for training. Lengths count the policy tokens
+    of an episode. `longest` is the maximum length.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]

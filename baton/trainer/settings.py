@@ -33,8 +33,8 @@ class TrainerSettings(Settings):
     """Data type in which linear layers compute. Master weights and optimiser state are always float32."""
     compile: bool = False
     """Compile the model with torch. On a CPU, steps are about a third faster (half in bfloat16), and startup takes at
-    least half a minute longer. Requires a C++ compiler. The compiled kernels depend on the first batches, so the last
-    bits of a resumed run may differ."""
+    least half a minute longer. Requires a C++ compiler. The compiled kernels depend on the first batches, so a resumed
+    run may differ in the last bits."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of tokens, including padding, in one forward and backward pass. Bounds memory and does not change
     the update. A longer trajectory forms a microbatch alone."""

@@ -63,7 +63,7 @@ class ChunkFetcher:
         def check(data: bytes) -> Manifest:
             manifest = decode_manifest(data)
             if manifest.version != version:
-                raise WeightsFault(f"the data are the manifest of {name_of(manifest.version)}")
+                raise WeightsFault(f"the source sent the manifest of {name_of(manifest.version)}")
             return manifest
 
         asked = [source for source in self._sources if source.name not in without]

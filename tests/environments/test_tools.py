@@ -128,7 +128,7 @@ def test_tools_without_a_known_format_are_refused_when_they_are_loaded() -> None
         configured("gpt", None)
     with pytest.raises(UserError, match="environment 'counter': tool 'undocumented' needs type hints"):
         load_environment(spec_of({"tools": [f"{__file__}:undocumented"]}, ToolFormat("hermes")))
-    with pytest.raises(UserError, match="the model's chat template writes tool calls in none of the forms"):
+    with pytest.raises(UserError, match="the model's chat template writes tool calls in an unsupported form"):
         load_environment(EnvironmentSpec("sums", "baton.environments.calculator:Calculator"))
     load_environment(EnvironmentSpec("sums", "baton.environments.calculator:Calculator", {"is_compact": True}))
 

@@ -277,6 +277,10 @@ def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:
         UserError, match=r"A resumed run may change: run\.steps, trainer\.lr, .* and the keys of .*checkpoint"
     ):
         compare_for_resume(before, {**before, "rollout": {"group_size": 4}})
+    observed = {**before, "environments": {"timeout_s": 9.0}}
+    assert compare_for_resume(before, observed) == []
+    with pytest.raises(UserError, match=r"environments\.max_observation_chars: was None, now 9"):
+        compare_for_resume(before, {**observed, "environments": {"max_observation_chars": 9}})
     with pytest.raises(UserError, match=r"task\.0\.weight: was 1\.0, now 2\.0"):
         compare_for_resume(before, {**before, "task": [{"weight": 2.0}]})
 

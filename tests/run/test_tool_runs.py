@@ -181,7 +181,7 @@ def test_a_model_whose_calls_cannot_be_read_is_refused_before_anything_starts(
             (tmp_path / "model" / file.name).symlink_to(file)
     places = {"run": {**tree["run"], "directory": str(tmp_path)}, "model": {"path": str(tmp_path / "model")}}
     wanted = Recipe.model_validate({**tree, **places})
-    sentence = "environment 'weather': the model's chat template writes tool calls in none of the forms"
+    sentence = "environment 'weather': the model's chat template writes tool calls in an unsupported form"
     for begin in (lambda: footprint(wanted), lambda: train(wanted, resume=False)):
         with pytest.raises(UserError, match=sentence) as refused:
             begin()

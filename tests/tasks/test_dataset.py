@@ -90,8 +90,8 @@ def test_an_answer_is_right_as_the_same_text_or_the_same_number(
         (b'{"prompt": "\xff", "answer": 1}', "line 3 is not a JSON object"),
         (b'{"prompt": "?"}', "line 3 has no 'answer'; it has ['prompt']"),
         (b'{"answer": 1, "question": "?"}', "line 3 has no 'prompt'; it has ['answer', 'question']"),
-        (b'{"prompt": 1, "answer": 1}', "line 3: 'prompt' must be a text"),
-        (b'{"prompt": "?", "answer": [1]}', "line 3: 'answer' must be a text or a number"),
+        (b'{"prompt": 1, "answer": 1}', "line 3: 'prompt' must be a string"),
+        (b'{"prompt": "?", "answer": [1]}', "line 3: 'answer' must be a string or a number"),
         (b'{"prompt": "?", "answer": null}', "line 3 has no 'answer'; it has ['answer', 'prompt'] (nor ground_truth,"),
     ],
 )
@@ -132,5 +132,5 @@ def test_demonstrations_of_a_file_come_once_per_epoch_and_in_the_same_order_agai
 
 def test_a_completion_that_is_no_text_is_named_by_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": 5})
-    with pytest.raises(UserError, match="line 2: 'completion' must be a text"):
+    with pytest.raises(UserError, match="line 2: 'completion' must be a string"):
         next(read_demonstrations(path, 0))

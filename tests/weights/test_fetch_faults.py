@@ -95,7 +95,7 @@ def test_the_manifest_of_another_version_is_refused(run):
     other = run.store.read_manifest(run.version(1))
     fetcher = holding(run, [Twisted(run.store, "relay 7", manifest=lambda data: other)])
     with pytest.raises(
-        WeightsFault, match=r"relay 7: refused the manifest of version 2 .* the data are the manifest of version 1"
+        WeightsFault, match=r"relay 7: refused the manifest of version 2 .* the source sent the manifest of version 1"
     ):
         fetcher.fetch(run.version(2), deadline_s=60)
     assert still_holds(run, fetcher)

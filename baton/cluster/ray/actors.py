@@ -82,7 +82,7 @@ class WorkerActor:
         return self._process.pid
 
     def watch(self) -> str:
-        """Wait until the process has ended; return a text with its exit code and the end of its log."""
+        """Wait until the process has ended; return a string with its exit code and the end of its log."""
         code = self._process.wait()
         output = self._log.read_bytes()[-MAX_LOG_BYTES:].decode("utf-8", "replace").strip()
         return f"ended with exit code {code}" + (f"; its last output: {output}" if output else "")

@@ -67,7 +67,7 @@ class RayRanks:
         return [decode_from_rank(answer) for answer in answers]
 
     def bring(self, path: str) -> Path:
-        """Return the path of a copy of a file of rank 0, or of the file itself if rank 0 is on this machine."""
+        """Return a local path of a file of rank 0: the file itself if rank 0 is on this machine, else a copy."""
         if self._is_here:
             return Path(path)
         data = self._gather([self._actors[0].take.remote(path)], "bring a version", START_DEADLINE_S)[0]

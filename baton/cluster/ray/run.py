@@ -122,9 +122,7 @@ class _RayAttempts:
             ranks.append(RayRanks(self.cluster, placement.ranks, by_name))
             return ranks[0]
 
-        worker_supervisor = RayWorkerSupervisor(
-            self.cluster, placement, self.planner, self.observer.said, self.order.rules
-        )
+        supervisor = RayWorkerSupervisor(self.cluster, placement, self.planner, self.observer.said, self.order.rules)
         try:
             with self.stop.interrupting():
                 loop = build_loop(
@@ -133,7 +131,7 @@ class _RayAttempts:
                     resume=self.order.resume or self.has_begun,
                     overwrite=self.order.overwrite and not self.has_begun,
                     stop=self.stop,
-                    worker_supervisor=worker_supervisor,
+                    supervisor=supervisor,
                     start_ranks=None if own is not None else start_ranks,
                 )
             self.has_begun = True
@@ -143,7 +141,7 @@ class _RayAttempts:
                 loop.close()
             return loop
         finally:
-            worker_supervisor.close()
+            supervisor.close()
             for started in ranks:
                 started.close()
             if own is not None:

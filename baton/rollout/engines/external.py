@@ -49,7 +49,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
     """Base class of engines in which another program generates the tokens."""
 
     _only_temperature: str
-    """Part of the error message that says why top-p and top-k are refused."""
+    """Clause of the error message with the reason why top-p and top-k are refused."""
 
     def __init__(
         self,

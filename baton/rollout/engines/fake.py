@@ -20,12 +20,7 @@ class FakeEngine(SlotEngine):
     token is its id in decimal; stop strings are searched in such texts, separated by spaces.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        version: PolicyVersion,
-        length: Callable[[int, int], int],
-    ) -> None:
+    def __init__(self, settings: EngineSettings, version: PolicyVersion, length: Callable[[int, int], int]) -> None:
         super().__init__(settings, version, (END_ID,), lambda ids: " ".join(map(str, ids)))
         self._length = length
 

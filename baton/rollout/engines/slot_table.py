@@ -1,8 +1,8 @@
 """`SlotTable`, which all engines use: assigns leases to slots, detects when a lease ends, and creates reports.
 
-An engine gets the newly admitted leases from the table, computes one token per running lease, and passes the tokens to
-the table. This file does not import torch. A lease in a slot is called a row, because it is one row of the engine's
-batch.
+In each step, the engine takes newly admitted leases from the table, computes one token per running lease, and returns
+the tokens to the table. This file does not import torch. A lease in a slot is called a row, because it is one row of
+the engine's batch.
 
     submit ─▶ waiting ─▶ slot ─▶ token by token ─▶ Report(finish_reason)
         │         └─ abort, new weights ─▶ Report(is_aborted), Retry

@@ -99,8 +99,8 @@ class AccessControl:
         raise kind(text=denied.reason)
 
     def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
-        """Return why a connected worker must be disconnected, or None. Its token may have expired or have been revoked,
-        or the worker may be quarantined."""
+        """Return why a connected worker must be disconnected, or None. The worker's token may have expired or been
+        revoked, or the worker may be quarantined."""
         reason = self.quarantine.reason(grant, worker)
         denied = Denied(401, "the token is no longer valid", grant.label)
         if reason is not None:

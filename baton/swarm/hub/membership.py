@@ -260,7 +260,8 @@ class Membership:
             self.execute(self.broker.weigh(worker, weight))
 
     def _own_workers(self, name: str) -> list[int]:
-        """Return the numbers of the run's own workers with a token. Tokens of other owners may have the same name."""
+        """Return the numbers of the run's own workers that use a token. Tokens of other owners may have the same
+        name."""
         grants = ((peer.number, peer.grant) for peer in self.peers.values())
         return [number for number, grant in grants if grant.is_own and grant.name == name]
 

@@ -65,7 +65,7 @@ class Peer:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     heard_s: float = 0.0
     served: int | None = None
-    """Number of the version that the worker serves; None unless this run has published it."""
+    """Number of the version that the worker serves; None if this run has not published it."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
     """(time in seconds, decoded tokens) of the last heartbeats."""
 

@@ -153,8 +153,8 @@ class Relay:
                     await until.wait()
 
     def _admit(self, request: web.Request) -> str:
-        """Check a request. Return the key towards which its download counts: its network, because all workers present
-        the same secret."""
+        """Check a request. Return the key under which downloads are limited: the caller's network, because all workers
+        present the same secret."""
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not self._secret or not hmac.compare_digest(shown.encode(), self._secret.encode()):
             raise web.HTTPUnauthorized(text="this relay serves the workers of its hub")

@@ -37,7 +37,7 @@ from baton.swarm.verification.verify import CheckOutcome, Tolerance, Verificatio
 PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
 """Maximum number of seconds that a held trajectory waits for a result: the sum of a constant and a time per token."""
 MAX_REMADE = 2
-"""Maximum number of times that a trajectory that cannot be checked is generated again."""
+"""Maximum number of times that an uncheckable trajectory is generated again."""
 REMEMBERED_REMADE = 10_000
 """Maximum number of trajectories for which the policy remembers how often they were generated again. The policy
 remembers this number also after a release, because a later turn of the same trajectory may fail too."""
@@ -419,7 +419,7 @@ class VerificationPolicy:
         return QuarantineWorker(quarantine_record)
 
     def _taken(self, name: str) -> list[_CheckedWorker]:
-        """Stop tracking a trajectory, because it was trained on or never will be. Return the states of its authors."""
+        """Stop tracking a trajectory that was trained on or discarded. Return the states of its authors."""
         accounts = [self._workers[owner] for owner in self._owners.pop(name, ()) if owner in self._workers]
         for account in accounts:
             account.open.pop(name, None)

@@ -85,8 +85,8 @@ class Tolerance:
     """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must be the most likely tokens
     in any case."""
     tail: float = 1e-9
-    """Minimum tail mass (`Rescored.tail_masses`) of a token that is not exactly the token that the draw selects. The
-    tail mass of a correct worker's token is below this minimum with probability `tail`."""
+    """Minimum tail mass (`Rescored.tail_masses`) of a token if the draw selects another token. The tail mass of a
+    correct worker's token is below this minimum with probability `tail`."""
 
 
 DEFAULTS = {

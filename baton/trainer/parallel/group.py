@@ -29,7 +29,7 @@ from baton.trainer.parallel.balance import ALONE, BatchShare
 Result = TypeVar("Result")
 
 MAX_TEXT_BYTES = 4096
-"""Maximum bytes of a text that one rank broadcasts; longer texts are truncated."""
+"""Maximum bytes of a string that one rank broadcasts; longer strings are truncated."""
 
 
 class SingleRank:

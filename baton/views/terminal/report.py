@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 def print_report(console: Console, report: RunReport) -> None:
     """Print the summary of a run, with held-out accuracy as a table."""
     done = str(report.steps) if report.steps == report.num_steps else f"{report.steps} of {report.num_steps}"
-    console.print(
-        f"{report.directory}: {done} train steps, seed {report.seed}",
-        style="italic",
-        soft_wrap=True,
-    )
+    console.print(f"{report.directory}: {done} train steps, seed {report.seed}", style="italic", soft_wrap=True)
     if report.evaluated_steps is None:
         console.print("no held-out evaluation")
     else:

@@ -41,7 +41,7 @@ class DecodeWindow:
         self.first_W = torch.empty(0, dtype=torch.long)
         """Index of the first position of each slot in the flattened [slots × length]."""
         self.places_W = torch.empty(0, dtype=torch.long)
-        """Index in the flattened [slots × length] at which each row's new key and value are written."""
+        """Index into [slots × length], flattened, at which each row's new key and value are written."""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

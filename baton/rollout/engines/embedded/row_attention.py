@@ -1,9 +1,9 @@
 """Decode attention in which each row attends only over its own length, with torch's variable-length kernel for CUDA.
 
-Masked attention scans as many positions for every row as the longest row has. The variable-length kernel instead treats
-the slots [slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads only the first `lengths_W`
-positions of each. It copies nothing and does not repeat grouped heads. `num_splits = 1` fixes the order of summation,
-so the bits of a row do not depend on other rows.
+Masked attention scans the length of the longest row for every row. The variable-length kernel instead treats the slots
+[slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads only the first `lengths_W` positions of
+each. It copies nothing and does not repeat grouped heads. `num_splits = 1` fixes the order of summation, so the bits of
+a row do not depend on other rows.
 
 Only decode uses this kernel. Prefill and plain forwards use the `sdpa` attention of transformers.
 """
