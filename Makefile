@@ -1,4 +1,4 @@
-# make demo: install, then train the shipped model in minutes.  For developers: make test, test-slow, test-machines, check, mutants, test-vllm, chaos.
+# make demo: install, then train the shipped model in minutes.  For developers: make test, test-slow, test-machines, check, mutants, test-vllm, chaos, site.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := torch>=2.9,<2.14
 
-.PHONY: install demo test test-slow test-machines test-vllm check mutants chaos clean
+.PHONY: install demo test test-slow test-machines test-vllm check mutants chaos site clean
 
 install: $(VENV)/.installed
 
@@ -69,5 +69,18 @@ DAYS ?= 10000
 chaos: $(VENV)/.installed
 	$(BIN)/python tests/simulator/chaos.py $(DAYS)
 
+# the documentation in site/, with every link checked; in a separate environment, which needs no torch
+SITE := .venv-site
+
+site: $(SITE)/.installed
+	$(SITE)/bin/python -m mkdocs build --quiet --strict --clean
+	@echo "site/index.html is the first page"
+
+$(SITE)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --group site
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SITE) site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,5 @@
-"""In a notebook, a run shows its progress, and Ctrl-C does not end the process. Shell and display are stubs here."""
+"""In a notebook, a run shows its progress, and Ctrl-C does not end the process (shell and display are stubs there); the
+shipped notebook runs."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.api_cases import CONFIG, QUESTIONS
 
@@ -47,3 +50,20 @@ def test_a_notebook_shows_each_step_and_survives_ctrl_c(small: Any, tmp_path: Pa
     stopped, last = done.stdout.splitlines()[-2:]
     assert stopped == "stopped: stopped after step 1; baton.Run('runs/r').resume() continues"
     assert last == "finished 3"
+
+
+@pytest.mark.slow
+def test_the_shipped_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "nbclient and ipykernel are not installed: pip install 'baton-rl[dev]'"
+    nbclient = pytest.importorskip("nbclient", reason=reason)
+    pytest.importorskip("ipykernel", reason=reason)
+    nbformat = pytest.importorskip("nbformat", reason=reason)
+    notebook = nbformat.read(ROOT / "notebooks" / "first_run.ipynb", as_version=4)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")], "it is committed without outputs"
+    monkeypatch.setenv("NOTEBOOK_STEPS", "2")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert "finished\n" in "".join(texts)
+    assert (tmp_path / "exported" / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""The README's commands: they exist, what they name exists, and the cheap ones run."""
+"""The commands of the README and of pages of commands: they exist, what they name exists, and the cheap ones run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from baton.cli import main as cli
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8") if README.is_file() else ""
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("commands", "recipes", "lora", "evaluation", "index")]
 PLACEHOLDER = re.compile(r"^[A-Z]+$")
 """RECIPE, RUN: words that stand for the user's own."""
 
 
 def shell_lines() -> list[str]:
     """Lines of fenced shell blocks, and the inline commands of tables and sentences; comments taken off."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
-    blocks = [block for language, block in fenced if language != "python"]
+    text = "\n".join([TEXT, *(page.read_text(encoding="utf-8") for page in PAGES)])
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if language == "sh"]
     lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"`(baton [^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+    lines += re.findall(r"`(baton [^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     return [words for line in lines if (words := line.partition(" #")[0].strip())]
 
 

@@ -19,7 +19,7 @@ from baton.rewards.settings import RewardSettings
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A file or dataset by name, or rows: a list of dicts, or a `datasets.Dataset`."""
 Reward = str | Callable[..., Any]
-"""A kind of [[reward]], the path of a function or a URL, or a function; see docs/tasks.md#functions."""
+"""A kind of [[reward]], the path of a function or a URL, or a function; see docs/rewards.md#functions."""
 KINDS = get_args(RewardSettings.model_fields["kind"].annotation)
 
 

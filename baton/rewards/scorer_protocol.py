@@ -19,7 +19,7 @@ import msgspec
 from baton.types import Episode, FailureCause, Message, Prompt, plain
 
 Signature = Literal["names", "trl", "verl"]
-"""Calling convention of a reward function; docs/tasks.md describes the three."""
+"""Calling convention of a reward function; docs/rewards.md describes the three."""
 
 
 class Call(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 
 import msgspec
@@ -123,6 +124,7 @@ def _trainer_bytes(recipe: Recipe, model: PreTrainedModel) -> tuple[int, int]:
     if recipe.algorithm.kl_coef and (recipe.lora is None or recipe.algorithm.reference is not None):
         needed += torch_dtype(recipe.trainer.dtype).itemsize * whole
     if recipe.lora is not None:
+        model = deepcopy(model)  # of no size, on the meta device; the caller's model gets no adapters
         add_adapters(model, recipe.lora, recipe.run.seed)
         adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
         trained += adapter - whole

@@ -1,4 +1,4 @@
-"""Render `support.toml` for docs/support.md and README.md."""
+"""Render `support.toml` for docs/support.md and docs/gaps.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import textwrap
 
 from baton.recipe.support import SupportEntry, is_single, support_table
 
-ARCHITECTURES_IN_README = 6
-"""Maximum number of architectures that the README lists per refusal; docs/support.md lists all of them."""
+MAX_ARCHITECTURES = 6
+"""Maximum number of architectures that docs/gaps.md lists per refusal; docs/support.md lists all of them."""
 
 
 def support_page() -> str:
@@ -31,14 +31,14 @@ def support_page() -> str:
 
 
 def support_gaps() -> str:
-    """Render README's list "What does not work yet": experimental and refused values, and refused architectures."""
+    """Render the list of docs/gaps.md: experimental and refused values, and refused architectures."""
     lines = []
     for entry in support_table().support:
         (axis, values), *others = entry.when.items()
         if "architecture" in entry.when and entry.refused:
             names = entry.when["architecture"]
-            more = ", …" if len(names) > ARCHITECTURES_IN_README else ""
-            lines.append(f"{_named(names[:ARCHITECTURES_IN_README])}{more}: {_without_key(_reason(entry))}")
+            more = ", …" if len(names) > MAX_ARCHITECTURES else ""
+            lines.append(f"{_named(names[:MAX_ARCHITECTURES])}{more}: {_without_key(_reason(entry))}")
         elif entry.status != "tested" and not others:
             lines.append(f"{axis} {_named(values)}: {_without_key(_reason(entry))}")
     return "".join(

@@ -55,7 +55,5 @@ def test_a_file_of_the_user_comes_first_and_other_paths_are_not_ours(tmp_path: P
 
 
 def test_a_recipe_that_does_not_exist_is_refused_with_the_shipped_names() -> None:
-    with pytest.raises(
-        UserError, match=r"there is no recipe quikstart .*; shipped are countdown, knights-knaves, quick"
-    ):
+    with pytest.raises(UserError, match=r"there is no recipe quikstart .*; shipped are countdown, countdown-3b, deep"):
         load_recipe(Recipe, Path("quikstart"))

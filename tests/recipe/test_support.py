@@ -1,6 +1,6 @@
 """support.toml: every test that it names exists, what it refuses is refused, and the docs are its rendering.
 
-`python -m tests.recipe.test_support` writes its parts of docs/support.md and README.md.
+`python -m tests.recipe.test_support` writes its parts of docs/support.md and docs/gaps.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.model_families import tiny_config
 from tests.recipe.support_pages import support_gaps, support_page
 
 ROOT = Path(__file__).parents[2]
-PAGES = {ROOT / "docs" / "support.md": support_page, ROOT / "README.md": support_gaps}
+PAGES = {ROOT / "docs" / "support.md": support_page, ROOT / "docs" / "gaps.md": support_gaps}
 BETWEEN = re.compile(r"(<!-- support: [^\n]* -->\n).*?(<!-- /support -->)", re.DOTALL)
 ENTRIES = support_table().support
 PLAIN = {axis.name: (axis.default,) for axis in support_table().axis}

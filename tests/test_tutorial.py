@@ -1,0 +1,65 @@
+"""The tutorial's files, commands and examples run in order in an empty directory, with fewer steps and prompts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import baton
+from baton.cli.main import app
+from tests.test_api_page import made_small
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("tutorial-own-task.md", "tutorial-evaluate.md")
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
+SMALL = ["run.steps=2", "run.threads=1", "eval.num_prompts=4", "rollout.batch_groups=2", "rollout.group_size=4"]
+SMALL += ["rollout.max_new_tokens=16", "engine.slots=8", "trainer.warmup_steps=0"]
+
+
+def smaller(words: list[str]) -> list[str]:
+    """The words of a command with less work."""
+    if words[0] in ("train", "preview"):
+        words = [*words, *SMALL]
+    return ["4" if before == "-n" else word for before, word in zip(["", *words], words, strict=False)]
+
+
+def run_shell(block: str) -> None:
+    for line in block.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[0] == "python":
+            subprocess.run([sys.executable, *words[1:]], check=True, timeout=60)
+        elif words[0] == "baton" and "/models/" not in line:
+            done = CliRunner().invoke(app, smaller(words[1:]))
+            assert done.exit_code == 0, f"{line}\n{done.output}"
+
+
+def test_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(baton, "train", made_small(baton.train), raising=False)
+    names: dict[str, object] = {}
+    for page in PAGES:
+        for language, title, text in BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8")):
+            if title:
+                Path(title).write_text(text, encoding="utf-8")
+            elif language == "sh":
+                run_shell(text)
+            else:
+                exec(compile(text, page, "exec"), names)
+    assert {path.name for path in (tmp_path / "runs").glob("[a-z]*")} == {"orders", "orders-python"}
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+
+
+def test_the_commands_of_the_first_step_exist() -> None:
+    text = (ROOT / "docs" / "tutorial-quickstart.md").read_text(encoding="utf-8")
+    lines = [line for _, _, block in BLOCK.findall(text) for line in block.splitlines() if line.startswith("baton ")]
+    assert len(lines) > 5
+    for line in lines:
+        done = CliRunner().invoke(app, [shlex.split(line)[1], "--help"])
+        assert done.exit_code == 0, line
