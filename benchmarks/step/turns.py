@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPE = ROOT / "recipes" / "quickstart.toml"
 SPIN = "10000"
 """How long an idle thread of either side spins before it sleeps: both are fastest so."""
-SAME = ("run.seed=0", "trainer.lr=1e-6", "trainer.warmup_steps=0", "trainer.decay=constant", "eval.num_prompts=8")
-"""Overrides of the recipe, for both sides: with so small a learning rate the lengths stay what they are."""
 
 
 class Turns:
