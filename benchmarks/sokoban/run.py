@@ -3,6 +3,8 @@
     baton sft recipes/sokoban-warmstart.toml
     python benchmarks/sokoban/run.py                          # 5 seeds x 3 modes
     python benchmarks/sokoban/run.py --seeds 0 1 --modes sync
+    baton sft recipes/sokoban-warmstart.toml task.0.params.size=5 output=models/sokoban-5x5-warmstart
+    python benchmarks/sokoban/run.py --seeds 0 --modes 5x5
 
 Each run is one `baton train recipes/sokoban.toml`: equal numbers of episodes, and the same initial model. Criterion,
 set before the runs: in each run, the lower end of the 95 % interval of the final success is above the upper end of the
@@ -23,20 +25,22 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-RANDOM_MOVES = 0.168
-"""Success of ten uniformly random moves on these rooms: benchmarks/environments."""
+RANDOM_MOVES = (0.168, 0.27)
+"""Success of ten uniformly random moves in rooms of 6×6 and of 5×5: benchmarks/environments."""
 MODES: dict[str, tuple[str, ...]] = {
     "sync": (),
     "partial": ("rollout.mode=partial", "rollout.overprovision=1.5", "rollout.max_staleness=4"),
     "async": ("rollout.mode=async", "engine.processes=1", "rollout.max_staleness=4"),
+    "5x5": ("task.0.params.size=5", "model.path=models/sokoban-5x5-warmstart", "run.steps=300", "eval.every=50"),
 }
+"""Three modes in rooms of 6×6, and rooms of 5×5 in the first of them."""
 
 
 def main() -> None:
     """Run what is missing, and write the table and the curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["sync", "partial", "async"])
     parser.add_argument("--table-only", action="store_true", help="make the table from the results that are there")
     arguments = parser.parse_args()
     results = HERE / "results"
@@ -118,20 +122,22 @@ def draw_curves(found: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for number, mode in enumerate(MODES):
+        axes = panels[int(mode == "5x5")]
         for place, row in enumerate(r for r in found if r["mode"] == mode):
             steps = [int(step) for step in row["success_by_step"]]
             minutes = [sum(row["step_s"][:step]) / 60 for step in steps]
             success = [100 * value for value in row["success_by_step"].values()]
             axes.plot(minutes, success, color=f"C{number}", alpha=0.8, linewidth=1.2, label=None if place else mode)
-    axes.axhline(100 * RANDOM_MOVES, color="grey", linestyle="--", linewidth=1, label="random moves")
-    axes.set_title("held-out rooms solved, %, temperature 1", fontsize=10, loc="left")
-    axes.set_xlabel("minutes of train steps")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    for axes, rooms, by_chance in zip(panels, ("6×6", "5×5"), RANDOM_MOVES, strict=True):
+        axes.axhline(100 * by_chance, color="grey", linestyle="--", linewidth=1, label="random moves")
+        axes.set_title(f"held-out rooms of {rooms} solved, %, temperature 1", fontsize=10, loc="left")
+        axes.set_xlabel("minutes of train steps")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
 
