@@ -24,15 +24,19 @@ _PLACES = {
     "Callback": "api",
     "Sample": "run.trajectories",
     "Evaluation": "records.evaluation",
+    "sft": "sft",
+    "plan": "plan",
+    "simulate": "simulate",
 }
-"""Public name → the module of this package that defines it."""
+"""Public name → the module of this package that defines it, or that it is."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'baton' has no attribute {name!r}")
     module, _, own_name = _PLACES[name].partition(":")
-    return getattr(import_module(f"baton.{module}"), own_name or name)
+    found = import_module(f"baton.{module}")
+    return found if module == name else getattr(found, own_name or name)
 
 
 def __dir__() -> list[str]:

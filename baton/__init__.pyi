@@ -1,3 +1,6 @@
+from baton import plan as plan
+from baton import sft as sft
+from baton import simulate as simulate
 from baton.api import Callback as Callback
 from baton.api import Run as Run
 from baton.api import TrainableRecipe

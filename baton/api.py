@@ -97,6 +97,8 @@ def preview(
     reward: Reward | Sequence[Reward] = "correct",
     *,
     n: int = 4,
+    environment: str | type | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
     answer_format: str = "last_number",
     algorithm: str = "grpo",
     seed: int = 0,
@@ -113,7 +115,7 @@ def preview(
 
     with TemporaryDirectory() as directory:
         config = {"run.directory": directory, **(config or {})}
-        tree = _tree(model, data, reward, answer_format, algorithm, seed, config)
+        tree = _tree(model, data, reward, answer_format, algorithm, seed, config, None, environment, tools)
         tree["run"] = {"name": "preview"} | tree["run"]
         found = make_preview(TrainableRecipe.of(tree, "preview"), n)
     print_preview(out, found)
@@ -163,26 +165,21 @@ def _tree(
 ) -> dict[str, Any]:
     """Return the sections of a recipe, in which `config` overrides the other arguments."""
     directory = Path((config or {}).get("run.directory", "runs")) / ".data"
-    played: dict[str, Any] = {}
-    if environment is not None or tools:
-        played, reward = environment_section(environment, tools, reward), "correct" if tools else reward
-    rewards = reward_sections(reward)
-    tasks, tests = [], []
-    if eval_data is not None:
-        tests.append(task_section(eval_data, rewards, directory))
+    played = environment_section(environment, tools, reward)
+    rewards = reward_sections("correct" if tools else reward)
+    tests = [] if eval_data is None else [task_section(eval_data, rewards, directory, played)]
     if data is not None:
-        tasks.append(task_section(data, rewards, directory) | ({"held_out": "none"} if tests and not played else {}))
-        tests = [
-            test | {"name": f"{test['name']}_test"} if test["name"] == tasks[0]["name"] else test for test in tests
-        ]
-    elif played:
-        tasks.append({"name": "episodes"})
-    elif not tests:
+        task = task_section(data, rewards, directory, played)
+        tests = [{**test, "name": f"{test['name']}_test"} if test["name"] == task["name"] else test for test in tests]
+        tasks = [{**task, "held_out": "none"} if tests and not played else task]
+    elif played or tests:
+        tasks = [{"name": "episodes", **played}] if played else []
+    else:
         raise UserError("data: got None, but only an environment makes its own problems")
     tree = {
         "run": {"seed": seed},
         "model": {"path": str(model)},
-        "task": [task | played for task in tasks],
+        "task": tasks,
         "eval": {"task": tests},
         "answer": {"format": answer_format},
         "reward": rewards,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,24 @@ def test_a_wrong_reward_is_refused_before_a_run_exists(
 ) -> None:
     with pytest.raises(UserError, match=complaint):
         train(reward)
+    assert not Path("runs/r").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"environment": StopAfter, "tools": [evenness]}, "environment, tools: give only one of them"),
+        ({"tools": [evenness], "reward": "correct"}, "with tools the reward is a function of the last turn's text"),
+        ({"tools": [lambda city: city]}, "<lambda> cannot be imported by another process; define it at the top level"),
+        ({"tools": [partial(evenness)]}, "functools:<object> cannot be imported by another process"),
+        ({"environment": type("Local", (), {"__module__": "__main__"})}, "__main__:Local cannot be imported"),
+    ],
+)
+def test_objects_that_no_other_process_can_import_are_refused(
+    train: Callable[..., baton.Run], arguments: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        train(**{"reward": evenness} | arguments)
     assert not Path("runs/r").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,18 @@ def made_small(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def warm_start(function: Callable[..., Any], recipe: str, config: dict[str, Any]) -> Any:
+    """Run a warm start of a few updates."""
+    small = {"run.threads": 1, "sft.steps": 2, "sft.warmup_steps": 0, "sft.batch_size": 4, "eval.enabled": False}
+    return function(recipe, small | config)
+
+
 def test_the_page_names_every_public_name() -> None:
     assert not [name for name in dir(baton) if name[0] != "_" and f"baton.{name}" not in PAGE]
+
+
+def test_the_readme_shows_the_first_example() -> None:
+    assert f"```python\n{EXAMPLES[0]}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def gsm8k(count: int, offset: int) -> list[dict[str, Any]]:
@@ -62,10 +73,12 @@ def test_the_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     for function in (baton.train, baton.preview, baton.evaluate):
         monkeypatch.setattr(baton, function.__name__, made_small(function), raising=False)
+    monkeypatch.setattr(baton.sft, "sft", partial(warm_start, baton.sft.sft))
     load = baton.Recipe.load
     monkeypatch.setattr(baton.Recipe, "load", lambda path: load(path).override(SMALL))
     names: dict[str, object] = {}
     for example in EXAMPLES:
         exec(compile(example, "docs/api.md", "exec"), names)
     found = {path.name for path in (tmp_path / "runs").iterdir() if not path.name.startswith((".", "Qwen2.5-"))}
-    assert found == {"graded", "quickstart", "rows", "short"}
+    assert found == {"graded", "quickstart", "rows", "short", "warm"}
+    assert (tmp_path / "warm" / "config.json").is_file()

@@ -1,9 +1,10 @@
-"""The commands of the README and of pages of commands: they exist, what they name exists, and the cheap ones run."""
+"""The commands and settings of README and documentation: they exist, what they name exists, and the cheap ones run."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import click
@@ -12,30 +13,34 @@ import typer.main
 from typer.testing import CliRunner
 
 from baton.cli import main as cli
+from baton.recipe.load import parse_recipe
+from baton.recipe.recipe import Recipe
+from baton.simulator.faults import FaultsSettings
+from baton.specs.cluster import ClusterSettings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8") if README.is_file() else ""
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("commands", "recipes", "lora", "evaluation", "index")]
+COMMANDS = "\n".join([TEXT, *(page.read_text(encoding="utf-8") for page in PAGES)])
 PLACEHOLDER = re.compile(r"^[A-Z]+$")
 """RECIPE, RUN: words that stand for the user's own."""
 
 
-def shell_lines() -> list[str]:
+def shell_lines(text: str = COMMANDS) -> list[str]:
     """Lines of fenced shell blocks, and the inline commands of tables and sentences; comments taken off."""
-    text = "\n".join([TEXT, *(page.read_text(encoding="utf-8") for page in PAGES)])
     fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    blocks = [block for language, block in fenced if language == "sh"]
+    blocks = [block for language, block in fenced if language in ("", "sh")]
     lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`(baton [^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     return [words for line in lines if (words := line.partition(" #")[0].strip())]
 
 
-def baton_commands() -> list[list[str]]:
+def baton_commands(text: str = COMMANDS) -> list[list[str]]:
     found = []
-    for line in shell_lines():
+    for line in shell_lines(text):
         for command in re.split(r"&&|;|\|", line):
-            words = shlex.split(command)
+            words = shlex.split(command) if "baton " in command else []
             if words and words[0].rpartition("/")[2] == "baton":
                 found.append(words[1:])
     return found
@@ -44,20 +49,47 @@ def baton_commands() -> list[list[str]]:
 needs_readme = pytest.mark.skipif(not baton_commands(), reason="README.md has no commands yet")
 
 
-@needs_readme
-@pytest.mark.parametrize("words", baton_commands(), ids=" ".join)
-def test_every_command_and_option_exists_and_names_files_that_do(words: list[str]) -> None:
+def check_command(words: list[str], own_files: str) -> None:
+    """Check command, options and files. own_files: pattern of the files that are the user's own."""
     group = typer.main.get_command(cli.app)
     assert isinstance(group, click.Group) or hasattr(group, "commands")
     command = group.commands[words[0]]  # type: ignore[union-attr]
-    if hasattr(command, "commands"):  # a group of commands
+    if hasattr(command, "commands") and words[1:]:  # a group of commands
         command = command.commands[words[1]]
     options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     for word in words[1:]:
         if word.startswith("-"):
             assert word.partition("=")[0] in options, f"baton {words[0]} has no option {word}"
-        elif word.endswith(".toml"):
+        elif word.endswith(".toml") and not re.fullmatch(own_files, word):
             assert (ROOT / word).is_file(), f"{word} is not there"
+
+
+@needs_readme
+@pytest.mark.parametrize("words", baton_commands(), ids=" ".join)
+def test_every_command_and_option_exists_and_names_files_that_do(words: list[str]) -> None:
+    check_command(words, own_files="")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    for words in baton_commands(page.read_text(encoding="utf-8")):
+        check_command(words, own_files=r"[\w-]+\.toml|recipes/mine\.toml|.*<.*")
+
+
+SETTINGS = [
+    (page.name, block)
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for block in re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("page", "block"), SETTINGS, ids=[page for page, _ in SETTINGS])
+def test_the_settings_of_a_page_are_valid(page: str, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block has sections of a recipe, or is a whole file of another kind."""
+    monkeypatch.setattr("baton.records.metrics.find_spec", lambda _: True)  # wandb
+    kind = {"planner.md": ClusterSettings, "simulator.md": FaultsSettings}.get(page, Recipe)
+    rest = {"run": {"name": "r"}, "model": {"path": "m"}, "task": [{"name": "chain_sum"}]} if kind is Recipe else {}
+    assert isinstance(parse_recipe(kind, rest | tomllib.loads(block), page), kind)
 
 
 @needs_readme

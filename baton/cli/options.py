@@ -10,14 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from baton.console import Console, out, print_json
-from baton.recipe.shipped import shipped
 
 Shown = TypeVar("Shown")
-
-
-def _or_shipped(path: Path | None) -> Path | None:
-    return None if path is None else shipped(path) or path
-
 
 RecipePath = Annotated[
     Path, typer.Argument(help="Recipe TOML, or the name of a shipped recipe: quickstart.", show_default=False)
@@ -35,18 +29,12 @@ Calibration = Annotated[
 ]
 ClusterFile = Annotated[
     Path | None,
-    typer.Option(
-        "--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False, callback=_or_shipped
-    ),
+    typer.Option("--cluster", help="Cluster TOML: machines, GPU types and links.", show_default=False),
 ]
 _MODEL = typer.Option(
-    help="Hugging Face model directory or its config.json; weights are not needed.",
-    show_default=False,
-    callback=_or_shipped,
+    help="Hugging Face model directory or its config.json; weights are not needed.", show_default=False
 )
-_WORKLOAD = typer.Option(
-    help="Workload TOML, or a run's directory to measure the workload from.", show_default=False, callback=_or_shipped
-)
+_WORKLOAD = typer.Option(help="Workload TOML, or a run's directory to measure the workload from.", show_default=False)
 Model = Annotated[Path, _MODEL]
 OptionalModel = Annotated[Path | None, _MODEL]
 Workload = Annotated[Path, _WORKLOAD]

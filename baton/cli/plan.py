@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import typer
 
 from baton.cli.options import Calibration, ClusterFile, Html, Json, Model, Workload, print_written
 from baton.console import print_json, wide_out
-from baton.errors import UserError
-
-if TYPE_CHECKING:
-    from baton.planner.instance import Inputs
 
 
 def plan(
@@ -66,114 +61,31 @@ def plan(
     Starts nothing and needs no GPU. --cluster gives the best plan for existing GPUs. --offers, with --budget or
     --target-throughput, also selects the machines to rent.
     """
-    _check_options(
-        {
-            "--cluster": cluster,
-            "--offers": offers,
-            "--budget": budget,
-            "--target-throughput": target_throughput,
-            "--from": running,
-            "--lost": lost,
-            "--rates": rates,
-            "--calibration": calibration,
-            "--colocated": colocated or None,
-            "--method": None if method == "exact" else method,
-        }
-    )
-    if html is not None:
-        from baton.views.pages.template import check_page
-
-        check_page(html)
-
-    from baton.planner.rental import OffersSettings
-    from baton.planner.request import PlanRequest, run_request
-    from baton.recipe.workload import read_settings
-    from baton.specs.plan import read_plan, write_plan
+    from baton.plan import plan as make_plan
     from baton.views.terminal.plan import print_plan
 
-    request = PlanRequest(
-        _inputs(model, workload, cluster, lost, calibration, rates, cross_types=not symmetric_only),
-        offers=None if offers is None else read_settings(OffersSettings, offers),
-        price_per_h=budget,
-        tokens_per_s=target_throughput,
-        running=None if running is None else read_plan(running),
-        slack=slack,
-        is_colocated=colocated,
+    result = make_plan(
+        model,
+        workload,
+        cluster,
+        offers=offers,
+        budget=budget,
+        target_throughput=target_throughput,
+        compare=compare,
+        colocated=colocated,
         method=method,
-        compares=compare or html is not None,
-        time_limit_s=time_limit,
+        symmetric_only=symmetric_only,
+        rates=rates,
+        calibration=calibration,
+        running=running,
+        lost=[name.strip() for name in (lost or "").split(",") if name.strip()],
+        slack=slack,
+        time_limit=time_limit,
+        write_to=write_to,
+        html=html,
     )
-    result = run_request(request)
-    if write_to is not None:
-        write_plan(result.plan, write_to)
-    if html is not None:
-        from baton.views.pages.plan import write_plan_page
-
-        write_plan_page(html, result, result.price_curve())
     if as_json:
         print_json(result.public())
     else:
         print_plan(wide_out(), result)
         print_written(write_to, html)
-
-
-def _check_options(values: Mapping[str, object]) -> None:
-    """Raise UserError for options that contradict each other. Options that are not given have the value None."""
-    given = {name for name, value in values.items() if value is not None}
-    limits = given & {"--budget", "--target-throughput"}
-    for name in sorted(limits):
-        if not (limit := cast(float, values[name])) > 0:
-            raise UserError(f"{name}: got {limit:g}, allowed are positive numbers")
-    contradictions = {
-        "--budget and --target-throughput exclude each other: fix the price or the throughput": len(limits) == 2,
-        "--offers needs --budget or --target-throughput, and each of these needs --offers": (
-            ("--offers" in given) != bool(limits)
-        ),
-        "give --cluster (existing GPUs), or --offers with --budget or --target-throughput": (
-            ("--offers" in given) == ("--cluster" in given)
-        ),
-        "--from replans a cluster: give --cluster with it, without --offers and --colocated": (
-            "--from" in given and bool(given & {"--offers", "--colocated"})
-        ),
-        "--colocated and --method apply to a --cluster: use them to plan the rented machines afterwards": (
-            "--offers" in given and bool(given & {"--colocated", "--method"})
-        ),
-        "--rates and --calibration exclude each other: measured rates replace the cost model": (
-            given >= {"--rates", "--calibration"}
-        ),
-        "--lost names machines of a cluster: give --cluster": "--lost" in given and "--cluster" not in given,
-    }
-    for sentence, holds in contradictions.items():
-        if holds:
-            raise UserError(sentence)
-
-
-def _inputs(
-    model: Path,
-    workload: Path,
-    cluster: Path | None,
-    lost: str | None,
-    calibration: Path | None,
-    rates: Path | None,
-    *,
-    cross_types: bool,
-) -> Inputs:
-    """Read the files of a request. Without `cluster`, the cluster is empty."""
-    from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
-    from baton.planner.instance import Inputs
-    from baton.planner.replan import without_nodes
-    from baton.recipe.workload import read_cluster, read_settings, read_workload
-    from baton.specs.cluster import Cluster
-    from baton.specs.model import read_model
-
-    existing = Cluster("none", (), ()) if cluster is None else read_cluster(cluster)
-    if lost is not None:
-        existing = without_nodes(existing, [name.strip() for name in lost.split(",") if name.strip()])
-    return Inputs(
-        cluster=existing,
-        model=read_model(model),
-        work=read_workload(workload),
-        efficiencies=Efficiencies() if calibration is None else read_settings(CalibrationSettings, calibration).build(),
-        rates=None if rates is None else read_settings(RatesSettings, rates),
-        cross_types=cross_types,
-    )

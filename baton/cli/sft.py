@@ -17,18 +17,9 @@ def sft(
     The demonstrations are generated from tasks ([demonstrations]), or read from a JSONL file with prompt and completion
     in each line (data = "...").
     """
-    from baton.recipe.load import load_recipe
-    from baton.recipe.recipe import WarmStart
-
-    loaded = load_recipe(WarmStart, recipe, overrides or ())
-    from baton.run.sft import warm_start
-    from baton.views.terminal.progress import SftProgress
-    from baton.views.terminal.report import print_warm_start
+    from baton.sft import sft as warm_start
 
     out.ends_when_closed = False
-    console = err if as_json else out
-    with SftProgress(console, loaded.sft.steps) as observer:
-        result = warm_start(loaded, observer, overwrite=overwrite)
-    print_warm_start(console, result, loaded.run.path)
+    report = warm_start(recipe, overrides or (), overwrite=overwrite, console=err if as_json else out)
     if as_json:
-        print_json(result)
+        print_json(report)

@@ -23,15 +23,17 @@ Reward = str | Callable[..., Any]
 KINDS = get_args(RewardSettings.model_fields["kind"].annotation)
 
 
-def task_section(data: Rows, rewards: Sequence[Mapping[str, Any]], directory: Path) -> dict[str, Any]:
-    """Return the [[task]] of data. Rows are written to a file in `directory`, whose name is a digest of the rows, so
-    that a resumed run reads the same rows.
+def task_section(
+    data: Rows, rewards: Sequence[Mapping[str, Any]], directory: Path, played: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the [[task]] of data, with the keys of an environment in `played`. Rows are written to a file in
+    `directory`, whose name is a digest of the rows, so that a resumed run reads the same rows.
 
     Rows without reference answers get `scorer = "none"` if no reward needs a reference. Raises UserError for rows that
     are not dicts of JSON values.
     """
     if isinstance(data, (str, Path)):
-        return {"name": Path(data).stem, "path": str(data)}
+        return {"name": Path(data).stem, "path": str(data), **played}
     rows = list(data)
     if not rows:
         raise UserError("data has no rows: give at least one")
@@ -40,7 +42,9 @@ def task_section(data: Rows, rewards: Sequence[Mapping[str, Any]], directory: Pa
     if not path.exists():
         make_directory(directory)
         write_whole(path, lines)
-    section = {"name": "data", "path": str(path)}
+    section = {"name": "data", "path": str(path), **played}
+    if played:
+        return section
     if all(r["kind"] in ("function", "http") for r in rewards) and not any(find_reference(row) for row in rows):
         section["scorer"] = "none"
     return section
@@ -61,31 +65,15 @@ def _line(number: int, row: Any) -> bytes:
 def environment_section(
     environment: str | type | None, tools: Sequence[Callable[..., Any]], reward: Any
 ) -> dict[str, Any]:
-    """Return the keys of [[task]] for an environment, or for tools whose reward is a function.
-
-    Environments run in processes of their own, so classes and functions must be importable. Raises UserError.
-    """
+    """Return the keys of [[task]] for an environment, or for tools whose reward is a function. The section replaces
+    classes and functions by their import paths. Raises UserError."""
     if not tools:
-        if isinstance(environment, str):
-            return {"environment": environment}
-        return {"environment": _importable(environment, "environment")}
+        return {} if environment is None else {"environment": environment}
     if environment is not None:
         raise UserError("environment, tools: give only one of them; tools are an environment of their own")
     if not (callable(reward) or (isinstance(reward, str) and ":" in reward)):
         raise UserError(f"reward: got {_kind(reward)}, but with tools the reward is a function of the last turn's text")
-    paths = {"tools": [_importable(tool, "tool") for tool in tools]}
-    own = reward if isinstance(reward, str) else _importable(reward, "reward of tools")
-    return {"environment": "baton.environments.tools:ToolEnvironment", "params": {**paths, "reward": own}}
-
-
-def _importable(one: Any, what: str) -> str:
-    path = f"{one.__module__}:{one.__qualname__}"
-    if "<locals>" in path or "." in one.__qualname__ or one.__module__ == "__main__":
-        raise UserError(
-            f"{what} {one.__qualname__!r} cannot be imported by another process; define it at the top level of a "
-            "module other than the script"
-        )
-    return path
+    return {"tools": list(tools), "params": {"reward": reward}}
 
 
 def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:

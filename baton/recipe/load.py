@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -15,29 +15,31 @@ from pydantic.fields import FieldInfo
 from baton.errors import UserError
 from baton.policy.settings import ModelSettings
 from baton.recipe.changes import REMOVED, RENAMED
-from baton.recipe.shipped import shipped, shipped_recipes
+from baton.recipe.shipped import find, shipped, shipped_recipes
 
 logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] = ()) -> Kind:
-    """Read a recipe of the given kind, and apply overrides such as `a.b=c`. Raises UserError with a line per mistake.
+def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Kind:
+    """Read a recipe of the given kind, and apply overrides: texts such as `a.b=c`, or keys with values. Raises
+    UserError with a line per mistake.
 
     If `path` does not exist, it may be the name of a shipped recipe; the same applies to `model.path`. A relative path
     in the file that exists in the file's directory is replaced by this path. If `model.path` is a run's directory, it
     is replaced by the path of the run's newest intact checkpoint.
     """
     tree = read_tree(path)
-    for override in overrides:
-        _apply_override(tree, override)
+    pairs = overrides.items() if isinstance(overrides, Mapping) else map(_key_and_value, overrides)
+    for key, value in pairs:
+        set_key(tree, key, value)
     return parse_recipe(kind, tree, str(path))
 
 
 def read_tree(path: Path) -> dict[str, Any]:
     """Return the sections of a recipe file, or of the shipped recipe with this name. Raises UserError if neither exists
     or the file is not TOML."""
-    path = shipped(path) or path
+    path = find(path)
     if not path.is_file():
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else f"; shipped are {', '.join(shipped_recipes())}"
@@ -107,7 +109,7 @@ def _checkpoint_of_run(run: Path) -> str:
     return str(found)
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _key_and_value(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UserError(f"override {override!r}: write section.key=value, such as trainer.lr=3e-6")
@@ -115,7 +117,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text  # an unquoted word is a string
-    set_key(tree, key.strip(), value)
+    return key.strip(), value
 
 
 def set_key(tree: dict[str, Any], key: str, value: Any) -> None:

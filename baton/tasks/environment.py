@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,14 +37,15 @@ def environment_spec(name: str, environment: str, args: Mapping[str, Any], **fie
 
 def import_path(given: Any) -> Any:
     """Return the import path of a class or function; other values unchanged. Raises ValueError if there is none."""
-    if not inspect.isclass(given) and not inspect.isfunction(given):
+    if not callable(given):
         return given
-    path = f"{given.__module__}:{given.__qualname__}"
-    if "<" in path or given.__module__ == "__main__":
+    module, name = given.__module__, getattr(given, "__qualname__", "<object>")
+    if not name.isidentifier() or module == "__main__":
         raise ValueError(
-            f"{path} cannot be imported by another process; define it at the top level of a module, not of the script"
+            f"{module}:{name} cannot be imported by another process; define it at the top level of a module, not of "
+            "the script"
         )
-    return path
+    return f"{module}:{name}"
 
 
 class EnvironmentTask:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from baton.errors import TrainingDiverged
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import compute_in, padded_scores, prefer_float32_attention
-from baton.trainer.optimizer import check_schedule, learning_rate, make_optimizer, set_learning_rate
+from baton.trainer.optimizer import learning_rate, make_optimizer, set_learning_rate
 from baton.trainer.settings import SftSettings
 
 LENGTH_MULTIPLE = 8
@@ -49,7 +49,6 @@ def fine_tune(
     `on_step` receives the update's number, its loss in nats per response token, and the number of processed tokens
     including padding. Raises TrainingDiverged when the gradient is not finite, before the weights change.
     """
-    check_schedule(warmup_steps=settings.warmup_steps, decay="cosine", total_steps=settings.steps)
     if settings.dtype == "bfloat16":
         prefer_float32_attention(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

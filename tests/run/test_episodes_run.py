@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import baton
 from baton.errors import UserError
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload
@@ -19,6 +20,7 @@ from baton.records.run_directory import RunDirectory
 from baton.run.dry_run import footprint
 from baton.trainer.checkpoint import list_checkpoints
 from baton.types import Author, Episode, EpisodeFinish, Segment
+from tests.api_cases import CONFIG
 from tests.run.stopping import StopWhen
 from tests.run.test_loop import documented_names
 from tests.run.test_resume import recipe, tiny_model, train
@@ -100,6 +102,20 @@ def test_a_run_of_multi_turn_episodes_trains_and_resumes(tiny_model: Path, tmp_p
     train(first, resume=True)
     last = [load_file(list_checkpoints(r.run.path / "checkpoints")[-1] / "model.safetensors") for r in (whole, first)]
     assert all((last[0][name] == last[1][name]).all() for name in last[0]), "a resumed run has the same bits"
+
+
+def test_a_class_and_a_function_from_python(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two train steps with an environment that is given as an object, and without data."""
+    monkeypatch.chdir(tmp_path)
+    changes = {"task.0.max_turn_tokens": 4, "rollout.max_new_tokens": 16, "engine.max_context_tokens": 128}
+    config = CONFIG | changes | {"environments.processes": 1}
+    run = baton.train(tiny_model, None, played, environment=Evenness, steps=2, name="r", config=config)
+    assert [row["step"] for row in run.metrics()] == [0, 1, 2]
+    assert run.recipe.task[0].environment == f"{__name__}:Evenness"
+    for sample in run.samples(2):
+        assert sample.parts["played"] == pytest.approx(len([t for t in sample.turns if t.reward is not None]) / 3)
+        assert sample.reward == pytest.approx(sample.parts["environment"] + sample.parts["played"])
+    assert len(list(run.samples(2))) == 8
 
 
 def test_a_template_without_turns_is_refused_before_the_run_has_a_directory(tiny_model: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+import baton
 from baton.cli.main import app
 from baton.environments.token_bridge import TokenBridge
 from baton.environments.tools import tool_schema
@@ -156,17 +157,22 @@ def test_a_user_trains_with_two_functions_and_five_lines(place: Path, monkeypatc
 
 
 def test_functions_from_python(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two train steps with tools, their reward and a test set of questions, all given as objects."""
     monkeypatch.chdir(place)
+    tests = [{"prompt": "Zoe: weather in Rome?", "answer": "sunny"}]
     tree = load_recipe(Recipe, place / "calls.toml").model_dump()
-    tools = [weather, distance]
-    task = {"name": "mine", "path": "questions.jsonl", "tools": tools, "params": {"reward": right}}
-    wanted = Recipe.model_validate(
-        {**tree, "task": [task], "run": {**tree["run"], "directory": str(tmp_path), "steps": 1}}
+    kept = ("run.threads", "model.device", "environments.processes", "engine.slots", "engine.max_context_tokens")
+    config = {key: tree[key.partition(".")[0]][key.partition(".")[2]] for key in kept}
+    config |= {"rollout.batch_groups": 3, "rollout.group_size": 2, "rollout.max_new_tokens": 96}
+    config |= {"run.directory": str(tmp_path), "eval.every": 0}
+    run = baton.train(
+        "model", "questions.jsonl", right, eval_data=tests, tools=[weather, distance], steps=2, name="r", config=config
     )
-    assert wanted.task[0].tools == (f"{__name__}:weather", f"{__name__}:distance")
-    assert Recipe.model_validate(wanted.model_dump()).task == wanted.task, "the recorded recipe has the paths"
-    train(wanted, resume=False)
-    check_run(RunDirectory.open(wanted.run.path), place / "model")
+    task = run.recipe.task[0]
+    assert task.tools == run.recipe.eval.task[0].tools == (f"{__name__}:weather", f"{__name__}:distance")
+    assert task.params == {"reward": f"{__name__}:right"}, "the recorded recipe has the paths"
+    assert {each.num_prompts for each in run.evaluations()} == {1}
+    check_run(RunDirectory.open(run.path), place / "model")
 
 
 def test_a_model_whose_calls_cannot_be_read_is_refused_before_anything_starts(

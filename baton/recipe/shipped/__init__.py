@@ -22,6 +22,11 @@ def shipped(path: str | Path) -> Path | None:
     return next((ROOT / each for each in choices if each.parts[1:] and (ROOT / each).exists()), None)
 
 
+def find(path: str | Path) -> Path:
+    """Return the shipped file or directory that a path means, or the path."""
+    return shipped(path) or Path(path)
+
+
 def shipped_recipes() -> list[str]:
     """Return the names of the shipped recipes."""
     return sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))

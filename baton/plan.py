@@ -1,0 +1,128 @@
+"""Part of the Python API: `baton.plan.plan` decides which GPUs train and which generate, as the command `baton plan`
+does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
+from baton.errors import UserError
+from baton.planner.instance import Inputs
+from baton.planner.rental import OffersSettings
+from baton.planner.replan import without_nodes
+from baton.planner.request import PlanRequest, PlanResult, run_request
+from baton.recipe.shipped import find
+from baton.recipe.workload import read_cluster, read_settings, read_workload
+from baton.specs.cluster import Cluster
+from baton.specs.model import read_model
+from baton.specs.plan import Method, read_plan, write_plan
+from baton.views.pages.template import check_page
+
+
+def plan(
+    model: str | Path,
+    workload: str | Path,
+    cluster: str | Path | None = None,
+    *,
+    offers: str | Path | None = None,
+    budget: float | None = None,
+    target_throughput: float | None = None,
+    compare: bool = False,
+    colocated: bool = False,
+    method: Method = "exact",
+    symmetric_only: bool = False,
+    rates: str | Path | None = None,
+    calibration: str | Path | None = None,
+    running: str | Path | None = None,
+    lost: Sequence[str] = (),
+    slack: float = 0.02,
+    time_limit: float = 60.0,
+    write_to: str | Path | None = None,
+    html: str | Path | None = None,
+) -> PlanResult:
+    """Return the plan with the highest throughput of a cluster; with `offers`, also select the machines to rent.
+
+    The arguments are the options of `baton plan`, which `baton plan --help` explains; `running` is --from. `write_to`
+    and `html` are files to write.
+
+    Raises UserError for mistakes, and if no plan is feasible.
+    """
+    _check_options(
+        {
+            "--cluster": cluster,
+            "--offers": offers,
+            "--budget": budget,
+            "--target-throughput": target_throughput,
+            "--from": running,
+            "--lost": lost or None,
+            "--rates": rates,
+            "--calibration": calibration,
+            "--colocated": colocated or None,
+            "--method": None if method == "exact" else method,
+        }
+    )
+    if html is not None:
+        check_page(Path(html))
+    existing = Cluster("none", (), ()) if cluster is None else read_cluster(find(cluster))
+    measured = None if calibration is None else read_settings(CalibrationSettings, find(calibration)).build()
+    inputs = Inputs(
+        cluster=without_nodes(existing, lost) if lost else existing,
+        model=read_model(find(model)),
+        work=read_workload(find(workload)),
+        efficiencies=measured or Efficiencies(),
+        rates=None if rates is None else read_settings(RatesSettings, find(rates)),
+        cross_types=not symmetric_only,
+    )
+    request = PlanRequest(
+        inputs,
+        offers=None if offers is None else read_settings(OffersSettings, find(offers)),
+        price_per_h=budget,
+        tokens_per_s=target_throughput,
+        running=None if running is None else read_plan(Path(running)),
+        slack=slack,
+        is_colocated=colocated,
+        method=method,
+        compares=compare or html is not None,
+        time_limit_s=time_limit,
+    )
+    result = run_request(request)
+    if write_to is not None:
+        write_plan(result.plan, Path(write_to))
+    if html is not None:
+        from baton.views.pages.plan import write_plan_page
+
+        write_plan_page(Path(html), result, result.price_curve())
+    return result
+
+
+def _check_options(values: Mapping[str, object]) -> None:
+    """Raise UserError for options that contradict each other. Options that are not given have the value None."""
+    given = {name for name, value in values.items() if value is not None}
+    limits = given & {"--budget", "--target-throughput"}
+    for name in sorted(limits):
+        if not (limit := cast(float, values[name])) > 0:
+            raise UserError(f"{name}: got {limit:g}, allowed are positive numbers")
+    contradictions = {
+        "--budget and --target-throughput exclude each other: fix the price or the throughput": len(limits) == 2,
+        "--offers needs --budget or --target-throughput, and each of these needs --offers": (
+            ("--offers" in given) != bool(limits)
+        ),
+        "give --cluster (existing GPUs), or --offers with --budget or --target-throughput": (
+            ("--offers" in given) == ("--cluster" in given)
+        ),
+        "--from replans a cluster: give --cluster with it, without --offers and --colocated": (
+            "--from" in given and bool(given & {"--offers", "--colocated"})
+        ),
+        "--colocated and --method apply to a --cluster: use them to plan the rented machines afterwards": (
+            "--offers" in given and bool(given & {"--colocated", "--method"})
+        ),
+        "--rates and --calibration exclude each other: measured rates replace the cost model": (
+            given >= {"--rates", "--calibration"}
+        ),
+        "--lost names machines of a cluster: give --cluster": "--lost" in given and "--cluster" not in given,
+    }
+    for sentence, holds in contradictions.items():
+        if holds:
+            raise UserError(sentence)

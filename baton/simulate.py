@@ -1,0 +1,103 @@
+"""Part of the Python API: `baton.simulate.simulate` runs a recipe or a plan in virtual time, as the command `baton
+simulate` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.cost.efficiency import CalibrationSettings, Efficiencies
+from baton.errors import UserError
+from baton.files import write_whole
+from baton.recipe.load import load_recipe
+from baton.recipe.shipped import find
+from baton.recipe.workload import read_cluster, read_settings, read_workload
+from baton.records.trace import chrome_trace
+from baton.simulator.faults import FaultsSettings
+from baton.simulator.input_sources import (
+    PlanSource,
+    RecipeSource,
+    SettingSource,
+    SimulationOptions,
+    recorded_groups,
+)
+from baton.simulator.parameter_sweep import ParameterSweep, read_axes
+from baton.simulator.parameter_sweep import sweep as sweep_parameters
+from baton.simulator.request import SimulationRequest, run_request
+from baton.simulator.result import Result
+from baton.simulator.run import RunOptions
+from baton.specs.model import read_model
+from baton.specs.plan import read_plan
+from baton.views.pages.template import check_page
+
+
+def simulate(
+    recipe: str | Path | None = None,
+    config: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    plan: str | Path | None = None,
+    model: str | Path | None = None,
+    workload: str | Path | None = None,
+    cluster: str | Path | None = None,
+    calibration: str | Path | None = None,
+    steps: int | None = None,
+    faults: str | Path | None = None,
+    seed: int = 0,
+    correlation: float = 0.0,
+    drift: float = 0.0,
+    judge_cv: float = 0.0,
+    laws: bool = False,
+    sweep: Sequence[str] = (),
+    log: str | Path | None = None,
+    trace: str | Path | None = None,
+    html: str | Path | None = None,
+) -> Result | ParameterSweep:
+    """Simulate a recipe on this machine, or a plan, in virtual time; with `sweep`, return a table of several settings.
+
+    The arguments are the options of `baton simulate`, which `baton simulate --help` explains; `config` has keys to
+    change, such as `{"rollout.mode": "partial"}`. `log`, `trace` and `html` are files to write.
+
+    Raises UserError for mistakes, and for a run that makes no progress.
+    """
+    work = None if workload is None else read_workload(find(workload))
+    measured = None
+    if calibration is not None:
+        measured = read_settings(CalibrationSettings, find(calibration)).build()
+    source: SettingSource
+    if recipe is not None and plan is None:
+        source = RecipeSource(Path(recipe), measured, work)
+    elif plan is None or recipe is not None:
+        raise UserError("give exactly one of --plan (GPUs of a plan) and --recipe (this machine)")
+    else:
+        planned = read_plan(Path(plan))
+        if model is None or work is None:
+            raise UserError("--plan needs --model and --workload: give the model and the workload of the plan")
+        links = None if cluster is None else read_cluster(find(cluster))
+        source = PlanSource(planned, read_model(find(model)), work, measured or Efficiencies(), links)
+    given = [f"{key}={json.dumps(value)}" for key, value in config.items()] if isinstance(config, Mapping) else config
+    recorded = recorded_groups(Path(workload)) if workload is not None and Path(workload).is_dir() else ()
+    is_detailed = faults is not None or laws
+    changes = SimulationOptions(given, steps, correlation, drift, judge_cv, recorded=recorded, is_detailed=is_detailed)
+    if html is not None:
+        check_page(Path(html))
+    failing = FaultsSettings() if faults is None else load_recipe(FaultsSettings, Path(faults))
+    options = RunOptions(seed, failing.schedule(seed), laws)
+    if sweep:
+        swept = sweep_parameters(source, changes, read_axes(sweep), options)
+        if html is not None:
+            from baton.views.pages.simulation import write_sweep_page
+
+            write_sweep_page(Path(html), swept)
+        return swept
+    events = None if log is None else Path(log)
+    is_traced = trace is not None or html is not None
+    result, spans = run_request(SimulationRequest(source.setting(changes), options, events, is_traced))
+    if trace is not None:
+        write_whole(Path(trace), chrome_trace(spans))
+    if html is not None:
+        from baton.views.pages.simulation import write_result_page
+
+        write_result_page(Path(html), result, spans)
+    return result
