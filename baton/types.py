@@ -35,7 +35,7 @@ class TokenColumn(Sequence[_T]):
         self._stop = len(buffer) if stop is None else stop
 
     def appended(self, values: Sequence[_T]) -> TokenColumn[_T]:
-        """Return a view of these values followed by others.
+        """Return a view of these values with others appended.
 
         The buffer is copied only if it already has values after this view, because a longer view needs them.
         """
@@ -184,7 +184,7 @@ class Segment(msgspec.Struct, frozen=True):
     """A maximal run of tokens from one engine call under one policy version, or one insertion by the environment."""
 
     token_ids: Sequence[int]
-    """[L_segment] Any sequence may be given; fields of one value per token are then a `TokenColumn`."""
+    """[L_segment] Any sequence may be given. Fields with one value per token are converted to a `TokenColumn`."""
     behavior_logprobs: Sequence[float]
     """[L_segment] log π(token) over the whole vocabulary, at the sampling temperature; 0.0 for environment tokens."""
     policy_version: int

@@ -30,19 +30,7 @@ import msgspec
 
 import baton
 from baton.clock import retry_wait_s
-from baton.environments.calls import (
-    MAX_FRAME_BYTES,
-    ActFailure,
-    ActRequest,
-    CloseEpisode,
-    EnvironmentReady,
-    EnvironmentSetup,
-    EnvironmentSpec,
-    EpisodeKey,
-    FromEnvironment,
-    Observation,
-    ToEnvironment,
-)
+from baton.environments import calls
 from baton.environments.settings import EnvironmentSettings
 from baton.errors import UserError
 from baton.frames import FrameSocket, frame_sockets, ready
@@ -62,7 +50,7 @@ FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 10.0
 
 @dataclass(slots=True, eq=False)
 class _QueuedCall:
-    request: ActRequest
+    request: calls.ActRequest
     queued_at: float
     """Time since which the call has waited in the queue."""
     num_suspected: int = 0
@@ -74,10 +62,10 @@ class _EnvironmentProcess:
     """A process and its successors: the calls and episodes that are assigned to it stay after a restart."""
 
     waiting: deque[_QueuedCall] = field(default_factory=deque)
-    running: dict[EpisodeKey, _QueuedCall] = field(default_factory=dict)
-    episodes: dict[EpisodeKey, str] = field(default_factory=dict)
+    running: dict[calls.EpisodeKey, _QueuedCall] = field(default_factory=dict)
+    episodes: dict[calls.EpisodeKey, str] = field(default_factory=dict)
     """Episodes that may have an instance in the current process → name of the environment."""
-    executed: dict[EpisodeKey, int] = field(default_factory=dict)
+    executed: dict[calls.EpisodeKey, int] = field(default_factory=dict)
     """Episodes with an instance in the current process → number of actions that it has executed."""
     popen: subprocess.Popen[bytes] | None = None
     """None between the loss of a process and the start of its successor."""
@@ -96,20 +84,20 @@ class _EnvironmentProcess:
 class EnvironmentPool:
     """Executes turns of episodes in environment processes."""
 
-    def __init__(self, specs: Mapping[str, EnvironmentSpec], settings: EnvironmentSettings) -> None:
+    def __init__(self, specs: Mapping[str, calls.EnvironmentSpec], settings: EnvironmentSettings) -> None:
         """Start the processes and wait until they have loaded. Raises UserError if one cannot."""
         self._specs, self._settings = dict(specs), settings
         self._max_running = max(1, settings.max_concurrent // settings.processes)
         self._processes = [_EnvironmentProcess() for _ in range(settings.processes)]
-        self._homes: dict[EpisodeKey, _EnvironmentProcess] = {}
-        self._discarded: set[EpisodeKey] = set()
+        self._homes: dict[calls.EpisodeKey, _EnvironmentProcess] = {}
+        self._discarded: set[calls.EpisodeKey] = set()
         """Episodes that were discarded while a call was running; its result is dropped."""
-        self._gone: set[EpisodeKey] = set()
+        self._gone: set[calls.EpisodeKey] = set()
         """Episodes that are never replayed and whose instance is gone."""
         self.never_replayed: tuple[str, ...] = ()
         """Environments with `replay = "never"`. A run that restarts must give their open episodes a new attempt: it
         does not know whether the pending turn has been executed."""
-        self._done: deque[Observation | ActFailure] = deque()
+        self._done: deque[calls.Observation | calls.ActFailure] = deque()
         self._ending: list[tuple[subprocess.Popen[bytes], float]] = []
         self._latencies_s: list[float] = []
         self._queue_s: list[float] = []
@@ -138,7 +126,7 @@ class EnvironmentPool:
         pipes = [process.pipe for process in self._processes if process.pipe is not None and process.is_ready]
         return pipes if len(pipes) == len(self._processes) and not self._done else ()
 
-    def submit(self, request: ActRequest) -> None:
+    def submit(self, request: calls.ActRequest) -> None:
         """Queue a call. Each call is answered by one result of `collect`, unless its episode is discarded before."""
         if request.environment not in self._specs:
             known = ", ".join(sorted(self._specs))
@@ -150,7 +138,7 @@ class EnvironmentPool:
         self._homes[key].waiting.append(_QueuedCall(request, time.monotonic()))
         self._dispatch(self._homes[key])
 
-    def collect(self, timeout_s: float) -> list[Observation | ActFailure]:
+    def collect(self, timeout_s: float) -> list[calls.Observation | calls.ActFailure]:
         """Return the results so far; wait for the first if there is none. Empty after `timeout_s`.
 
         Raises UserError if a process cannot be restarted.
@@ -163,7 +151,7 @@ class EnvironmentPool:
         self._done.clear()
         return found
 
-    def discard(self, key: EpisodeKey) -> None:
+    def discard(self, key: calls.EpisodeKey) -> None:
         """Close the instance of an episode and forget its calls. Must be called at the end of every episode, whose key
         is not used again: a restarted episode has the next attempt."""
         process = self._homes.pop(key, None)
@@ -222,27 +210,27 @@ class EnvironmentPool:
     def _receive(self, process: _EnvironmentProcess) -> None:
         try:
             while process.pipe is not None and (frame := process.pipe.receive()) is not None:
-                self._on_message(process, msgspec.msgpack.decode(frame, type=FromEnvironment))
+                self._on_message(process, msgspec.msgpack.decode(frame, type=calls.FromEnvironment))
         except (EOFError, OSError, msgspec.DecodeError):
             self._lose(process, FailureCause.CRASHED, "ended")
 
-    def _on_message(self, process: _EnvironmentProcess, message: FromEnvironment) -> None:
+    def _on_message(self, process: _EnvironmentProcess, message: calls.FromEnvironment) -> None:
         process.seen_at = time.monotonic()
         match message:
-            case EnvironmentReady(error, isolation, never_replayed):
+            case calls.EnvironmentReady(error, isolation, never_replayed):
                 if error is not None:
                     process.num_failed_starts = self._settings.retries
                     self._lose(process, FailureCause.CRASHED, error)
                 else:
                     process.is_ready, process.num_failed_starts = True, 0
                     self.description, self.never_replayed = isolation, never_replayed
-            case Observation() | ActFailure():
+            case calls.Observation() | calls.ActFailure():
                 call = process.running.pop(message.key, None)
                 if call is None:
                     return
-                is_timeout = isinstance(message, ActFailure) and message.cause is FailureCause.TIMEOUT
+                is_timeout = isinstance(message, calls.ActFailure) and message.cause is FailureCause.TIMEOUT
                 process.executed.pop(message.key, None)
-                if isinstance(message, Observation):
+                if isinstance(message, calls.Observation):
                     process.executed[message.key] = message.turn
                     self._latencies_s.append(message.seconds)
                 if message.key in self._discarded:
@@ -255,13 +243,13 @@ class EnvironmentPool:
             case _:
                 pass
 
-    def _answer(self, result: Observation | ActFailure) -> None:
-        if isinstance(result, ActFailure):
+    def _answer(self, result: calls.Observation | calls.ActFailure) -> None:
+        if isinstance(result, calls.ActFailure):
             self._counts[f"failures/{result.cause}"] += 1
         self._done.append(result)
 
     def _fail(self, call: _QueuedCall, cause: FailureCause, message: str, blame: float = 1.0) -> None:
-        self._answer(ActFailure(call.request.key, call.request.turn, cause, message, blame))
+        self._answer(calls.ActFailure(call.request.key, call.request.turn, cause, message, blame))
 
     def _check(self, process: _EnvironmentProcess, now_s: float) -> None:
         settings = self._settings
@@ -301,7 +289,7 @@ class EnvironmentPool:
 
     def _start(self, process: _EnvironmentProcess) -> None:
         settings = self._settings
-        ours, theirs = frame_sockets(MAX_FRAME_BYTES)
+        ours, theirs = frame_sockets(calls.MAX_FRAME_BYTES)
         root = str(Path(baton.__file__).parent.parent)
         variables = {
             **allowed_variables(settings.env, os.environ, key="environments.env"),
@@ -316,7 +304,7 @@ class EnvironmentPool:
         memory_bytes = int(settings.memory_gib * 2**30)
         self._post(
             process,
-            EnvironmentSetup(
+            calls.EnvironmentSetup(
                 tuple(self._specs.values()),
                 tuple(sys.path),
                 memory_bytes,
@@ -325,15 +313,15 @@ class EnvironmentPool:
             ),
         )
 
-    def _post(self, process: _EnvironmentProcess, message: ToEnvironment) -> None:
+    def _post(self, process: _EnvironmentProcess, message: calls.ToEnvironment) -> None:
         assert process.pipe is not None
         with contextlib.suppress(OSError):  # the process is gone: the next `receive` raises
             process.pipe.send(msgspec.msgpack.encode(message))
 
-    def _close_instance(self, process: _EnvironmentProcess, key: EpisodeKey) -> None:
+    def _close_instance(self, process: _EnvironmentProcess, key: calls.EpisodeKey) -> None:
         process.executed.pop(key, None)
         if process.episodes.pop(key, None) is not None:
-            self._post(process, CloseEpisode(key))
+            self._post(process, calls.CloseEpisode(key))
 
     def _lose(self, process: _EnvironmentProcess, cause: FailureCause | None, why: str) -> None:
         """End a process, and retry or fail its calls. `cause`: of calls that have no retries left; None blames none."""

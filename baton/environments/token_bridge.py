@@ -164,7 +164,7 @@ class TokenBridge:
         if more != opening + between + _REPLY + header + _OBSERVATION + footer:
             raise self._refused("the text around a message depends on its place in the conversation")
         if not _opens(start, before) or not _opens(footer, between):
-            raise self._refused("the text before a reply differs from that before a turn that is generated")
+            raise self._refused("the text before a reply is not the generation prompt")
         header_ids, footer_ids = tuple(self._tokenizer.ids(header)), tuple(self._tokenizer.ids(footer))
         self._check_ids(header_ids, footer_ids, header, footer)
         return _Surroundings(
@@ -192,7 +192,8 @@ class TokenBridge:
         return _THOUGHT not in self._text(messages, is_open=True)
 
     def _derive_tool_format(self) -> ToolFormat | None:
-        """Find the family that reads a call as the template writes it, and whether the template renders schemas."""
+        """Find the family of formats that can read the calls of this template, and whether the template renders
+        schemas."""
         call = ToolCall(_TOOL, {"text": "a b", "number": 7})
         function = {"name": call.name, "arguments": call.arguments}
         calls = [{"id": "quokka777", "type": "function", "function": function}]

@@ -18,18 +18,8 @@ from pathlib import Path
 import msgspec
 
 from baton.clock import begin
+from baton.environments import calls
 from baton.environments.adapters import load_environment
-from baton.environments.calls import (
-    MAX_FRAME_BYTES,
-    ActFailure,
-    ActRequest,
-    Alive,
-    CloseEpisode,
-    EnvironmentReady,
-    EnvironmentSetup,
-    FromEnvironment,
-    ToEnvironment,
-)
 from baton.environments.instances import EnvironmentInstances
 from baton.errors import UserError
 from baton.frames import FrameSocket, frame_socket_of
@@ -45,7 +35,7 @@ class _Outbox:
     def __init__(self, pipe: FrameSocket) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
 
-    def send(self, message: FromEnvironment) -> None:
+    def send(self, message: calls.FromEnvironment) -> None:
         with self._lock:
             self._pipe.send_all(msgspec.msgpack.encode(message))
 
@@ -53,33 +43,33 @@ class _Outbox:
 def main() -> None:
     """Serve until the run closes the socket."""
     isolation = keep(network="--network" in sys.argv, who="environments", network_key="environments.allow_network")
-    pipe = frame_socket_of(os.dup(0), MAX_FRAME_BYTES)
+    pipe = frame_socket_of(os.dup(0), calls.MAX_FRAME_BYTES)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     outbox = _Outbox(pipe)
-    setup = msgspec.msgpack.decode(pipe.receive_next(), type=EnvironmentSetup)
+    setup = msgspec.msgpack.decode(pipe.receive_next(), type=calls.EnvironmentSetup)
     sys.path[:] = [str(Path(place).absolute()) for place in setup.sys_path]
     limit_memory(setup.memory_bytes)
     try:
         environments = {spec.name: load_environment(spec) for spec in setup.specs}
     except BaseException as error:  # noqa: BLE001 - an import may raise anything, and the run must report it
-        outbox.send(EnvironmentReady(str(error) if isinstance(error, UserError) else describe_error(error)))
+        outbox.send(calls.EnvironmentReady(str(error) if isinstance(error, UserError) else describe_error(error)))
         return
     os.chdir(isolation.scratch)
     os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
     never = tuple(name for name, loaded in environments.items() if loaded.replay == "never")
     notes = dict.fromkeys(filter(None, (isolation.description, *(one.note for one in environments.values()))))
-    outbox.send(EnvironmentReady(isolation="; ".join(notes), never_replayed=never))
+    outbox.send(calls.EnvironmentReady(isolation="; ".join(notes), never_replayed=never))
     _serve(EnvironmentInstances(environments, setup.max_observation_chars), pipe, outbox, setup.timeout_s)
 
 
 def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, timeout_s: float) -> None:
-    running: dict[int, ActRequest] = {}
+    running: dict[int, calls.ActRequest] = {}
     tick_s = min(TICK_S, timeout_s / 4)
     alive_at = 0.0
 
-    def execute(request: ActRequest) -> None:
+    def execute(request: calls.ActRequest) -> None:
         result = instances.act(request)
         if running.pop(id(request), None) is not None:
             outbox.send(result)
@@ -87,24 +77,24 @@ def _serve(instances: EnvironmentInstances, pipe: FrameSocket, outbox: _Outbox, 
     while True:
         if select.select([pipe], [], [], tick_s)[0]:  # `frames.ready` would also send, beside the threads
             while (frame := pipe.receive()) is not None:
-                message: ToEnvironment = msgspec.msgpack.decode(frame, type=ToEnvironment)
+                message: calls.ToEnvironment = msgspec.msgpack.decode(frame, type=calls.ToEnvironment)
                 match message:
-                    case ActRequest() as request:
+                    case calls.ActRequest() as request:
                         running[id(request)] = request
                         begin(lambda request=request: execute(request))  # type: ignore[misc]
-                    case CloseEpisode(key):
+                    case calls.CloseEpisode(key):
                         instances.discard(key, run=begin)
-                    case EnvironmentSetup():
+                    case calls.EnvironmentSetup():
                         raise AssertionError("a process is set up once")
         now_s = time.monotonic()
         for name, request in list(running.items()):
             called_s = now_s - instances.called_at.get(request.key, now_s)
             if called_s > timeout_s and running.pop(name, None) is not None:
                 sentence = f"no observation within environments.timeout_s = {timeout_s:g} s; the process was killed"
-                outbox.send(ActFailure(request.key, request.turn, FailureCause.TIMEOUT, sentence))
+                outbox.send(calls.ActFailure(request.key, request.turn, FailureCause.TIMEOUT, sentence))
         if running and now_s - alive_at >= tick_s:
             alive_at = now_s
-            outbox.send(Alive())
+            outbox.send(calls.Alive())
 
 
 if __name__ == "__main__":

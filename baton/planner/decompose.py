@@ -81,7 +81,7 @@ def improve(
     bound = RolloutBound(problem)
     families = list(_families(inputs, problem))
     solved_s = best.step_s
-    covered = _enumerated_bound_s(inputs, problem, bound)
+    covered = _enumerated_bound_s(problem, bound)
     low, high = min(best.bound_s, best.step_s), best.step_s
     for _ in range(ROUNDS):
         if high / low - 1 < TARGET_GAP or time.monotonic() - started > time_limit_s:
@@ -101,7 +101,7 @@ def improve(
     return problem, msgspec.structs.replace(best, bound_s=min(low, covered, best.step_s))
 
 
-def _enumerated_bound_s(inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound) -> float:
+def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> float:
     """Return a lower bound on the step time of pipelines on a single pool, all of which are in the table."""
     alone = (problem.table.stages > 0).sum(axis=1) == 1
     if not alone.any():
@@ -233,7 +233,7 @@ def _keeping_pace(
         fits = pace > 0
         needs = []
         for place in range(len(family.order)):
-            need = _least_groups(inputs, problem, family, place, rows, pace, groups[place])
+            need = _least_groups(problem, family, place, rows, pace, groups[place])
             fits &= need <= family.most[place][rows]
             needs.append(need)
         rows, groups = rows[fits], [need[fits] for need in needs]
@@ -271,7 +271,7 @@ def _generating(
 
 
 def _least_groups(
-    inputs: Inputs, problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
+    problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
     """Return the smallest dp with which each stage of a pool takes at most the time `pace`. `groups` is a known lower
     bound."""

@@ -65,7 +65,7 @@ def describe_seated(
         currency=inputs.cluster.currency,
         bound=Bound.of(total, solution.bound_s),
     )
-    return msgspec.structs.replace(plan, limits=tuple(limits(inputs, problem, plan)))
+    return msgspec.structs.replace(plan, limits=tuple(limits(problem, plan)))
 
 
 def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
@@ -225,7 +225,7 @@ def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Break
     return min(float(work.max_staleness), running / work.num_trajectories + 0.5)
 
 
-def limits(inputs: Inputs, problem: AssignmentProblem, plan: Plan) -> list[str]:
+def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
     """Return one sentence for each limit of the plan's throughput."""
     b = plan.breakdown
     filled = b.rollout_s + b.reward_s

@@ -25,24 +25,13 @@ import msgspec
 
 import baton
 from baton.errors import UserError
+from baton.rewards import scorer_protocol as protocol
 from baton.rewards.isolation import environment
-from baton.rewards.scorer_protocol import (
-    HEADER_BYTES,
-    Call,
-    CallResult,
-    FromWorker,
-    Outcome,
-    ScoreRequest,
-    ScorerReady,
-    ScorerSetup,
-    failed,
-    frame,
-)
 from baton.rewards.settings import LOAD_TIMEOUT_S, JudgeSettings
 from baton.types import FailureCause
 
-Calls = tuple[Call, ...]
-Outcomes = tuple[Outcome, ...]
+Calls = tuple[protocol.Call, ...]
+Outcomes = tuple[protocol.Outcome, ...]
 KILL_S = 5.0
 """Seconds that a supervisor process has to kill its scorer and the scorer's children, before the supervisor itself is
 killed."""
@@ -58,7 +47,7 @@ class _WorkerExited(Exception):
 class WorkerPool:
     """The worker processes of a run, and the calls that they execute."""
 
-    def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
+    def __init__(self, setup: protocol.ScorerSetup, settings: JudgeSettings) -> None:
         self._setup = setup
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.workers)
@@ -103,9 +92,11 @@ class WorkerPool:
                 outcomes = await worker.ask(spec, calls, deadline_s, deadline_s)
             except TimeoutError:
                 worker.kill()
-                return failed(calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed")
+                return protocol.failed(
+                    calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed"
+                )
             except _WorkerExited as lost:
-                return failed(calls, FailureCause.CRASHED, str(lost))
+                return protocol.failed(calls, FailureCause.CRASHED, str(lost))
             except asyncio.CancelledError:
                 worker.kill()
                 raise
@@ -147,7 +138,7 @@ class _ScorerProcess:
         self.is_alive = True
         self._waiting: dict[int, asyncio.Future[Outcomes]] = {}
         self._next_id = 0
-        self._ready: asyncio.Future[ScorerReady] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[protocol.ScorerReady] = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
@@ -171,7 +162,7 @@ class _ScorerProcess:
         )
         return cls(process)
 
-    def set_up(self, setup: ScorerSetup) -> Awaitable[ScorerReady]:
+    def set_up(self, setup: protocol.ScorerSetup) -> Awaitable[protocol.ScorerReady]:
         """Send the list of scorers to load. The returned awaitable raises _WorkerExited if the process ends before it
         replies."""
         self._send(setup)
@@ -190,7 +181,7 @@ class _ScorerProcess:
         future: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
-            self._send(ScoreRequest(call_id, spec, calls, deadline_s))
+            self._send(protocol.ScoreRequest(call_id, spec, calls, deadline_s))
             return await asyncio.wait_for(future, timeout_s)
         finally:
             self._waiting.pop(call_id, None)
@@ -215,16 +206,16 @@ class _ScorerProcess:
 
     def _send(self, message: msgspec.Struct) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(frame(message))
+        self.process.stdin.write(protocol.frame(message))
 
     async def _read(self) -> None:
         stream = self.process.stdout
         assert stream is not None
         try:
             while True:
-                header = await stream.readexactly(HEADER_BYTES)
+                header = await stream.readexactly(protocol.HEADER_BYTES)
                 body = await stream.readexactly(int.from_bytes(header, "big"))
-                self._on_reply(msgspec.msgpack.decode(body, type=FromWorker))
+                self._on_reply(msgspec.msgpack.decode(body, type=protocol.FromWorker))
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
             pass
         self.kill()
@@ -237,8 +228,12 @@ class _ScorerProcess:
             if not future.done():
                 future.set_exception(_WorkerExited(how))
 
-    def _on_reply(self, message: FromWorker) -> None:
-        if isinstance(message, ScorerReady):
+    def _on_reply(self, message: protocol.FromWorker) -> None:
+        if isinstance(message, protocol.ScorerReady):
             self._ready.set_result(message)
-        elif isinstance(message, CallResult) and (future := self._waiting.get(message.call_id)) and not future.done():
+        elif (
+            isinstance(message, protocol.CallResult)
+            and (future := self._waiting.get(message.call_id))
+            and not future.done()
+        ):
             future.set_result(message.outcomes)

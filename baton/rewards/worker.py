@@ -21,24 +21,13 @@ from typing import TypeVar
 
 import msgspec
 
+from baton.rewards import scorer_protocol as protocol
 from baton.rewards.functions import call_function, describe_error, import_function
 from baton.rewards.isolation import keep, limit_memory
-from baton.rewards.scorer_protocol import (
-    Call,
-    CallResult,
-    FunctionSpec,
-    Outcome,
-    ScoreRequest,
-    ScorerReady,
-    ScorerSetup,
-    ScorerSpec,
-    Spec,
-    failed,
-)
 from baton.types import FailureCause
 
-LoadedScorer = Callable[[tuple[Call, ...]], Awaitable[tuple[Outcome, ...]]]
-Message = TypeVar("Message", ScorerSetup, ScoreRequest)
+LoadedScorer = Callable[[tuple[protocol.Call, ...]], Awaitable[tuple[protocol.Outcome, ...]]]
+Message = TypeVar("Message", protocol.ScorerSetup, protocol.ScoreRequest)
 
 
 def main() -> None:
@@ -50,7 +39,7 @@ def main() -> None:
     sys.stdout = os.fdopen(
         1, "w", buffering=1
     )  # line buffering, because this process may be killed before it fills a larger buffer
-    setup = _receive(inbox, ScorerSetup)
+    setup = _receive(inbox, protocol.ScorerSetup)
     if setup is None:
         return
     sys.path[:] = [str(Path(entry).absolute()) for entry in setup.sys_path]
@@ -60,11 +49,11 @@ def main() -> None:
         try:
             scorers.append(_load(spec))
         except BaseException as error:  # noqa: BLE001 - reported to the run, whatever the import raises
-            _send(outbox, ScorerReady(f"{spec} cannot be loaded in a worker process: {describe_error(error)}"))
+            _send(outbox, protocol.ScorerReady(f"{spec} cannot be loaded in a worker process: {describe_error(error)}"))
             return
     os.chdir(isolation.scratch)  # only after the imports, whose paths are relative to the run's directory
     os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
-    _send(outbox, ScorerReady(isolation=isolation.description))
+    _send(outbox, protocol.ScorerReady(isolation=isolation.description))
     asyncio.run(_serve(scorers, inbox, outbox))
 
 
@@ -72,36 +61,38 @@ async def _serve(scorers: list[LoadedScorer], inbox: Connection, outbox: Connect
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
 
-    def start(request: ScoreRequest) -> None:
+    def start(request: protocol.ScoreRequest) -> None:
         task = loop.create_task(_answer(scorers[request.spec], request, outbox))
         running.add(task)
         task.add_done_callback(running.discard)
 
     def receive_all() -> None:
-        while (request := _receive(inbox, ScoreRequest)) is not None:
+        while (request := _receive(inbox, protocol.ScoreRequest)) is not None:
             loop.call_soon_threadsafe(start, request)
 
     threading.Thread(target=receive_all, daemon=True).start()
     await asyncio.Event().wait()
 
 
-async def _answer(scorer: LoadedScorer, request: ScoreRequest, outbox: Connection) -> None:
+async def _answer(scorer: LoadedScorer, request: protocol.ScoreRequest, outbox: Connection) -> None:
     # applies to asynchronous scorers only; the run kills the process of a synchronous scorer
     limit = asyncio.timeout(request.deadline_s)
     try:
         async with limit:
             outcomes = await scorer(request.calls)
     except TimeoutError:
-        outcomes = failed(request.calls, FailureCause.TIMEOUT, f"gave no answer within {request.deadline_s:g} s")
-    _send(outbox, CallResult(request.call_id, outcomes))
+        outcomes = protocol.failed(
+            request.calls, FailureCause.TIMEOUT, f"gave no answer within {request.deadline_s:g} s"
+        )
+    _send(outbox, protocol.CallResult(request.call_id, outcomes))
 
 
-def _load(spec: Spec) -> LoadedScorer:
+def _load(spec: protocol.Spec) -> LoadedScorer:
     """Import the scorer of a spec."""
-    if isinstance(spec, FunctionSpec):
+    if isinstance(spec, protocol.FunctionSpec):
         function = import_function(spec.path)
         return lambda calls: call_function(function, spec.signature, calls)
-    if isinstance(spec, ScorerSpec):
+    if isinstance(spec, protocol.ScorerSpec):
         module, _, name = spec.path.partition(":")
         return _per_response(getattr(import_module(module), name)(**spec.arguments))
     from baton.rewards.mathematics import load, math_score
@@ -110,12 +101,12 @@ def _load(spec: Spec) -> LoadedScorer:
     return _per_response(lambda call: math_score(call.answer, call.prompt.answer))
 
 
-def _per_response(score: Callable[[Call], Outcome]) -> LoadedScorer:
-    async def scored(calls: tuple[Call, ...]) -> tuple[Outcome, ...]:
+def _per_response(score: Callable[[protocol.Call], protocol.Outcome]) -> LoadedScorer:
+    async def scored(calls: tuple[protocol.Call, ...]) -> tuple[protocol.Outcome, ...]:
         try:
             return tuple(score(call) for call in calls)
         except Exception as error:  # noqa: BLE001 - a verifier may raise anything for some answers
-            return failed(calls, FailureCause.RAISED, f"raised {describe_error(error)}")
+            return protocol.failed(calls, FailureCause.RAISED, f"raised {describe_error(error)}")
 
     return scored
 

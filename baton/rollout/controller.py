@@ -21,33 +21,8 @@ from typing import Any, Protocol
 
 from baton.errors import EngineFault
 from baton.records.journal import IssuedGroup, Journal, OpenGroup, StreamCursor
+from baton.rollout import events as ev
 from baton.rollout.episodes import BeginAgain, Continued, EpisodePlayer, environment_reward, path_seeds
-from baton.rollout.events import (
-    AbortTrajectory,
-    Assign,
-    BatchRequested,
-    Capacity,
-    Command,
-    Deliver,
-    Discard,
-    DispatchPaused,
-    DispatchResumed,
-    EnvironmentFailed,
-    Event,
-    Finished,
-    LeaseEnded,
-    Load,
-    Observed,
-    Open,
-    Restart,
-    Revoked,
-    Rewarded,
-    TokensLost,
-    TokensReceived,
-    TurnEnded,
-    VersionServed,
-    VersionTrained,
-)
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.settings import Rules
@@ -192,7 +167,7 @@ class RolloutController:
         Raises DeadlineExceeded if the worker makes no progress, and Stopped.
         """
         self._tensors, self._version = tensors, version
-        self._dispatch(VersionTrained(self._now_s(), version.number))
+        self._dispatch(ev.VersionTrained(self._now_s(), version.number))
         self._pump_until(lambda: self._version is None)
         self._tensors = {}
 
@@ -205,7 +180,7 @@ class RolloutController:
         """
         self._on_scored = on_scored
         on_scored(sum(len(group.scored) for group in self._groups.values()))
-        self._dispatch(BatchRequested(self._now_s()))
+        self._dispatch(ev.BatchRequested(self._now_s()))
         try:
             self._pump_until(lambda: self._batch is not None)
             if self.rules.mode != "async":  # collect what aborted leases report: the worker is idle during the step
@@ -234,18 +209,18 @@ class RolloutController:
 
         Used while an evaluation needs the worker.
         """
-        self._dispatch(DispatchPaused(self._now_s()))
+        self._dispatch(ev.DispatchPaused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_scoring))
         yield
         while self._worker.set_aside:
             self._on_revoked(self._worker.set_aside.pop())
-        self._dispatch(DispatchResumed(self._now_s()))
+        self._dispatch(ev.DispatchResumed(self._now_s()))
 
     def abort_all(self, longest_s: float) -> None:
         """Abort all leases before the process exits, and journal the tokens that are reported within `longest_s`."""
         until_s = self._now_s() + longest_s
         if not self._is_loading:  # if a stop interrupted load_weights, the worker cannot process an abort
-            self._dispatch(DispatchPaused(self._now_s()))
+            self._dispatch(ev.DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
                 self._pump(min(1.0, left_s), "generate")
         if self._journal is not None:
@@ -262,7 +237,7 @@ class RolloutController:
 
     def version_trained(self, version: int) -> None:
         """Record that the trainer has made a version that will not be published."""
-        self._dispatch(VersionTrained(self._now_s(), version, is_published=False))
+        self._dispatch(ev.VersionTrained(self._now_s(), version, is_published=False))
 
     @property
     def _is_busy(self) -> bool:
@@ -316,12 +291,12 @@ class RolloutController:
         slots = self._worker.transport.slots
         if slots != self._slots:
             self._slots = slots
-            self._dispatch(Capacity(self._now_s(), slots, queue=slots))
+            self._dispatch(ev.Capacity(self._now_s(), slots, queue=slots))
 
     def _on_message(self, message: FromPort) -> None:
         match message:
             case WorkLost(cause=cause, num_tokens=num_tokens):
-                self._dispatch(TokensLost(self._now_s(), cause, num_tokens))
+                self._dispatch(ev.TokensLost(self._now_s(), cause, num_tokens))
             case WorkRevoked():
                 self._on_revoked(message)
             case _:
@@ -346,7 +321,7 @@ class RolloutController:
             self._player.restore(group.issued.prompt, over.trajectory, over.episode)
         if self._journal is not None:
             self._journal.revoked(revoked.group_id, index)
-        self._dispatch(Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
+        self._dispatch(ev.Revoked(self._now_s(), revoked.group_id, index, revoked.cause))
 
     def _on_lease_message(self, message: FromWorker) -> None:
         key = self._leases.get(message.lease_id)
@@ -369,16 +344,16 @@ class RolloutController:
         self._record(trajectory, grown, message.segments, ends_turn=ends_turn)
         for segment in message.segments:
             if segment.author is Author.POLICY:
-                self._dispatch(TokensReceived(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
+                self._dispatch(ev.TokensReceived(self._now_s(), *key, segment.policy_version, len(segment.token_ids)))
         if ends_turn:
             assert message.finish_reason is not None
-            self._dispatch(TurnEnded(self._now_s(), *key))
+            self._dispatch(ev.TurnEnded(self._now_s(), *key))
             self._act(group, grown, message.finish_reason)
         elif grown.finish_reason is not None:
             self._submit(group, [grown])
-            self._dispatch(Finished(self._now_s(), *key))
+            self._dispatch(ev.Finished(self._now_s(), *key))
         elif message.is_aborted:
-            self._dispatch(LeaseEnded(self._now_s(), *key))
+            self._dispatch(ev.LeaseEnded(self._now_s(), *key))
 
     def _record(
         self, before: Trajectory, grown: Trajectory, segments: Sequence[Segment], *, ends_turn: bool = False
@@ -420,7 +395,9 @@ class RolloutController:
             if not self._player.may_replay(group.issued.prompt):
                 if self._journal is not None:
                     self._journal.revoked(group.issued.group_id, index)
-                self._dispatch(EnvironmentFailed(self._now_s(), group.issued.group_id, index, "environment_restarted"))
+                self._dispatch(
+                    ev.EnvironmentFailed(self._now_s(), group.issued.group_id, index, "environment_restarted")
+                )
             elif index in group.ended_turns:
                 self._act(own, trajectory, FinishReason.STOP)
 
@@ -438,14 +415,14 @@ class RolloutController:
             case BeginAgain(group_id=group_id, sample_index=index, cause=cause):
                 if self._journal is not None:
                     self._journal.revoked(group_id, index)
-                self._dispatch(EnvironmentFailed(self._now_s(), group_id, index, cause))
+                self._dispatch(ev.EnvironmentFailed(self._now_s(), group_id, index, cause))
             case Continued(trajectory=grown, episode=episode, appended=appended):
                 members = self._groups[grown.group_id].members
                 before, members[grown.sample_index] = members[grown.sample_index], grown
                 if self._journal is not None:
                     self._journal.observed(grown, episode)
                 self._record(before, grown, appended)
-                self._dispatch(Observed(self._now_s(), grown.group_id, grown.sample_index))
+                self._dispatch(ev.Observed(self._now_s(), grown.group_id, grown.sample_index))
 
     def _end_episode(self, over: ScoredTrajectory) -> None:
         """Record a finished episode, which has the reward of its environment, or none if the environment failed."""
@@ -455,7 +432,7 @@ class RolloutController:
         group.episodes[trajectory.sample_index] = over
         if self._journal is not None:
             self._journal.finished(trajectory, over.episode)
-        self._dispatch(Finished(self._now_s(), trajectory.group_id, trajectory.sample_index))
+        self._dispatch(ev.Finished(self._now_s(), trajectory.group_id, trajectory.sample_index))
         self._submit(group, [trajectory])
 
     # ---- leases and scores -------------------------------------------------------------------------------------------
@@ -469,7 +446,7 @@ class RolloutController:
                 "look for errors in the log of the engine, then continue with --resume"
             )
         self._end_lease(retry.lease_id)
-        self._dispatch(LeaseEnded(self._now_s(), trajectory.group_id, trajectory.sample_index))
+        self._dispatch(ev.LeaseEnded(self._now_s(), trajectory.group_id, trajectory.sample_index))
 
     def _end_lease(self, lease_id: int) -> None:
         del self._lease_of[self._leases.pop(lease_id)]
@@ -511,7 +488,7 @@ class RolloutController:
         if self._journal is not None:
             self._journal.judged(scored)
         reward = result.reward if result.is_judged else None
-        self._dispatch(Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
+        self._dispatch(ev.Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
 
     def _is_first(self, scored: ScoredTrajectory) -> bool:
         """Return whether this is the first reward of its trajectory.
@@ -523,39 +500,39 @@ class RolloutController:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, event: Event) -> None:
+    def _dispatch(self, event: ev.Event) -> None:
         self._apply_all(self.scheduler.handle(event))
 
-    def _apply_all(self, commands: Iterable[Command]) -> None:
+    def _apply_all(self, commands: Iterable[ev.Command]) -> None:
         for command in commands:
             self._apply_command(command)
 
-    def _apply_command(self, command: Command) -> None:
+    def _apply_command(self, command: ev.Command) -> None:
         match command:
-            case Open(group_id=group_id, again=again):
+            case ev.Open(group_id=group_id, again=again):
                 self._open(group_id, again)
-            case Assign():
+            case ev.Assign():
                 self._lease(command)
-            case AbortTrajectory(group_id=group_id, sample_index=sample_index):
+            case ev.AbortTrajectory(group_id=group_id, sample_index=sample_index):
                 lease_id = self._lease_of.get((group_id, sample_index))
                 if lease_id is not None:
                     self._worker.transport.send(AbortLease(lease_id))
-            case Restart(group_id=group_id, sample_index=sample_index):
+            case ev.Restart(group_id=group_id, sample_index=sample_index):
                 group = self._groups[group_id]
                 group.members[sample_index] = Trajectory(group_id, sample_index, group.issued.prompt_ids)
                 if self._player is not None:
                     self._player.begin_again(group.issued.prompt, group.members[sample_index])
-            case Discard(group_id=group_id, cause=cause):
+            case ev.Discard(group_id=group_id, cause=cause):
                 self._discard(group_id, cause)
-            case Deliver(group_ids=group_ids):
+            case ev.Deliver(group_ids=group_ids):
                 self._batch = [self._complete(self._groups.pop(group_id)) for group_id in group_ids]
-            case Load():
+            case ev.Load():
                 assert self._version is not None, "the scheduler loads a version that was not published"
                 version, self._version = self._version, None
                 self._is_loading = True
                 self._worker.load_weights(self._tensors, version)
                 self._is_loading = False
-                self._dispatch(VersionServed(self._now_s(), version.number))
+                self._dispatch(ev.VersionServed(self._now_s(), version.number))
 
     def _open(self, group_id: int, again: int | None) -> None:
         if again is None:
@@ -572,7 +549,7 @@ class RolloutController:
         if self._journal is not None:
             self._journal.issued(issued, self.cursor)
 
-    def _lease(self, command: Assign) -> None:
+    def _lease(self, command: ev.Assign) -> None:
         key = (command.group_id, command.sample_index)
         trajectory = self._groups[command.group_id].members[command.sample_index]
         group, sampling = self._groups[command.group_id], self._sampling

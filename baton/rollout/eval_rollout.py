@@ -133,7 +133,7 @@ class _EvalLeases:
             yield over
 
     def collect(self, timeout_s: float) -> Iterator[ScoredTrajectory]:
-        """Lease the next turns of episodes whose environment has answered; yield those that are over."""
+        """Lease the next turns of episodes whose environment has answered; yield the finished episodes."""
         assert self._player is not None
         for answer in self._player.collect(timeout_s):
             match answer:

@@ -29,33 +29,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import assert_never
 
 from baton.errors import UserError
+from baton.rollout import events as ev
 from baton.rollout.buffer import Buffer
-from baton.rollout.events import (
-    AbortTrajectory,
-    Assign,
-    BatchRequested,
-    Capacity,
-    Command,
-    Deliver,
-    Discard,
-    DispatchPaused,
-    DispatchResumed,
-    EnvironmentFailed,
-    Event,
-    Finished,
-    LeaseEnded,
-    Load,
-    Observed,
-    Open,
-    Restart,
-    Revoked,
-    Rewarded,
-    TokensLost,
-    TokensReceived,
-    TurnEnded,
-    VersionServed,
-    VersionTrained,
-)
 from baton.rollout.overprovision import next_overprovision
 from baton.rollout.scheduler_state import Ledger, StepCounts, TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.settings import FILTERED_LIMIT, Rules
@@ -104,9 +79,9 @@ class RolloutScheduler:
         self._is_loading = False
         self._last_s = 0.0
 
-    def restore(self, carried: Sequence[TrackedGroup]) -> list[Command]:
+    def restore(self, carried: Sequence[TrackedGroup]) -> list[ev.Command]:
         """Restore groups that an earlier process opened and did not deliver. Call before the first event."""
-        commands: list[Command] = []
+        commands: list[ev.Command] = []
         for group in carried:
             assert group.group_id < self.next_group_id, (
                 f"cannot restore group {group.group_id}: ids from {self.next_group_id} on are not assigned yet"
@@ -122,7 +97,7 @@ class RolloutScheduler:
                 commands += self._complete(group)
         return commands
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: ev.Event) -> list[ev.Command]:
         """Apply one event and return the resulting commands in the order in which they must be executed.
 
         If the event's time is earlier than that of the previous event, no time has passed between them.
@@ -159,58 +134,58 @@ class RolloutScheduler:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def _apply_event(self, event: Event) -> Iterator[Command]:
+    def _apply_event(self, event: ev.Event) -> Iterator[ev.Command]:
         match event:
-            case TokensReceived():
+            case ev.TokensReceived():
                 self._on_tokens(event)
-            case Finished(group_id=group_id, sample_index=sample_index):
+            case ev.Finished(group_id=group_id, sample_index=sample_index):
                 self._release(self._trajectory(group_id, sample_index), TrajectoryState.SCORING)
                 self.step.finished += 1
                 yield from self._load_when_free()
-            case TurnEnded(group_id=group_id, sample_index=sample_index):
+            case ev.TurnEnded(group_id=group_id, sample_index=sample_index):
                 self._release(self._trajectory(group_id, sample_index), TrajectoryState.ACTING)
                 self.num_acting += 1
                 self.step.turns += 1
                 yield from self._load_when_free()
-            case Observed(group_id=group_id, sample_index=sample_index):
+            case ev.Observed(group_id=group_id, sample_index=sample_index):
                 trajectory = self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING)
                 trajectory.begins_turn = True
                 self._put_back(trajectory)
-            case EnvironmentFailed(group_id=group_id, sample_index=sample_index, cause=cause):
+            case ev.EnvironmentFailed(group_id=group_id, sample_index=sample_index, cause=cause):
                 trajectory = self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING)
                 yield from self._begin_again(trajectory, cause)
-            case LeaseEnded(group_id=group_id, sample_index=sample_index):
+            case ev.LeaseEnded(group_id=group_id, sample_index=sample_index):
                 self._put_back(self._release(self._trajectory(group_id, sample_index), TrajectoryState.PENDING))
                 yield from self._load_when_free()
-            case Rewarded():
+            case ev.Rewarded():
                 yield from self._on_reward(event)
-            case Capacity(slots=slots, queue=queue):
+            case ev.Capacity(slots=slots, queue=queue):
                 self._slots, self._max_leases = slots, slots + queue
-            case TokensLost(cause=cause, num_tokens=num_tokens):
+            case ev.TokensLost(cause=cause, num_tokens=num_tokens):
                 self.ledger.generated += num_tokens
                 self.ledger.lose(cause, num_tokens)
                 self.step.lost_tokens += num_tokens
-            case Revoked():
+            case ev.Revoked():
                 yield from self._on_revoked(event)
-            case VersionTrained():
+            case ev.VersionTrained():
                 yield from self._on_version_trained(event)
-            case VersionServed(version=version):
+            case ev.VersionServed(version=version):
                 self._is_loading, self._served = False, version
                 self._is_changing = version != self._published
                 yield from self._load_when_free()
-            case BatchRequested():
+            case ev.BatchRequested():
                 assert not self._is_requested, "a batch is requested twice"
                 assert self._delivered == self.version, "a batch is requested before the last batch has been trained"
                 self._is_requested = True
-            case DispatchPaused():
+            case ev.DispatchPaused():
                 self._is_paused = True
                 yield from self._abort_all()
-            case DispatchResumed():
+            case ev.DispatchResumed():
                 self._is_paused = False
             case _:
                 assert_never(event)
 
-    def _on_revoked(self, event: Revoked) -> Iterator[Command]:
+    def _on_revoked(self, event: ev.Revoked) -> Iterator[ev.Command]:
         """Restart a trajectory, whatever its state. If it is being scored, the controller ignores that reward."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.SCORED:
@@ -224,15 +199,15 @@ class RolloutScheduler:
         yield from self._begin_again(trajectory, event.cause)
         yield from self._load_when_free()
 
-    def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[Command]:
+    def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[ev.Command]:
         """Discard a trajectory's tokens under a cause; they are generated again from its prompt."""
         forgotten = trajectory.forget()
         self.ledger.lose(cause, forgotten)
         self.step.lost_tokens += forgotten
-        yield Restart(trajectory.group_id, trajectory.sample_index)
+        yield ev.Restart(trajectory.group_id, trajectory.sample_index)
         self._put_back(trajectory)
 
-    def _on_tokens(self, event: TokensReceived) -> None:
+    def _on_tokens(self, event: ev.TokensReceived) -> None:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         assert trajectory.state is TrajectoryState.LEASED, (
             f"trajectory {trajectory.name} received tokens in state {trajectory.state.name}"
@@ -241,7 +216,7 @@ class RolloutScheduler:
         self.ledger.generated += event.num_tokens
         self.step.generated_tokens += event.num_tokens
 
-    def _on_reward(self, event: Rewarded) -> Iterator[Command]:
+    def _on_reward(self, event: ev.Rewarded) -> Iterator[ev.Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
         # a scorer that compares the members of a group scores all of them again after one was revoked
         if trajectory.state is TrajectoryState.SCORED:
@@ -256,7 +231,7 @@ class RolloutScheduler:
         if not group.num_unscored:
             yield from self._complete(group)
 
-    def _on_version_trained(self, event: VersionTrained) -> Iterator[Command]:
+    def _on_version_trained(self, event: ev.VersionTrained) -> Iterator[ev.Command]:
         assert event.version == self._delivered, f"version {event.version} was trained on {self._delivered} batches"
         self.version = event.version
         if not event.is_published:
@@ -264,7 +239,7 @@ class RolloutScheduler:
         self._is_changing, self._published = True, event.version
         if self.rules.is_in_flight:
             self._is_loading = True
-            yield Load(event.version)
+            yield ev.Load(event.version)
         elif self.rules.on_new_version == "resume":
             yield from self._abort_all()
         yield from self._load_when_free()
@@ -291,7 +266,7 @@ class RolloutScheduler:
             return False
         return self._is_requested or self.rules.mode == "async"
 
-    def _assign(self) -> Iterator[Command]:
+    def _assign(self) -> Iterator[ev.Command]:
         """Assign pending trajectories to free slots and queue places; open a group when none is pending."""
         if not self._is_generating():
             return
@@ -310,9 +285,9 @@ class RolloutScheduler:
             trajectory.begins_turn = False
             # versions never decrease along a trajectory, so its next tokens need at least the version of its last one
             least = version if is_exact or not trajectory.versions else max(version, trajectory.versions[-1][0])
-            yield Assign(group_id, sample_index, least, is_exact)
+            yield ev.Assign(group_id, sample_index, least, is_exact)
 
-    def _open(self) -> Iterator[Command]:
+    def _open(self) -> Iterator[ev.Command]:
         again, attempts = self._dropped.popleft() if self._dropped else (None, 0)
         group_id, self.next_group_id = self.next_group_id, self.next_group_id + 1
         group = TrackedGroup.new(group_id, self.rules.group_size, opened_at=self.version, attempts=attempts)
@@ -320,9 +295,9 @@ class RolloutScheduler:
         self._buffer.opened(group_id)
         for member in group.members:
             heapq.heappush(self._pending, (True, group_id, member.sample_index))
-        yield Open(group_id, again)
+        yield ev.Open(group_id, again)
 
-    def _complete(self, group: TrackedGroup) -> Iterator[Command]:
+    def _complete(self, group: TrackedGroup) -> Iterator[ev.Command]:
         """Mark a scored group as complete, or filter it.
 
         Dynamic sampling filters groups whose rewards are all equal, because their advantages are zero (DAPO, arXiv
@@ -342,7 +317,7 @@ class RolloutScheduler:
         else:
             self._buffer.completed(group.group_id, group.oldest_version(default=self.version))
 
-    def _deliver(self) -> Iterator[Command]:
+    def _deliver(self) -> Iterator[ev.Command]:
         """Deliver the requested batch if enough groups are complete."""
         if not self._is_requested or self._buffer.num_complete < self.rules.batch_groups:
             return
@@ -366,9 +341,9 @@ class RolloutScheduler:
         if self.rules.is_adaptive:
             most = self.rules.most_overprovision
             self.overprovision = next_overprovision(self.overprovision, self.step.measured(), most)
-        yield Deliver(self._delivered, take.group_ids)
+        yield ev.Deliver(self._delivered, take.group_ids)
 
-    def _drop(self, group: TrackedGroup) -> Iterator[Command]:
+    def _drop(self, group: TrackedGroup) -> Iterator[ev.Command]:
         """Queue a group's prompt for another attempt under a new id, or discard it after max_requeues attempts."""
         if group.attempts < self.rules.max_requeues:
             self._dropped.append((group.group_id, group.attempts + 1))
@@ -377,23 +352,23 @@ class RolloutScheduler:
             self.step.dropped_groups += 1
         yield from self._discard(group, "dropped")
 
-    def _discard(self, group: TrackedGroup, cause: str) -> Iterator[Command]:
+    def _discard(self, group: TrackedGroup, cause: str) -> Iterator[ev.Command]:
         del self._groups[group.group_id]
         if cause == "filtered":
             self.ledger.filtered += group.num_tokens
         else:
             self.ledger.dropped += group.num_tokens
-        yield Discard(group.group_id, cause)
+        yield ev.Discard(group.group_id, cause)
 
-    def _abort_all(self) -> Iterator[Command]:
+    def _abort_all(self) -> Iterator[ev.Command]:
         for key in sorted(self._leased):
-            yield AbortTrajectory(*key)
+            yield ev.AbortTrajectory(*key)
 
-    def _load_when_free(self) -> Iterator[Command]:
+    def _load_when_free(self) -> Iterator[ev.Command]:
         """Load the published version if no trajectory is leased under the previous one."""
         if self._is_changing and not self._is_loading and not len(self._leased):
             self._is_loading = True
-            yield Load(self._published)
+            yield ev.Load(self._published)
 
     # ---- states ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from baton.recipe.recipe import Recipe, WarmStart
 from baton.records.journal import Journal
 from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
-from baton.rewards.functions import detect_signature, import_function
 from baton.run.loop import LoopState, Observer, SavedCheckpoint
 from baton.tasks.rows import hub_revision, is_hub_name
 from baton.trainer.checkpoint import (
@@ -121,7 +119,6 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
         observer.said(f"{path} does not exist yet: the run starts from the beginning")
         return ResumePoint(LoopState(), None)
     run = RunDirectory.open(path)
-    _check_signatures(run)
     for warning in compare_for_resume(_recorded(run), without_none(recipe.model_dump(mode="json"))):
         observer.said(f"warning: {warning}")
     if recipe.trainer.compile:
@@ -156,21 +153,6 @@ def _recorded(run: RunDirectory) -> dict[str, Any]:
         return without_none(Recipe.model_validate(recorded).model_dump(mode="json"))  # type: ignore[no-any-return]
     except ValidationError:  # a value is no longer allowed; the later comparison of the recipes names its key
         return recorded
-
-
-def _check_signatures(run: RunDirectory) -> None:
-    """Raise UserError if the run was recorded when reward functions were called as f(prompt, response, answer) with the
-    response's answer, and has a function to which the same call would give the reference answer."""
-    for reward in run.recipe().get("reward", ()):
-        if reward.get("kind") == "function" and "signature" not in reward:
-            function = import_function(reward["function"])
-            changed = {"prompt", "answer"} & set(inspect.signature(function).parameters)
-            if changed and detect_signature(function) == "names":
-                raise UserError(
-                    f"{run.path} was recorded when {reward['function']} received the response's answer as `answer` and "
-                    "a record as `prompt`. Arguments are now bound by name: `parsed` is the response's answer, "
-                    "`answer` the reference and `prompt` a string. Start a new run from the checkpoint with model.path"
-                )
 
 
 def open_run(

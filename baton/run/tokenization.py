@@ -14,8 +14,8 @@ from baton.tasks.stream import ProblemSettings, PromptStream
 from baton.types import Message, Prompt, ScoredTrajectory, Trajectory
 
 MAX_SPAN_S = 1.0
-"""Maximum length of a span of scoring, seconds. A longer period is written as several spans, so that the trace lacks
-little if the process ends."""
+"""Maximum length of a span of scoring, seconds. A longer period is written as several spans, so that a killed process
+loses only the end of the period."""
 
 
 class PromptEncoder:

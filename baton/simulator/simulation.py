@@ -17,26 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.records.trace import Tracer
-from baton.rollout.events import (
-    AbortTrajectory,
-    Assign,
-    BatchRequested,
-    Capacity,
-    Command,
-    Deliver,
-    Discard,
-    Event,
-    Finished,
-    LeaseEnded,
-    Load,
-    Open,
-    Restart,
-    Rewarded,
-    TokensLost,
-    TokensReceived,
-    VersionServed,
-    VersionTrained,
-)
+from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup, TrajectoryState
 from baton.simulator.clock import VirtualClock
@@ -59,10 +40,10 @@ class NoProgress(Exception):
 class EventObserver(Protocol):
     """An observer of every event and command, such as an invariant checker or a log."""
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: ro.Event) -> None:
         """Called before the scheduler handles an event."""
 
-    def on_command(self, command: Command) -> None:
+    def on_command(self, command: ro.Command) -> None:
         """Called before a command is applied."""
 
     def settled(self) -> None:
@@ -152,7 +133,7 @@ class Simulation:
 
     # ---- the scheduler -----------------------------------------------------------------------------------------------
 
-    def dispatch(self, event: Event) -> None:
+    def dispatch(self, event: ro.Event) -> None:
         """Send an event to the scheduler, and apply the commands that it returns."""
         if not self.watches:
             for command in self.scheduler.handle(event):
@@ -167,34 +148,34 @@ class Simulation:
             for watch in self.watches:
                 watch.settled()
 
-    def do(self, commands: list[Command]) -> None:
+    def do(self, commands: list[ro.Command]) -> None:
         """Apply commands. Observers receive each command before it is applied."""
         for command in commands:
             for watch in self.watches:
                 watch.on_command(command)
             self._apply_command(command)
 
-    def _apply_command(self, command: Command) -> None:
+    def _apply_command(self, command: ro.Command) -> None:
         match command:
-            case Assign():
+            case ro.Assign():
                 self._assign(command)
-            case Open(group_id=group_id):
+            case ro.Open(group_id=group_id):
                 self._made[group_id] = {}
-            case AbortTrajectory(group_id=group_id, sample_index=sample_index):
+            case ro.AbortTrajectory(group_id=group_id, sample_index=sample_index):
                 lease = self._lease_of.get((group_id, sample_index))
                 if lease is not None:
                     self.port.abort(lease)
-            case Restart(group_id=group_id, sample_index=sample_index):
+            case ro.Restart(group_id=group_id, sample_index=sample_index):
                 self._tokens.pop((group_id, sample_index), None)
-            case Deliver(group_ids=group_ids):
+            case ro.Deliver(group_ids=group_ids):
                 self._batch = group_ids
                 self._train_when_free()
-            case Load(version=version):
+            case ro.Load(version=version):
                 self.port.load(version)
-            case Discard(group_id=group_id):
+            case ro.Discard(group_id=group_id):
                 del self._made[group_id]
 
-    def _assign(self, command: Assign) -> None:
+    def _assign(self, command: ro.Assign) -> None:
         group_id, sample_index = key = (command.group_id, command.sample_index)
         lease = self._next_lease = self._next_lease + 1
         self._key_of[lease], self._lease_of[key] = key, lease
@@ -213,28 +194,28 @@ class Simulation:
         made = self._made[key[0]]
         made[version] = made.get(version, 0) + num_tokens
         self._moved_s = self.clock.now_s
-        self.dispatch(TokensReceived(self.clock.now_s, *key, version, num_tokens))
+        self.dispatch(ro.TokensReceived(self.clock.now_s, *key, version, num_tokens))
 
     def finished(self, lease: int) -> None:
         key = self._release_lease(lease)
         self._tokens.pop(key, None)
-        self.dispatch(Finished(self.clock.now_s, *key))
+        self.dispatch(ro.Finished(self.clock.now_s, *key))
         self._train_when_free()
         self._ask_judges(key)
 
     def put_down(self, lease: int) -> None:
-        self.dispatch(LeaseEnded(self.clock.now_s, *self._release_lease(lease)))
+        self.dispatch(ro.LeaseEnded(self.clock.now_s, *self._release_lease(lease)))
         self._train_when_free()
 
     def lost(self, cause: str, num_tokens: int) -> None:
-        self.dispatch(TokensLost(self.clock.now_s, cause, num_tokens))
+        self.dispatch(ro.TokensLost(self.clock.now_s, cause, num_tokens))
 
     def capacity(self, slots: int) -> None:
-        self.dispatch(Capacity(self.clock.now_s, slots, queue=slots))
+        self.dispatch(ro.Capacity(self.clock.now_s, slots, queue=slots))
 
     def serving(self, version: int) -> None:
         self._moved_s = self.clock.now_s
-        self.dispatch(VersionServed(self.clock.now_s, version))
+        self.dispatch(ro.VersionServed(self.clock.now_s, version))
         self._want()
 
     def _release_lease(self, lease: int) -> Key:
@@ -252,7 +233,7 @@ class Simulation:
     def _judged(self, lineage: int, key: Key) -> None:
         if lineage == self.lineage:
             self._moved_s = self.clock.now_s
-            self.dispatch(Rewarded(self.clock.now_s, *key, self.script.reward(*key)))
+            self.dispatch(ro.Rewarded(self.clock.now_s, *key, self.script.reward(*key)))
 
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
@@ -260,7 +241,7 @@ class Simulation:
         """Request a batch. As in the live loop, a train step begins with this request."""
         if self.version < self.setting.num_steps:
             self._wanted_s = self.clock.now_s
-            self.dispatch(BatchRequested(self.clock.now_s))
+            self.dispatch(ro.BatchRequested(self.clock.now_s))
 
     def _train_when_free(self) -> None:
         """Train the delivered batch. Except in mode `async`, training waits until no lease is left, and the engines are
@@ -308,11 +289,11 @@ class Simulation:
         if self.version % self.setting.publish_every == 0:
             self._announce_version()
         else:
-            self.dispatch(VersionTrained(now_s, self.version, is_published=False))
+            self.dispatch(ro.VersionTrained(now_s, self.version, is_published=False))
             self._want()
 
     def _announce_version(self) -> None:
-        self.dispatch(VersionTrained(self.clock.now_s, self.version))
+        self.dispatch(ro.VersionTrained(self.clock.now_s, self.version))
 
     # ---- restarts of the controller ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from baton.simulator.engine import LeaseProgress, SimEngine
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.network import SimulatedConnection, SimulatedHello, SimulatedReport
 from baton.simulator.transport import GenerationRequest
-from baton.swarm import version_sync as hw
+from baton.swarm import version_sync as vs
 from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
 from baton.types import Abort, PolicyVersion, Retry
 
@@ -64,7 +64,7 @@ class SimWorker:
         """Messages to the hub."""
         self.down: SimulatedConnection
         """Messages from the hub."""
-        self.have_want = hw.VersionSync(setting.swarm.have_want)
+        self.have_want = vs.VersionSync(setting.swarm.have_want)
         self.engine = SimEngine(
             clock,
             spec,
@@ -196,7 +196,7 @@ class SimWorker:
             case Ack(lease_id=lease, length=length, has_ended=has_ended):
                 self._confirmed(lease, length, has_ended=has_ended)
             case Want(version=version):
-                self._consider(hw.VersionWanted(self._clock.now_s, version))
+                self._consider(vs.VersionWanted(self._clock.now_s, version))
             case _:
                 raise AssertionError(f"unexpected message from the hub: {type(message).__name__}")
 
@@ -244,22 +244,22 @@ class SimWorker:
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
-    def _consider(self, event: hw.Event) -> None:
+    def _consider(self, event: vs.Event) -> None:
         for command in self.have_want.handle(event):
             match command:
-                case hw.Fetch(version=version):
+                case vs.Fetch(version=version):
                     self._fetching_s = self._clock.now_s
                     self._clock.after(self._swarm.fetch_s * self.slowness, self._fetched, version)
-                case hw.Activate(version=version):
+                case vs.Activate(version=version):
                     load_s = self._swarm.activate_s
                     self.engine.switch(version.number, resumes=self._resumes, load_s=load_s)
                     self._clock.after(load_s, self._activated, version)
-                case hw.SetTimer(at_s=at_s):
+                case vs.SetTimer(at_s=at_s):
                     self._clock.at(at_s, self._woken)
 
     def _woken(self) -> None:
         if self.is_up:
-            self._consider(hw.TimerFired(self._clock.now_s))
+            self._consider(vs.TimerFired(self._clock.now_s))
 
     def _fetched(self, version: PolicyVersion) -> None:
         if not self.is_up:
@@ -272,9 +272,9 @@ class SimWorker:
         if self._tracer is not None:
             self._tracer.span("fetch", self.engine.name, ASIDE, self._fetching_s, now_s, version=version.number)
         if cause:
-            self._consider(hw.FetchFailed(now_s, version, cause))
+            self._consider(vs.FetchFailed(now_s, version, cause))
         else:
-            self._consider(hw.Fetched(now_s, version))
+            self._consider(vs.Fetched(now_s, version))
 
     def _activated(self, version: PolicyVersion) -> None:
         if not self.is_up:
@@ -282,5 +282,5 @@ class SimWorker:
         if self.is_frozen or self.engine.version != version.number:
             self._clock.after(0.01, self._activated, version)  # the engine loads the version after its current step
             return
-        self._consider(hw.Activated(self._clock.now_s, version))
+        self._consider(vs.Activated(self._clock.now_s, version))
         self._say_beat()

@@ -30,31 +30,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from baton.swarm import lease_events as ev
 from baton.swarm.lease_credit import LeaseCredit
-from baton.swarm.lease_events import (
-    Command,
-    CommitTokens,
-    DiscardTokens,
-    DisconnectWorker,
-    DropLease,
-    Event,
-    FinishTask,
-    GrantLease,
-    LeaseFinished,
-    LeaseProgressed,
-    LeaseReturned,
-    LeaseTick,
-    RecallLease,
-    ReplaceTokens,
-    ReturnTask,
-    TaskAborted,
-    TaskRevoked,
-    TaskSubmitted,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerSeen,
-    WorkerWeightChanged,
-)
 from baton.swarm.worker_index import TokenOwner, Worker, WorkerIndex
 
 Ask = tuple[int, bool]
@@ -168,34 +145,34 @@ class LeaseTable:
         self._may_grant = False
         """True if a task or a slot has become available since the last attempt to grant leases."""
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: ev.Event) -> list[ev.Command]:
         """Apply one event; return the resulting commands in order. Events of leases that have ended are ignored."""
         return [*self._apply_event(event), *self._grant_all(event.at_s)]
 
-    def _apply_event(self, event: Event) -> Iterator[Command]:
+    def _apply_event(self, event: ev.Event) -> Iterator[ev.Command]:
         match event:
-            case LeaseProgressed():
+            case ev.LeaseProgressed():
                 yield from self._on_lease_progressed(event)
-            case WorkerSeen():
+            case ev.WorkerSeen():
                 self._on_worker_seen(event)
-            case TaskSubmitted():
+            case ev.TaskSubmitted():
                 self._on_task_submitted(event)
-            case LeaseFinished():
+            case ev.LeaseFinished():
                 yield from self._on_lease_finished(event)
-            case LeaseReturned():
+            case ev.LeaseReturned():
                 yield from self._on_lease_returned(event)
-            case TaskAborted():
+            case ev.TaskAborted():
                 yield from self._on_task_aborted(event)
-            case TaskRevoked():
+            case ev.TaskRevoked():
                 yield from self._on_task_revoked(event)
-            case LeaseTick():
+            case ev.LeaseTick():
                 yield from self._on_tick(event)
-            case WorkerJoined():
+            case ev.WorkerJoined():
                 self._on_worker_joined(event)
-            case WorkerWeightChanged(worker=number, weight=weight):
+            case ev.WorkerWeightChanged(worker=number, weight=weight):
                 if number in self.workers:
                     self._index.weigh(self.workers[number], weight)
-            case WorkerLeft():
+            case ev.WorkerLeft():
                 yield from self._on_worker_left(event)
             case _:
                 assert_never(event)
@@ -233,7 +210,7 @@ class LeaseTable:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
-    def _on_worker_joined(self, event: WorkerJoined) -> None:
+    def _on_worker_joined(self, event: ev.WorkerJoined) -> None:
         worker = Worker(event.worker, event.slots, event.weight, event.at_s, event.at_s, event.kind)
         if event.owner is not None:
             worker.credit = LeaseCredit(event.slots, event.at_s)
@@ -246,7 +223,7 @@ class LeaseTable:
             worker.owner.workers.add(event.worker)
         self._index.add(worker)
 
-    def _on_worker_seen(self, event: WorkerSeen) -> None:
+    def _on_worker_seen(self, event: ev.WorkerSeen) -> None:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
@@ -257,7 +234,7 @@ class LeaseTable:
             worker.version = event.version
             self._offer(worker)
 
-    def _on_worker_left(self, event: WorkerLeft) -> Iterator[Command]:
+    def _on_worker_left(self, event: ev.WorkerLeft) -> Iterator[ev.Command]:
         worker = self.workers.get(event.worker)
         if worker is None:
             return
@@ -266,7 +243,7 @@ class LeaseTable:
                 self._credit(worker, LeaseCredit.lose)
         yield from self._remove(worker)
 
-    def _remove(self, worker: Worker) -> Iterator[Command]:
+    def _remove(self, worker: Worker) -> Iterator[ev.Command]:
         self._index.remove(worker.number)
         if worker.owner is not None:
             worker.owner.workers.discard(worker.number)
@@ -276,14 +253,14 @@ class LeaseTable:
 
     # ---- tasks and leases --------------------------------------------------------------------------------------------
 
-    def _on_task_submitted(self, event: TaskSubmitted) -> None:
+    def _on_task_submitted(self, event: ev.TaskSubmitted) -> None:
         assert event.task not in self._tasks, f"task {event.task} was submitted twice"
         ask = event.version, event.is_exact
         task = TrackedTask(event.task, ask, event.num_tokens, event.max_tokens, event.start, event.preferred)
         self._tasks[event.task] = task
         self._queue(task)
 
-    def _on_task_aborted(self, event: TaskAborted) -> Iterator[Command]:
+    def _on_task_aborted(self, event: ev.TaskAborted) -> Iterator[ev.Command]:
         task = self._tasks.get(event.task)
         if task is None or task.is_aborting:
             return
@@ -293,9 +270,9 @@ class LeaseTable:
             yield from self._return_task(task)
         for lease in task.leases:
             lease.recalled_s = event.at_s
-            yield RecallLease(lease.worker, lease.number)
+            yield ev.RecallLease(lease.worker, lease.number)
 
-    def _on_task_revoked(self, event: TaskRevoked) -> Iterator[Command]:
+    def _on_task_revoked(self, event: ev.TaskRevoked) -> Iterator[ev.Command]:
         """Remove a task. The table counts the tokens that are not committed as discarded; the caller accounts for the
         committed tokens."""
         task = self._tasks.pop(event.task, None)
@@ -303,12 +280,12 @@ class LeaseTable:
             return
         self.num_waiting -= task.is_waiting
         for lease in task.leases:
-            yield DropLease(lease.worker, lease.number)
+            yield ev.DropLease(lease.worker, lease.number)
             self._remove_lease(lease)
         for lease in (*task.leases, *task.returned):
             yield from self._discard_tokens(task, lease, task.committed)
 
-    def _on_lease_progressed(self, event: LeaseProgressed) -> Iterator[Command]:
+    def _on_lease_progressed(self, event: ev.LeaseProgressed) -> Iterator[ev.Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
@@ -323,7 +300,7 @@ class LeaseTable:
         if self._commits(task, lease):
             yield from self._commit(task, lease)
 
-    def _on_lease_finished(self, event: LeaseFinished) -> Iterator[Command]:
+    def _on_lease_finished(self, event: ev.LeaseFinished) -> Iterator[ev.Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
@@ -332,19 +309,19 @@ class LeaseTable:
         self._remove_lease(lease)
         if is_faithful:
             yield from self._commit(task, lease)
-            yield FinishTask(task.number, lease.number)
+            yield ev.FinishTask(task.number, lease.number)
         else:
-            yield ReplaceTokens(task.number, lease.number)
+            yield ev.ReplaceTokens(task.number, lease.number)
         for other in [one for one in task.leases if one is not lease]:
             if event.at_s - other.granted_s >= self.rules.backup_lease_after_s:
                 self._charge(other)
-            yield DropLease(other.worker, other.number)
+            yield ev.DropLease(other.worker, other.number)
             self._remove_lease(other)
             task.returned.append(other)
         for other in task.returned:
             yield from self._discard_tokens(task, other, prefix)
 
-    def _on_lease_returned(self, event: LeaseReturned) -> Iterator[Command]:
+    def _on_lease_returned(self, event: ev.LeaseReturned) -> Iterator[ev.Command]:
         lease = self._leases.get(event.lease)
         if lease is None:
             return
@@ -354,7 +331,7 @@ class LeaseTable:
             worker.version = None
         yield from self._end_lease(lease)
 
-    def _end_lease(self, lease: TrackedLease) -> Iterator[Command]:
+    def _end_lease(self, lease: TrackedLease) -> Iterator[ev.Command]:
         """End a lease whose task is not finished."""
         task = self._tasks[lease.task]
         self._remove_lease(lease)
@@ -372,7 +349,7 @@ class LeaseTable:
             else:
                 self._queue(task)
 
-    def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
+    def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
         """Of the returned leases, commit the tokens of the longest and discard the tokens of all others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
@@ -384,9 +361,9 @@ class LeaseTable:
             if other is not longest:
                 yield from self._discard_tokens(task, other, prefix)
 
-    def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[Command]:
-        """Count the tokens of a lease beyond the prefix that it shares as discarded. With `restarts`, count all tokens
-        if the lease has another origin than the committed tokens."""
+    def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
+        """Count the tokens of a lease as discarded, except the prefix that equals the committed tokens. With
+        `restarts`, count all tokens if the lease has another origin than the committed tokens."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
@@ -401,19 +378,19 @@ class LeaseTable:
             return self._is_consistent(task, lease)
         return len(task.leases) + len(task.returned) == 1
 
-    def _commit(self, task: TrackedTask, lease: TrackedLease) -> Iterator[Command]:
+    def _commit(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
         if lease.length > task.committed:
             task.commit(lease)
-            yield CommitTokens(task.number, lease.number, lease.length)
+            yield ev.CommitTokens(task.number, lease.number, lease.length)
 
-    def _return_task(self, task: TrackedTask) -> Iterator[Command]:
+    def _return_task(self, task: TrackedTask) -> Iterator[ev.Command]:
         del self._tasks[task.number]
-        yield ReturnTask(task.number)
+        yield ev.ReturnTask(task.number)
 
-    def _count_discarded(self, cause: str, num_tokens: int) -> Iterator[Command]:
+    def _count_discarded(self, cause: str, num_tokens: int) -> Iterator[ev.Command]:
         if num_tokens > 0:
             self.wasted[cause] += num_tokens
-            yield DiscardTokens(cause, num_tokens)
+            yield ev.DiscardTokens(cause, num_tokens)
 
     def _remove_lease(self, lease: TrackedLease) -> None:
         del self._leases[lease.number]
@@ -462,7 +439,7 @@ class LeaseTable:
         self._may_grant = True
         heapq.heappush(self._waiting.setdefault(task.ask, []), task.order)
 
-    def _grant_all(self, at_s: float) -> Iterator[Command]:
+    def _grant_all(self, at_s: float) -> Iterator[ev.Command]:
         """Grant waiting tasks in their order to workers that have a free slot and a suitable version."""
         if not self._may_grant:
             return
@@ -503,7 +480,7 @@ class LeaseTable:
         """Return how many tokens of a task are complete when its next lease starts."""
         return task.start if self.rules.restarts else task.committed
 
-    def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[Command]:
+    def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[ev.Command]:
         base, task.preferred = self._base(task), None
         number, self._next_lease = self._next_lease, self._next_lease + 1
         origin = f"lease {number}" if worker.kind is None else f"kind {worker.kind}"
@@ -521,11 +498,11 @@ class LeaseTable:
         if worker.owner is not None:
             worker.owner.num_held += 1
         self._index.offer(worker)
-        yield GrantLease(worker.number, number, task.number, base)
+        yield ev.GrantLease(worker.number, number, task.number, base)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
-    def _on_tick(self, event: LeaseTick) -> Iterator[Command]:
+    def _on_tick(self, event: ev.LeaseTick) -> Iterator[ev.Command]:
         now_s, rules = event.at_s, self.rules
         for worker in list(self.workers.values()):
             worker.last_seen_s = min(now_s, worker.last_seen_s + event.delay_s)
@@ -544,17 +521,17 @@ class LeaseTable:
             is_unanswered = lease.recalled_s is not None and now_s - lease.recalled_s > rules.heartbeat_timeout_s
             if is_unanswered or now_s - lease.grew_s > rules.starve_s:
                 self._charge(lease)
-                yield DropLease(lease.worker, lease.number)
+                yield ev.DropLease(lease.worker, lease.number)
                 yield from self._end_lease(lease)
         yield from self._grant_all(now_s)
         if rules.backup_lease_factor:
             yield from self._grant_backups(now_s)
 
-    def _time_out(self, worker: Worker, cause: str) -> Iterator[Command]:
-        yield DisconnectWorker(worker.number, cause)
+    def _time_out(self, worker: Worker, cause: str) -> Iterator[ev.Command]:
+        yield ev.DisconnectWorker(worker.number, cause)
         yield from self._remove(worker)
 
-    def _grant_backups(self, now_s: float) -> Iterator[Command]:
+    def _grant_backups(self, now_s: float) -> Iterator[ev.Command]:
         """Start backup leases for the tasks of the slowest leases, on the fastest free workers first, if a backup lease
         may finish earlier.
 

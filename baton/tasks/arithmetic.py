@@ -67,8 +67,8 @@ class ChainSum(_Sizes):
         return f"State the final answer to the following arithmetic problem: {expression} =", expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 for an equal number, such as `+01,000.00` for `1000`. If a longer text contains it, return the
-        number's share of that text."""
+        """Return 1 for an equal number, such as `+01,000.00` for `1000`. If the answer contains the reference, return the
+        reference's share of the text."""
         text = (answer or "").replace(",", "")
         try:
             if text and Decimal(text) == Decimal(reference):
@@ -106,11 +106,11 @@ class BasicArithmetic(_Sizes):
         return form.format(expression), expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 for the same text. If a longer text contains the answer, return the answer's share of that text."""
+        """Return 1 if the answer is the reference. If the answer contains it, return the reference's share of the text."""
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:
-        """Return the parts of an expression: a first operand of some of the terms, an operator and the other terms."""
+        """Return the parts of a random expression: some of the terms as the first operand, an operator, the others."""
         most = 10**num_digits - 1
         num_left = dice.randint(1, num_terms)
         if num_left > 1 and dice.random() > 0.5:

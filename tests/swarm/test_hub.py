@@ -28,6 +28,7 @@ from baton.swarm.hub.status import HubStatus, prometheus
 from baton.swarm.listen import ListenAddress
 from baton.swarm.messages import Admitted, HeartbeatAck, Rejected, decode_from_hub, encode
 from baton.swarm.verification.policy import QuarantineRecord
+from baton.swarm.verification.quarantine import MAX_QUARANTINED
 from baton.swarm.verification.verify import violation
 
 pytestmark = pytest.mark.timing
@@ -87,7 +88,9 @@ def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(
     expired = past.create(Role.ADMIN, 3600, name="expired")
     banned = bench.tokens.create(Role.WORKER, 3600, name="banned")
     verdict = violation("forged logprobs")
-    bench.verifier.quarantine.add(QuarantineRecord("banned", "0/0@1", verdict, (), (), 0, 1, 1))
+    for number in range(MAX_QUARANTINED):
+        worker = f"{number}", "0/0@1", verdict, (), (), 0, 1, 1, digest_of(banned), f"banned#{number}"
+        bench.verifier.quarantine.add(QuarantineRecord(*worker))
     before, denied = state(bench), 0
     unknown = "baton_worker_" + "A" * 43
     for route, roles in ROUTES.items():
@@ -109,7 +112,8 @@ def test_every_route_refuses_who_may_not_with_a_line_in_the_audit_and_no_effect(
     assert {line["status"] for line in lines} == {401, 403}
     assert {line["token"] for line in lines if "token" in line} >= {"revoked", "expired", "banned", "a-admin"}
     assert {line["reason"] for line in lines} >= {"no token", "unknown token", "expired token", "revoked token"}
-    assert "in quarantine: forged logprobs" in {line["reason"] for line in lines}
+    banned_because = "in quarantine: 3 workers of this token are quarantined; the last: forged logprobs"
+    assert banned_because in {line["reason"] for line in lines}
     text = (bench.directory / "audit.jsonl").read_text()
     assert not any(token in text for token in (*tokens.values(), revoked, expired, banned)), "never a token itself"
 

@@ -180,7 +180,7 @@ def maker(kind: type[EmbeddedEngine]) -> Callable[[Welcome, Path, Any], Embedded
 def honest(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     wanted = recipe(model, tmp_path_factory.mktemp("honest"))
     weights = train(wanted, {"one": Honest, "two": Honest})
-    assert not Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records, "nobody is accused without a reason"
+    assert not Quarantine(wanted.run.path / "quarantine.jsonl").records, "nobody is accused without a reason"
     return weights
 
 
@@ -190,7 +190,7 @@ def test_a_dishonest_worker_is_found_out_and_leaves_no_trace(
 ) -> None:
     wanted = recipe(model, tmp_path)
     weights = train(wanted, {"good": Honest, "bad": kind})
-    quarantine_records = Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records
+    quarantine_records = Quarantine(wanted.run.path / "quarantine.jsonl").records
     assert [quarantine_record.label.partition("#")[0] for quarantine_record in quarantine_records] == ["bad"]
     assert quarantine_records[0].verdict.reason
     assert not quarantine_records[0].trained, "what it wrote was held back until it was judged"
@@ -208,7 +208,7 @@ def test_a_worker_in_quarantine_is_not_let_in_again(model: Path, tmp_path: Path)
             t.name: AccessGrant(t.name, t.role, False, t.digest)
             for t in TokenFile(Path(wanted.swarm.token_file)).tokens()
         }
-        (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records
+        (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").records
         reason = hub.access.quarantine.reason(grants["bad"], quarantine_record.worker)
         loop.close()
     assert reason is not None
@@ -241,6 +241,6 @@ def test_a_stranger_whose_token_is_named_like_the_runs_own_takes_nobody_with_it(
     wanted = recipe(model, tmp_path)
     wanted = wanted.model_copy(update={"swarm": wanted.swarm.model_copy(update={"workers": 1})})
     train(wanted, {"local-0": CutShort})
-    (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").quarantine_records
+    (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").records
     (stranger,) = TokenFile(Path(wanted.swarm.token_file)).tokens()
     assert quarantine_record.token == stranger.digest

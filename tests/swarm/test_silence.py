@@ -115,7 +115,7 @@ def test_a_pause_of_the_run_itself_is_no_stall(monkeypatch):
 
 
 def quarantine_record(worker: str) -> QuarantineRecord:
-    return QuarantineRecord(worker, "0/0@1", violation("a mistake"), (), (), 0, 1, 1)
+    return QuarantineRecord(worker, "0/0@1", violation("a mistake"), (), (), 0, 1, 1, "digest", f"label of {worker}")
 
 
 def test_a_quarantine_is_lifted_by_a_command_for_a_hub_that_runs_and_for_one_that_does_not(tmp_path):
@@ -126,15 +126,15 @@ def test_a_quarantine_is_lifted_by_a_command_for_a_hub_that_runs_and_for_one_tha
     assert result.exit_code == 0, result.output
     assert live.follow() == ("a",)
     assert live.follow() == ()
-    assert [one.worker for one in live.quarantine_records] == ["b"]
-    assert [one.worker for one in Quarantine(tmp_path / "quarantine.jsonl").quarantine_records] == ["b"]
+    assert [one.worker for one in live.records] == ["b"]
+    assert [one.worker for one in Quarantine(tmp_path / "quarantine.jsonl").records] == ["b"]
     (line,) = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     assert (line["event"], line["token"]) == ("unquarantined", "a")
     live.add(quarantine_record("a"))
-    assert [one.worker for one in Quarantine(tmp_path / "quarantine.jsonl").quarantine_records] == ["b", "a"], (
-        "it may do it again"
-    )
-    with pytest.raises(UserError, match=r"no worker 'c' in quarantine; workers in quarantine: b, a"):
+    assert [one.worker for one in Quarantine(tmp_path / "quarantine.jsonl").records] == ["b", "a"], "it may do it again"
+    with pytest.raises(
+        UserError, match=r"no worker 'c' in quarantine; workers in quarantine: label of b \(b\), label of a \(a\)"
+    ):
         live.lift("c", 0.0)
 
 
@@ -144,7 +144,7 @@ def test_a_lift_between_two_convictions_is_not_overlooked(tmp_path):
     other.lift("a", 0.0)
     live.add(quarantine_record("b"))
     assert live.follow() == ("a",)
-    assert [one.worker for one in live.quarantine_records] == ["b"]
+    assert [one.worker for one in live.records] == ["b"]
 
 
 def test_a_line_that_was_torn_is_passed_over_and_a_damaged_one_is_named(tmp_path):
@@ -155,7 +155,7 @@ def test_a_line_that_was_torn_is_passed_over_and_a_damaged_one_is_named(tmp_path
     path.write_bytes(whole + whole[:40])
     again = Quarantine(path)
     again.add(quarantine_record("b"))
-    assert [one.worker for one in Quarantine(path).quarantine_records] == ["a", "b"]
+    assert [one.worker for one in Quarantine(path).records] == ["a", "b"]
     path.write_bytes(whole.replace(b'"worker"', b'"wrkr"'))
     with pytest.raises(UserError, match="line 1, is not a quarantine record"):
         Quarantine(path)

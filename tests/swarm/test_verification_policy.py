@@ -66,12 +66,12 @@ def judged(found, worker, number, verdict, group=0):
     """The record of the worker's quarantine where this verdict decides."""
     case = policy.Case((9, group, number), CLAIM, (), False)
     event = TrajectoryJudged(case, ((author(worker), verdict, TOLERANCE),))
-    records = [one.quarantine_record for one in found.handle(event) if isinstance(one, QuarantineWorker)]
+    records = [one.record for one in found.handle(event) if isinstance(one, QuarantineWorker)]
     return records[0] if records else None
 
 
 def violated(found, worker, sentence):
-    return [one.quarantine_record for one in found.handle(ReportViolated(author(worker), "a report", sentence))]
+    return [one.record for one in found.handle(ReportViolated(author(worker), "a report", sentence))]
 
 
 def test_a_new_workers_first_trajectories_are_all_checked_and_then_the_share():

@@ -69,7 +69,7 @@ class Office:
         self.released: list[Any] = []
         self.remade: list[Any] = []
         self.said: list[str] = []
-        self.quarantine_records: list[Any] = []
+        self.records: list[Any] = []
         values = {"share": 1.0, "trusted_share": 1.0, "first": 0, **settings}
         self.calibration = Calibration(min_tokens=40)
         self.verifier = VerificationService(
@@ -85,7 +85,7 @@ class Office:
                 say=self.said.append,
                 release=self.released.append,
                 remake=self.remade.append,
-                quarantined=self.quarantine_records.append,
+                quarantined=self.records.append,
             ),
             self.actions.put,
         )
@@ -164,7 +164,7 @@ def test_what_no_verdict_comes_for_is_made_again_twice_and_then_used_and_each_is
     office.script.may_score.set()
     office.rule()
     assert office.released == [(9, 1, 0)]
-    assert [c.worker for c in office.quarantine_records] == ["a"], "a late verdict convicts all the same"
+    assert [c.worker for c in office.records] == ["a"], "a late verdict convicts all the same"
 
 
 def test_the_runs_own_workers_are_checked_only_where_it_asks_for_that(tmp_path, office):
@@ -186,7 +186,7 @@ def test_a_conviction_takes_what_is_not_trained_and_lists_what_is(office):
     office.script.forged["4/0"] = 0.5
     office.finish(4, (author("bad"), 0, LENGTH))
     office.rule()
-    (quarantine_record,) = office.quarantine_records
+    (quarantine_record,) = office.records
     assert quarantine_record.worker == "bad"
     assert quarantine_record.name == "4/0@9"
     assert quarantine_record.requeue == ("2/0@9", "3/0@9", "4/0@9")
@@ -210,7 +210,7 @@ def test_each_author_answers_for_its_own_tokens_under_their_own_versions(office)
     office.finish(1, (author("a"), 0, 5), (author("b"), 5, 10), versions=(0, 1))
     office.rule()
     assert office.script.loaded == [0, 1]
-    assert [c.worker for c in office.quarantine_records] == ["b"]
+    assert [c.worker for c in office.records] == ["b"]
 
 
 def test_versions_that_are_kept_no_more_cannot_be_checked_and_nobody_is_accused(office):
@@ -220,7 +220,7 @@ def test_versions_that_are_kept_no_more_cannot_be_checked_and_nobody_is_accused(
     office.finish(1, (author("a"), 0, LENGTH), versions=(1,))
     office.rule()
     assert office.script.loaded == []
-    assert office.quarantine_records == []
+    assert office.records == []
     assert office.remade == [(9, 1, 0)]
     assert "none of its versions is kept any more" in office.said[0]
 
@@ -231,7 +231,7 @@ def test_the_quarantine_survives_a_restart(office, tmp_path):
     office.rule()
     again = Office(tmp_path)
     assert reason(again, "bad") == reason(office, "bad")
-    assert again.verifier.quarantine.quarantine_records == office.quarantine_records
+    assert again.verifier.quarantine.records == office.records
     assert not again.finish(2, (author("bad"), 0, LENGTH))
     assert again.finish(3, (author("good"), 0, LENGTH))
     again.rule()
@@ -241,9 +241,9 @@ def test_the_quarantine_survives_a_restart(office, tmp_path):
 def test_a_violation_convicts_without_a_check_and_only_once(office):
     quarantine_record = office.verifier.violated(author("bad"), "an id beyond the vocabulary", "a report")
     assert quarantine_record is not None
-    assert office.quarantine_records == [quarantine_record]
+    assert office.records == [quarantine_record]
     assert office.verifier.violated(author("bad"), "again", "a report") is None
-    assert len(office.quarantine_records) == 1
+    assert len(office.records) == 1
 
 
 def test_trusted_workers_calibrate_their_class_and_others_do_not(office):

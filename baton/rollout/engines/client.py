@@ -139,10 +139,10 @@ class EngineClient(ABC):
 
     # ---- in the caller's thread --------------------------------------------------------------------------------------
 
-    def _start_with(self, work: Coroutine[Any, Any, None], timeout_s: float, what: str) -> None:
+    def _start_with(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         """Run the client's first call; close the client if the call fails."""
         try:
-            self._call(work, timeout_s, what)
+            self._call(work, timeout_s, "to start")
         except BaseException:
             self.close()
             raise

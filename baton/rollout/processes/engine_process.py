@@ -24,16 +24,7 @@ import msgspec
 from baton.errors import BatonError, fault_of
 from baton.frames import FrameSocket, frame_socket_of
 from baton.rollout.engine import Engine
-from baton.rollout.processes.protocol import (
-    MAX_FRAME_BYTES,
-    LoadWeights,
-    Progress,
-    Serving,
-    Start,
-    ToEngine,
-    receive_to_engine,
-    send_to_parent,
-)
+from baton.rollout.processes import protocol
 from baton.types import Abort, Lease, ends_lease
 
 SIGN_OF_LIFE_S = 5.0
@@ -47,36 +38,36 @@ def serve(descriptor: int) -> None:
     # a terminal sends Ctrl-C to parent and child; only the parent handles it, and the parent's exit closes the socket
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)
+    parent = frame_socket_of(descriptor, protocol.MAX_FRAME_BYTES)
     scratch = ""
     try:
-        start = receive_to_engine(parent)
-        assert isinstance(start, Start), f"the first message must be Start, not {type(start).__name__}"
+        start = protocol.receive_to_engine(parent)
+        assert isinstance(start, protocol.Start), f"the first message must be Start, not {type(start).__name__}"
         scratch = start.scratch
         engine = _build(start)
-        send_to_parent(parent, Serving(engine.version))
-        inbox: SimpleQueue[ToEngine | None] = SimpleQueue()
+        protocol.send_to_parent(parent, protocol.Serving(engine.version))
+        inbox: SimpleQueue[protocol.ToEngine | None] = SimpleQueue()
         threading.Thread(target=_read, args=(parent, inbox), daemon=True).start()
         _loop(parent, inbox, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent has exited, so the error cannot be reported
     except (BatonError, RuntimeError, AssertionError, OSError) as error:
-        send_to_parent(parent, fault_of(error))
+        protocol.send_to_parent(parent, fault_of(error))
         return  # the scratch directory stays, because the parent and the other engine processes still use it
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _read(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None]) -> None:
+def _read(parent: FrameSocket, inbox: SimpleQueue[protocol.ToEngine | None]) -> None:
     """Queue the messages from the parent. Queue None when the parent has exited."""
     try:
         while True:
-            inbox.put(receive_to_engine(parent))
+            inbox.put(protocol.receive_to_engine(parent))
     except (OSError, EOFError, msgspec.DecodeError):
         inbox.put(None)
 
 
-def _loop(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None], engine: Engine) -> None:
+def _loop(parent: FrameSocket, inbox: SimpleQueue[protocol.ToEngine | None], engine: Engine) -> None:
     running: set[int] = set()
     last_sign_s = time.monotonic()
     while True:
@@ -89,22 +80,22 @@ def _loop(parent: FrameSocket, inbox: SimpleQueue[ToEngine | None], engine: Engi
                     running.add(lease.lease_id)
                 case Abort() as abort:
                     engine.abort(abort.lease_id)
-                case LoadWeights() as wanted:
+                case protocol.LoadWeights() as wanted:
                     from safetensors.torch import load_file
 
                     engine.load_weights(load_file(Path(wanted.path)), wanted.version)
-                    send_to_parent(parent, Serving(engine.version))
+                    protocol.send_to_parent(parent, protocol.Serving(engine.version))
                 case other:
                     raise RuntimeError(f"unexpected message {type(other).__name__}")
         reports = engine.step()
         now = time.monotonic()
         if reports or now - last_sign_s > SIGN_OF_LIFE_S:
-            send_to_parent(parent, Progress(tuple(reports), engine.stats))
+            protocol.send_to_parent(parent, protocol.Progress(tuple(reports), engine.stats))
             last_sign_s = now
         running.difference_update(report.lease_id for report in reports if ends_lease(report))
 
 
-def _build(start: Start) -> Engine:
+def _build(start: protocol.Start) -> Engine:
     from baton.policy.threads import set_up_threads
     from baton.rollout.engines.factory import engine_of_model
 

@@ -27,16 +27,7 @@ from baton.frames import FrameSocket, end_children, exit_code, ready, start_chil
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import ASIDE, TraceWriter
 from baton.rollout.engine import EngineStats
-from baton.rollout.processes.protocol import (
-    MAX_FRAME_BYTES,
-    LoadWeights,
-    Progress,
-    Serving,
-    Start,
-    ToEngine,
-    receive_from_engine,
-    send_to_engine,
-)
+from baton.rollout.processes import protocol
 from baton.rollout.transport import WorkerTransport
 from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
 
@@ -54,24 +45,24 @@ class EngineProcess:
         self.name = f"engine process {index}"
         self.leases: set[int] = set()
         self.stats = EngineStats()
-        self.socket, self.process = start_child("engine", threads=1, max_frame_bytes=MAX_FRAME_BYTES)
+        self.socket, self.process = start_child("engine", threads=1, max_frame_bytes=protocol.MAX_FRAME_BYTES)
         self.pid = self.process.pid
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: protocol.ToEngine) -> None:
         """Send a message, or queue the message while the socket is full. Raises EngineFault if the process has
         exited."""
         try:
-            send_to_engine(self.socket, message)
+            protocol.send_to_engine(self.socket, message)
         except OSError as error:
             raise self._exit_error() from error
 
-    def receive(self) -> Progress | Serving | None:
+    def receive(self) -> protocol.Progress | protocol.Serving | None:
         """Return the next message, or None if no complete message has arrived.
 
         Raises EngineFault if the process has exited or failed, and UserError if it failed with a UserError.
         """
         try:
-            message = receive_from_engine(self.socket)
+            message = protocol.receive_from_engine(self.socket)
         except (EOFError, OSError) as error:
             raise self._exit_error() from error
         if isinstance(message, Fault):
@@ -94,7 +85,7 @@ class EnginePool(WorkerTransport):
     def __init__(
         self,
         count: int,
-        start: Start,
+        start: protocol.Start,
         save_tensors: SaveTensors,
         *,
         timeout_s: float,
@@ -160,7 +151,9 @@ class EnginePool(WorkerTransport):
         self._assign_waiting()
         for process in self._ready(0.0 if self._inbox else timeout_s):
             heard = process.receive()
-            assert not isinstance(heard, Serving), f"{process.name} sent {type(heard).__name__} without a request"
+            assert not isinstance(heard, protocol.Serving), (
+                f"{process.name} sent {type(heard).__name__} without a request"
+            )
             if heard is not None:
                 self._on_progress(process, heard)
         self._assign_waiting()
@@ -173,7 +166,7 @@ class EnginePool(WorkerTransport):
         self._save_tensors(tensors, path)
         try:
             for process in self.processes:
-                process.send(LoadWeights(str(path), version))
+                process.send(protocol.LoadWeights(str(path), version))
             self._await_serving(version)
         finally:
             path.unlink(missing_ok=True)
@@ -228,15 +221,17 @@ class EnginePool(WorkerTransport):
                 heard = process.receive()
                 if heard is None:
                     continue
-                if heard == Serving(version):
+                if heard == protocol.Serving(version):
                     waiting.discard(process)
                     now_s = time.monotonic()
                     self._trace.tracer.span("fetch", process.name, ASIDE, begin_s, now_s, version=version.number)
                 else:  # the message has reports of tokens that were generated before the new weights arrived
-                    assert isinstance(heard, Progress), f"{process.name} sent {heard} instead of Serving {version}"
+                    assert isinstance(heard, protocol.Progress), (
+                        f"{process.name} sent {heard} instead of Serving {version}"
+                    )
                     self._on_progress(process, heard)
 
-    def _on_progress(self, process: EngineProcess, progress: Progress) -> None:
+    def _on_progress(self, process: EngineProcess, progress: protocol.Progress) -> None:
         process.stats = progress.stats
         self._inbox += progress.messages
         for message in progress.messages:

@@ -20,6 +20,7 @@ import msgspec
 
 from baton.console import visible
 from baton.errors import Fault
+from baton.swarm import messages
 from baton.swarm.auth import AccessGrant
 from baton.swarm.hub.access import AccessControl, Unwanted
 from baton.swarm.hub.peers import Outgoing, Peer
@@ -34,20 +35,6 @@ from baton.swarm.lease_broker import (
     SendToWorker,
     VerifyTrajectory,
     key_of,
-)
-from baton.swarm.messages import (
-    Admitted,
-    FromHub,
-    FromWorker,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Leaving,
-    Malformed,
-    Rejected,
-    RunOver,
-    Want,
-    Welcome,
 )
 from baton.swarm.supervisor import WorkerSupervisor
 from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor
@@ -77,7 +64,7 @@ class Membership:
     def __init__(
         self,
         access: AccessControl,
-        welcome: Welcome,
+        welcome: messages.Welcome,
         broker: LeaseBroker,
         verifier: VerificationService,
         say: Callable[[str], None],
@@ -92,7 +79,7 @@ class Membership:
         self.peers: dict[int, Peer] = {}
         self.slots = 0
         """Number of slots of all connected workers; read by the controller's thread."""
-        self.want: Want | None = None
+        self.want: messages.Want | None = None
         self.versions: dict[int, PolicyVersion] = {}
         """Published versions that workers may still serve, by number."""
         self.relays = RelayList()
@@ -150,10 +137,10 @@ class Membership:
         """Revoke a held trajectory, so that it is generated again."""
         self.execute(self.broker.remake(key))
 
-    def quarantined(self, quarantine_record: QuarantineRecord) -> None:
+    def quarantined(self, record: QuarantineRecord) -> None:
         """Remove a quarantined worker, or all workers of a quarantined token, and revoke their untrained
         trajectories."""
-        self.say(f"worker {quarantine_record.shown} is in quarantine: {quarantine_record.verdict.reason}")
+        self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
         reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
         for number in workers:
@@ -162,7 +149,7 @@ class Membership:
 
     # ---- versions and relays -----------------------------------------------------------------------------------------
 
-    def announce(self, want: Want) -> None:
+    def announce(self, want: messages.Want) -> None:
         """Send a published version to all workers."""
         self.want = want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.versions[want.version.number] = want.version
@@ -179,13 +166,13 @@ class Membership:
 
     # ---- workers that join and leave ---------------------------------------------------------------------------------
 
-    def join(self, hello: Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
+    def join(self, hello: messages.Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
         """Register a worker, or restore its registration after a reconnection. Raises Malformed and Unwanted."""
         if hello.model_digest != self.welcome.model_digest:
-            raise Malformed(f"the worker was built for another model ({hello.model_digest[:12]})")
+            raise messages.Malformed(f"the worker was built for another model ({hello.model_digest[:12]})")
         worker, key = self._access.identify(hello, grant)
         if key != hello.key:
-            outgoing.put(Admitted(key))
+            outgoing.put(messages.Admitted(key))
         banned = self._access.quarantine.reason(grant, worker)
         if banned is not None:
             raise Unwanted(banned)
@@ -198,7 +185,7 @@ class Membership:
             peer.outgoing, peer.hello, peer.address = outgoing, hello, address
         self._count_slots()
         self.execute(self.broker.held(peer.number, hello.leases))
-        self.on_message(peer, Heartbeat(hello.serves, peer.stats))
+        self.on_message(peer, messages.Heartbeat(hello.serves, peer.stats))
         if self.want is not None:
             outgoing.put(self.want)
         return peer
@@ -240,7 +227,7 @@ class Membership:
         self._by_worker.pop(peer.worker, None)
         self.say(f"worker {peer.name}: {cause}")
         if peer.outgoing is not None:
-            peer.outgoing.put(Rejected(cause, is_final))
+            peer.outgoing.put(messages.Rejected(cause, is_final))
             peer.outgoing.close()
         self._count_slots()
 
@@ -268,7 +255,7 @@ class Membership:
     def announce_end(self) -> None:
         """Tell all workers that the run is complete."""
         for peer in self.peers.values():
-            self.send(peer.number, RunOver())
+            self.send(peer.number, messages.RunOver())
 
     def tick(self, delay_s: float) -> None:
         """Check tokens, quarantine and time limits of all workers. delay_s: delay of this tick."""
@@ -281,14 +268,14 @@ class Membership:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
-    def send(self, worker: int, message: FromHub) -> None:
+    def send(self, worker: int, message: messages.FromHub) -> None:
         """Queue a message for a worker. No effect if the worker is not connected. A worker whose queue is full is
         removed."""
         peer = self.peers.get(worker)
         if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
             self.remove(worker, "does not read its messages")
 
-    def on_message(self, peer: Peer, message: FromWorker) -> None:
+    def on_message(self, peer: Peer, message: messages.FromWorker) -> None:
         """Handle a worker's message. Raises Malformed for a second Hello."""
         match message:
             case Report():
@@ -296,20 +283,20 @@ class Membership:
                 self.execute(self.broker.report(peer.number, message))
             case Retry():
                 self.execute(self.broker.refuse(peer.number, message))
-            case Heartbeat():
+            case messages.Heartbeat():
                 now_s = time.monotonic()
                 peer.beat(message, now_s)
                 before, peer.served = peer.served, self._number_of(message.serves)
                 self._alive(peer)
-                self.send(peer.number, HeartbeatAck())
+                self.send(peer.number, messages.HeartbeatAck())
                 if peer.served != before:
                     self.broker.pace.serve(now_s, (p.served for p in self.peers.values() if p.is_connected))
-            case Leaving():
+            case messages.Leaving():
                 self.remove(peer.number, "left")
             case Fault(kind=kind, text=text):
                 self.remove(peer.number, visible(f"{kind}: {text[:500]}", keep=""))
-            case Hello():
-                raise Malformed("a second Hello")
+            case messages.Hello():
+                raise messages.Malformed("a second Hello")
 
     def _alive(self, peer: Peer) -> None:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))

@@ -47,7 +47,7 @@ class HubOverview:
             bytes_out={**counters.by_route, "total": counters.bytes_out},
             provisioning=rule.sentence(),
             rule=_known(numbers),
-            quarantine=tuple(_of_record(c) for c in self._access.quarantine.quarantine_records),
+            quarantine=tuple(_of_record(c) for c in self._access.quarantine.records),
             denied=self._access.denied,
             malformed=counters.malformed,
             loop_delay_s=counters.loop_delay_s,
@@ -79,13 +79,13 @@ class HubOverview:
         )
 
 
-def _of_record(quarantine_record: QuarantineRecord) -> QuarantineStatus:
+def _of_record(record: QuarantineRecord) -> QuarantineStatus:
     return QuarantineStatus(
-        quarantine_record.shown,
-        quarantine_record.verdict.reason,
-        tuple(sorted({step for _, step in quarantine_record.trained})),
-        quarantine_record.num_trained,
-        len(quarantine_record.requeue),
+        record.shown,
+        record.verdict.reason,
+        tuple(sorted({step for _, step in record.trained})),
+        record.num_trained,
+        len(record.requeue),
     )
 
 

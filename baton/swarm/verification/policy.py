@@ -85,16 +85,15 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     num_trained: int
     num_checked: int
     num_finished: int
-    token: str = ""
-    """Digest of the worker's token. It is empty in files of old versions, whose field `worker` contains the token's
-    name instead."""
-    label: str = ""
+    token: str
+    """Digest of the worker's token."""
+    label: str
     """Name of the worker that is shown to users."""
 
     @property
     def shown(self) -> str:
         """Text that names the worker to users: its label, and the id with which a user ends the quarantine."""
-        return f"{self.label} ({self.worker})" if self.label else self.worker
+        return f"{self.label} ({self.worker})"
 
 
 class SegmentAuthor(msgspec.Struct, frozen=True):
@@ -224,7 +223,7 @@ class RemakeTrajectory(msgspec.Struct, frozen=True):
 class QuarantineWorker(msgspec.Struct, frozen=True):
     """Exclude a worker from the run."""
 
-    quarantine_record: QuarantineRecord
+    record: QuarantineRecord
 
 
 class WarnUser(msgspec.Struct, frozen=True):
@@ -401,7 +400,7 @@ class VerificationPolicy:
 
     def _quarantine_worker(self, author: SegmentAuthor, name: str, verdict: VerificationResult) -> QuarantineWorker:
         account = self._of(author.worker)
-        quarantine_record = QuarantineRecord(
+        record = QuarantineRecord(
             author.worker,
             name,
             verdict,
@@ -413,10 +412,10 @@ class VerificationPolicy:
             token=author.grant.digest,
             label=author.label,
         )
-        for one in quarantine_record.requeue:
+        for one in record.requeue:
             self._taken(one)
         self._quarantined.add(author.worker)
-        return QuarantineWorker(quarantine_record)
+        return QuarantineWorker(record)
 
     def _taken(self, name: str) -> list[_CheckedWorker]:
         """Stop tracking a trajectory that was trained on or discarded. Return the states of its authors."""

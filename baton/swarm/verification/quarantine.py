@@ -43,7 +43,7 @@ class Quarantine:
         """Read the file if it exists. Raises UserError if it is damaged."""
         self._path = path
         self._size = 0
-        self.quarantine_records: list[QuarantineRecord] = []
+        self.records: list[QuarantineRecord] = []
         self.follow()
 
     def follow(self) -> tuple[str, ...]:
@@ -51,16 +51,15 @@ class Quarantine:
         size = self._path.stat().st_size if self._path.exists() else 0
         if size == self._size:
             return ()
-        before, self._size = {one.worker for one in self.quarantine_records}, size
-        self.quarantine_records = _read(self._path)
-        return tuple(sorted(before - {one.worker for one in self.quarantine_records}))
+        before, self._size = {one.worker for one in self.records}, size
+        self.records = _read(self._path)
+        return tuple(sorted(before - {one.worker for one in self.records}))
 
-    def add(self, quarantine_record: QuarantineRecord) -> None:
+    def add(self, record: QuarantineRecord) -> None:
         """Add a record and write it to the file."""
-        self.quarantine_records.append(quarantine_record)
-        self._size += self._append(
-            quarantine_record
-        )  # if another process also wrote, `_size` is less than the file's size, and `follow` reads the file again
+        self.records.append(record)
+        # if another process also wrote, `_size` is less than the file's size, and `follow` reads the file again
+        self._size += self._append(record)
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
         """End quarantines, and return the ids of the workers. name: id or label of one worker, or name of a token to
@@ -69,9 +68,9 @@ class Quarantine:
         at: Unix seconds. Raises UserError if no quarantined worker has this name.
         """
         self.follow()
-        found = tuple(dict.fromkeys(one.worker for one in self.quarantine_records if name in _names(one)))
+        found = tuple(dict.fromkeys(one.worker for one in self.records if name in _names(one)))
         if not found:
-            known = ", ".join(dict.fromkeys(one.shown for one in self.quarantine_records)) or "none"
+            known = ", ".join(dict.fromkeys(one.shown for one in self.records)) or "none"
             raise UserError(f"{self._path} has no worker {name!r} in quarantine; workers in quarantine: {known}")
         self._append(LiftRecord(found, at))
         self.follow()
@@ -79,13 +78,10 @@ class Quarantine:
 
     def reason(self, grant: AccessGrant, worker: str = "") -> str | None:
         """Return the reason why a worker or its token is quarantined, or None if neither is quarantined."""
-        for one in self.quarantine_records:
-            # a file of an old version contains names of tokens in place of ids of workers, but no names of tokens for
-            # the run's own workers
-            is_old = not one.token and not grant.is_own
-            if one.worker == worker or (is_old and one.worker == grant.name):
+        for one in self.records:
+            if one.worker == worker:
                 return f"in quarantine: {one.verdict.reason}"
-        of_token = {one.worker: one for one in self.quarantine_records if one.token and one.token == grant.digest}
+        of_token = {one.worker: one for one in self.records if one.token == grant.digest}
         if len(of_token) < MAX_QUARANTINED:
             return None
         last = [*of_token.values()][-1].verdict.reason

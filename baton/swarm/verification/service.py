@@ -22,28 +22,7 @@ from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.lease_broker import Key, key_of
 from baton.swarm.serial_executor import SerialExecutor
-from baton.swarm.verification.policy import (
-    BatchConsumed,
-    Case,
-    CheckFailed,
-    CheckTrajectory,
-    Part,
-    QuarantineLifted,
-    QuarantineRecord,
-    QuarantineWorker,
-    ReleaseTrajectory,
-    RemakeTrajectory,
-    ReportViolated,
-    SegmentAuthor,
-    TrajectoryFinished,
-    TrajectoryJudged,
-    VerificationCommand,
-    VerificationEvent,
-    VerificationPolicy,
-    VerificationTick,
-    WarnUser,
-    name_of,
-)
+from baton.swarm.verification import policy
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.verify import Calibration, judge
 from baton.types import Lease, PolicyVersion, Trajectory
@@ -77,7 +56,7 @@ class VerificationClient(Protocol):
         """Discard a held trajectory, so that it is generated again."""
         ...
 
-    def quarantined(self, quarantine_record: QuarantineRecord) -> None:
+    def quarantined(self, record: policy.QuarantineRecord) -> None:
         """Exclude a quarantined worker from the run."""
         ...
 
@@ -99,7 +78,7 @@ class VerificationService:
     def __init__(
         self,
         make_scorer: Callable[[], LogprobScorer],
-        verification_policy: VerificationPolicy,
+        verification_policy: policy.VerificationPolicy,
         calibration: Calibration,
         quarantine: Quarantine,
         *,
@@ -114,10 +93,10 @@ class VerificationService:
         self._client: VerificationClient
         self._call: Callable[[Callable[[], None]], None]
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
-        self._cases: SimpleQueue[Case] = SimpleQueue()
+        self._cases: SimpleQueue[policy.Case] = SimpleQueue()
         self._executor = SerialExecutor("examiner")
         self._scorer: LogprobScorer | None = None
-        verification_policy.restore(quarantine_record.worker for quarantine_record in quarantine.quarantine_records)
+        verification_policy.restore(record.worker for record in quarantine.records)
 
     def attach(self, client: VerificationClient, call: Callable[[Callable[[], None]], None]) -> None:
         """Set the client that executes commands. Must be called before any other method. call: function that runs an
@@ -140,8 +119,8 @@ class VerificationService:
         if not self._keep:
             return
         seeds = ((pair, seed) for *pair, count in trajectories for seed in path_seeds(self._noise_seed, count))
-        names = tuple(name_of((seed, group_id, sample_index)) for (group_id, sample_index), seed in seeds)
-        self._tell_from_thread(BatchConsumed(names, step))
+        names = tuple(policy.name_of((seed, group_id, sample_index)) for (group_id, sample_index), seed in seeds)
+        self._tell_from_thread(policy.BatchConsumed(names, step))
 
     def close(self) -> None:
         """End the thread. May be called twice."""
@@ -149,46 +128,46 @@ class VerificationService:
 
     # ---- in the hub's thread -----------------------------------------------------------------------------------------
 
-    def finished(self, lease: Lease, trajectory: Trajectory, parts: Sequence[Part]) -> bool:
+    def finished(self, lease: Lease, trajectory: Trajectory, parts: Sequence[policy.Part]) -> bool:
         """Handle a finished trajectory. Return whether it is held back for a check."""
         if not self._keep:
             return False
         key = key_of(lease)
         claim = Claim(trajectory, lease.sampling, lease.noise_seed)
         banned = frozenset(a.worker for a, _, _ in parts if self.quarantine.reason(a.grant, a.worker))
-        return bool(self._handle_event(TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
+        return bool(self._handle_event(policy.TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
 
-    def violated(self, author: SegmentAuthor, sentence: str, name: str) -> QuarantineRecord | None:
+    def violated(self, author: policy.SegmentAuthor, sentence: str, name: str) -> policy.QuarantineRecord | None:
         """Handle a report that a correct worker cannot send. Return the record if the worker is newly quarantined,
         otherwise None."""
-        found = self._handle_event(ReportViolated(author, name, sentence))
-        return next((command.quarantine_record for command in found if isinstance(command, QuarantineWorker)), None)
+        found = self._handle_event(policy.ReportViolated(author, name, sentence))
+        return next((command.record for command in found if isinstance(command, policy.QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
         """Apply the deadlines of checks, and quarantines that a user has ended. delay_s: delay of the hub's tick."""
         if lifted := self.quarantine.follow():
-            self._handle_event(QuarantineLifted(lifted))
-        self._handle_event(VerificationTick(time.monotonic(), delay_s))
+            self._handle_event(policy.QuarantineLifted(lifted))
+        self._handle_event(policy.VerificationTick(time.monotonic(), delay_s))
 
-    def _handle_event(self, event: VerificationEvent) -> list[VerificationCommand]:
+    def _handle_event(self, event: policy.VerificationEvent) -> list[policy.VerificationCommand]:
         commands = self.verification_policy.handle(event)
         for command in commands:
             match command:
-                case CheckTrajectory(case=case):
+                case policy.CheckTrajectory(case=case):
                     self._cases.put(case)
                     self._executor.submit(self._check_waiting)
-                case ReleaseTrajectory(key=key):
+                case policy.ReleaseTrajectory(key=key):
                     self._client.release(key)
-                case RemakeTrajectory(key=key):
+                case policy.RemakeTrajectory(key=key):
                     self._client.remake(key)
-                case QuarantineWorker(quarantine_record=quarantine_record):
-                    self.quarantine.add(quarantine_record)
-                    self._client.quarantined(quarantine_record)
-                case WarnUser(text=text):
+                case policy.QuarantineWorker(record=record):
+                    self.quarantine.add(record)
+                    self._client.quarantined(record)
+                case policy.WarnUser(text=text):
                     self._client.say(text)
         return commands
 
-    def _tell_from_thread(self, event: VerificationEvent) -> None:
+    def _tell_from_thread(self, event: policy.VerificationEvent) -> None:
         def tell() -> None:
             self._handle_event(event)
 
@@ -205,17 +184,17 @@ class VerificationService:
                 self._examine(self._scorer, cases)
             except Exception as error:  # noqa: BLE001  # an error such as a device out of memory need not end the run
                 cause = f"scoring them again failed: {type(error).__name__}: {error}"[:500]
-                self._tell_from_thread(CheckFailed(tuple(cases), cause))
+                self._tell_from_thread(policy.CheckFailed(tuple(cases), cause))
             self.counters.seconds += time.monotonic() - begin_s
 
-    def _next_cases(self) -> list[Case]:
-        cases: list[Case] = []
+    def _next_cases(self) -> list[policy.Case]:
+        cases: list[policy.Case] = []
         with suppress(Empty):
             while len(cases) < MAX_BATCH:
                 cases.append(self._cases.get_nowait())
         return cases
 
-    def _examine(self, scorer: LogprobScorer, cases: Sequence[Case]) -> None:
+    def _examine(self, scorer: LogprobScorer, cases: Sequence[policy.Case]) -> None:
         scores: list[list[Rescored]] = [[] for _ in cases]
         numbers = [set(case.claim.trajectory.policy_versions) for case in cases]
         for number in sorted(set().union(*numbers)):
@@ -230,14 +209,14 @@ class VerificationService:
         for case, found in zip(cases, scores, strict=True):
             known = len({rescored.version for rescored in found})
             if not known:
-                self._tell_from_thread(CheckFailed((case,), "none of its versions is kept any more"))
+                self._tell_from_thread(policy.CheckFailed((case,), "none of its versions is kept any more"))
                 continue
             self.counters.checked += 1
             self.counters.tokens += sum(len(rescored.places) for rescored in found)
             is_whole = known == len(set(case.claim.trajectory.policy_versions))
             self._tell_from_thread(self._judged(case, found, is_whole=is_whole))
 
-    def _judged(self, case: Case, scores: Sequence[Rescored], *, is_whole: bool) -> TrajectoryJudged:
+    def _judged(self, case: policy.Case, scores: Sequence[Rescored], *, is_whole: bool) -> policy.TrajectoryJudged:
         verdicts = []
         for author, first, end in case.parts:
             if case.is_trusted:
@@ -245,4 +224,4 @@ class VerificationService:
             tolerance = self.calibration.tolerance(author.worker_class)
             verdicts.append((author, judge(scores, tolerance, first=first, end=end), tolerance))
             self.counters.by_worker[author.worker] = self.counters.by_worker.get(author.worker, 0) + 1
-        return TrajectoryJudged(case, tuple(verdicts), is_whole)
+        return policy.TrajectoryJudged(case, tuple(verdicts), is_whole)

@@ -31,24 +31,7 @@ from baton.clock import in_thread, retry_wait_s
 from baton.console import say
 from baton.errors import DeadlineExceeded, EngineFault, UserError, fault_of
 from baton.rollout.engine import Engine, EngineStats
-from baton.swarm.messages import (
-    MAX_FRAME_BYTES,
-    SILENT_HEARTBEATS,
-    Ack,
-    Admitted,
-    Dropped,
-    FromHub,
-    FromWorker,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Leaving,
-    Rejected,
-    RunOver,
-    Want,
-    Welcome,
-    check_protocol,
-)
+from baton.swarm import messages
 from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
 from baton.swarm.verification.verify import WorkerClass
 from baton.swarm.worker.engine_driver import EngineDriver, EngineThread
@@ -66,7 +49,7 @@ LONGEST_WAIT_S = 30.0
 GOODBYE_S = 10.0
 """Maximum seconds for a leaving worker to report its tokens, and again for its engine to close."""
 
-MakeEngine = Callable[[Welcome, Path, Mapping[str, Any] | None], Engine]
+MakeEngine = Callable[[messages.Welcome, Path, Mapping[str, Any] | None], Engine]
 """Function of (welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base model)
 that builds the engine."""
 
@@ -101,7 +84,7 @@ class SwarmWorker:
         """Key that the hub has issued; kept in memory until the process ends."""
         self._outbox = Outbox()
         self._stats = EngineStats()
-        self._welcome: Welcome | None = None
+        self._welcome: messages.Welcome | None = None
         self._connection: HubConnection | None = None
         self._fault: Exception | None = None
         self._was_served = False
@@ -177,7 +160,9 @@ class SwarmWorker:
         url = self._options.url + "/worker"
         try:
             async with asyncio.timeout(CONNECT_DEADLINE_S):
-                socket = await self._websockets.ws_connect(url, headers=headers, max_msg_size=8 * MAX_FRAME_BYTES)
+                socket = await self._websockets.ws_connect(
+                    url, headers=headers, max_msg_size=8 * messages.MAX_FRAME_BYTES
+                )
         except aiohttp.WSServerHandshakeError as error:
             if error.status in (401, 403) and self._welcome is None:
                 raise UserError(
@@ -188,11 +173,11 @@ class SwarmWorker:
         async with socket:
             connection = HubConnection(socket)
             welcome = await connection.receive(CONNECT_DEADLINE_S)
-            if isinstance(welcome, Rejected):
+            if isinstance(welcome, messages.Rejected):
                 self._rejected(welcome)
-            if not isinstance(welcome, Welcome):
+            if not isinstance(welcome, messages.Welcome):
                 raise ConnectionLost("the first message of the hub is not Welcome")
-            check_protocol(welcome)
+            messages.check_protocol(welcome)
             tasks: list[asyncio.Task[Any]] = [
                 asyncio.create_task(connection.send_all()),
                 asyncio.create_task(self._beat(connection, welcome.heartbeat_s)),
@@ -218,7 +203,7 @@ class SwarmWorker:
         if self._fault is not None:
             raise EngineFault(f"the engine has failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
-    async def _listen(self, connection: HubConnection, welcome: Welcome) -> None:
+    async def _listen(self, connection: HubConnection, welcome: messages.Welcome) -> None:
         await self._prepare(welcome)
         slots = self._options.slots or welcome.engine_settings().slots
         connection.send(self._hello(welcome, slots))
@@ -226,22 +211,22 @@ class SwarmWorker:
         for report in self._outbox.again():
             connection.send(report)
         while True:
-            self._on_hub_message(await connection.receive(welcome.heartbeat_s * SILENT_HEARTBEATS))
+            self._on_hub_message(await connection.receive(welcome.heartbeat_s * messages.SILENT_HEARTBEATS))
 
-    def _hello(self, welcome: Welcome, slots: int) -> Hello:
+    def _hello(self, welcome: messages.Welcome, slots: int) -> messages.Hello:
         settings = welcome.engine_settings()
         kind = WorkerClass(self._options.device, settings.dtype, self._options.engine or settings.kind)
         have, leases = self._updater.have, self._outbox.leases
-        return Hello(self.key, kind, welcome.model_digest, slots, have, leases)
+        return messages.Hello(self.key, kind, welcome.model_digest, slots, have, leases)
 
     async def _beat(self, connection: HubConnection, every_s: float) -> None:
         while True:
             connection.send(self._heartbeat())
             await asyncio.sleep(every_s)
 
-    def _heartbeat(self) -> Heartbeat:
+    def _heartbeat(self) -> messages.Heartbeat:
         now = self._updater
-        return Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
+        return messages.Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
 
     async def _leave_hub(self, connection: HubConnection) -> None:
         """Report all tokens, discard all leases, and send everything queued."""
@@ -256,7 +241,7 @@ class SwarmWorker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
                     await self._done_by(engine, report_and_drop)
-        connection.send(Leaving())
+        connection.send(messages.Leaving())
         await connection.drain()
 
     # ---- messages from the hub ---------------------------------------------------------------------------------------
@@ -268,38 +253,38 @@ class SwarmWorker:
         secret = "" if self._welcome is None else self._welcome.relay_secret
         return HttpSource(self._http, self._loop, relay, secret, distance=0)
 
-    def _on_hub_message(self, message: FromHub) -> None:
+    def _on_hub_message(self, message: messages.FromHub) -> None:
         match message:
             case Lease():
                 self._outbox.open(message.lease_id)
                 self._act_on_engine(lambda driver: driver.lease(message))
             case Abort(lease_id=lease_id):
                 self._act_on_engine(lambda driver: driver.abort(lease_id))
-            case Dropped(lease_id=lease_id):
+            case messages.Dropped(lease_id=lease_id):
                 self._outbox.close(lease_id)
                 self._act_on_engine(lambda driver: driver.drop(lease_id))
-            case Ack(lease_id=lease_id, length=length, has_ended=has_ended):
+            case messages.Ack(lease_id=lease_id, length=length, has_ended=has_ended):
                 self._outbox.confirm(lease_id, length, has_ended=has_ended)
-            case Want():
+            case messages.Want():
                 self._updater.want(message)
-            case Admitted(key=key):
+            case messages.Admitted(key=key):
                 self.key = key
-            case HeartbeatAck():
+            case messages.HeartbeatAck():
                 pass
-            case Rejected():
+            case messages.Rejected():
                 self._rejected(message)
-            case RunOver():
+            case messages.RunOver():
                 self._options.say("the run is complete")
                 self.leave()
-            case Welcome():
+            case messages.Welcome():
                 raise ConnectionLost("the hub sent Welcome twice")
 
-    def _rejected(self, message: Rejected) -> None:
+    def _rejected(self, message: messages.Rejected) -> None:
         if message.is_final:
             raise UserError(f"the hub refuses this worker: {message.reason}")
         raise ConnectionLost(message.reason)
 
-    async def _prepare(self, welcome: Welcome) -> None:
+    async def _prepare(self, welcome: messages.Welcome) -> None:
         """Build the engine that the hub describes, unless it exists. Discard the leases of another incarnation of the
         hub."""
         known, self._welcome = self._welcome, welcome
@@ -383,7 +368,7 @@ class SwarmWorker:
         if self._connection is not None:
             self._connection.send(fault_of(error))
 
-    def _send_message(self, message: FromWorker) -> None:
+    def _send_message(self, message: messages.FromWorker) -> None:
         if self._connection is not None and self._connection.is_open:
             self._connection.send(message)
 

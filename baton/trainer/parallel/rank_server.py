@@ -24,29 +24,15 @@ from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
 from baton.trainer.factory import make_trainer
 from baton.trainer.local_trainer import LocalTrainer
+from baton.trainer.parallel import messages
 from baton.trainer.parallel.group import RankGroup
-from baton.trainer.parallel.messages import (
-    FromRank,
-    Listen,
-    Listening,
-    Publish,
-    Published,
-    RankInfo,
-    RankSetup,
-    Ready,
-    Restore,
-    Save,
-    Stepped,
-    ToRank,
-    TrainStep,
-)
 from baton.trainer.settings import TrainerSettings
 
 
 class RankServer:
     """One rank of a trainer. Not thread-safe."""
 
-    def __init__(self, place: RankInfo) -> None:
+    def __init__(self, place: messages.RankInfo) -> None:
         self._place = place
         self._trainer: LocalTrainer | None = None
         self._store: TCPStore | None = None
@@ -60,7 +46,7 @@ class RankServer:
         # Silences a warning that gathering shards of two mesh dimensions takes two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    def handle(self, message: ToRank) -> FromRank:
+    def handle(self, message: messages.ToRank) -> messages.FromRank:
         """Answer a message. Known errors become Fault answers; after a failed collective the group cannot continue.
 
         Other errors are raised: the rank exits with a traceback, and the transport detects the exit.
@@ -80,29 +66,29 @@ class RankServer:
             shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch = None
 
-    def _answer(self, message: ToRank) -> FromRank:
+    def _answer(self, message: messages.ToRank) -> messages.FromRank:
         match message:
-            case Listen():
+            case messages.Listen():
                 return self._listen()
-            case RankSetup():
+            case messages.RankSetup():
                 device, setup = self._meet(message), message.trainer
                 settings = TrainerSettings.model_validate(setup.trainer)
                 parallel = RankGroup(
                     device, tensor_parallel=settings.tensor_parallel, reduces_each=settings.shard_gradients
                 )
                 self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
-                return Ready(self._trainer.version)
-            case TrainStep(batch=batch):
+                return messages.Ready(self._trainer.version)
+            case messages.TrainStep(batch=batch):
                 metrics = self._trained.step(batch)
-                return Stepped(self._trained.version, metrics)
-            case Publish():
+                return messages.Stepped(self._trained.version, metrics)
+            case messages.Publish():
                 return self._publish()
-            case Save(directory=directory):
+            case messages.Save(directory=directory):
                 self._trained.save(Path(directory))
-                return Ready(self._trained.version)
-            case Restore(directory=directory):
+                return messages.Ready(self._trained.version)
+            case messages.Restore(directory=directory):
                 self._trained.restore(Path(directory))
-                return Ready(self._trained.version)
+                return messages.Ready(self._trained.version)
             case other:
                 raise AssertionError(f"{type(other).__name__} is not a request to a running rank")
 
@@ -111,11 +97,11 @@ class RankServer:
         assert self._trainer is not None, "a rank received another request before its RankSetup"
         return self._trainer
 
-    def _listen(self) -> Listening:
+    def _listen(self) -> messages.Listening:
         """Open the rendezvous store on a free port of this host's address."""
         place = self._place
         if place.rank:
-            return Listening(place.host, 0)
+            return messages.Listening(place.host, 0)
         listener = socket.create_server((place.host, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(
@@ -126,9 +112,9 @@ class RankServer:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        return Listening(place.host, port)
+        return messages.Listening(place.host, port)
 
-    def _meet(self, message: RankSetup) -> torch.device:
+    def _meet(self, message: messages.RankSetup) -> torch.device:
         """Join the process group; return this rank's device."""
         place, timeout = self._place, timedelta(seconds=message.timeout_s)
         device = torch_device(message.trainer.device)
@@ -150,13 +136,13 @@ class RankServer:
         )
         return device
 
-    def _publish(self) -> Published:
+    def _publish(self) -> messages.Published:
         weights = self._trained.publish()
         if self._place.rank:
-            return Published(weights.version, "")
+            return messages.Published(weights.version, "")
         if self._scratch is None:
             self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         path = self._scratch / f"{weights.version.lineage}-{weights.version.number}.safetensors"
         with writing(path):
             save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, path)
-        return Published(weights.version, str(path))
+        return messages.Published(weights.version, str(path))

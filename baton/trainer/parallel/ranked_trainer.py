@@ -9,22 +9,7 @@ from safetensors.torch import load_file
 
 from baton.errors import Fault, TrainingDiverged
 from baton.files import atomic_directory
-from baton.trainer.parallel.messages import (
-    Listen,
-    Listening,
-    Publish,
-    Published,
-    Ranks,
-    RankSetup,
-    Ready,
-    Restore,
-    Save,
-    Stepped,
-    ToRank,
-    TrainerSetup,
-    TrainStep,
-    error_of,
-)
+from baton.trainer.parallel import messages
 from baton.trainer.trainer import PublishedWeights
 from baton.types import Batch, PolicyVersion
 
@@ -39,12 +24,12 @@ class RankedTrainer:
     Every request ends within `timeout_s` with an answer or an error. RankLost means that all ranks were ended.
     """
 
-    def __init__(self, ranks: Ranks, setup: TrainerSetup, timeout_s: float) -> None:
+    def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
         """Connect the ranks and construct the trainer in each. Raises UserError for invalid settings, or RankLost."""
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
         try:
-            store = self._ask(Listen(), Listening)[0]
-            self._ask(RankSetup(setup, store.host, store.port, timeout_s), Ready)
+            store = self._ask(messages.Listen(), messages.Listening)[0]
+            self._ask(messages.RankSetup(setup, store.host, store.port, timeout_s), messages.Ready)
         except BaseException:
             ranks.close()
             raise
@@ -59,13 +44,13 @@ class RankedTrainer:
 
         Raises the errors of `LocalTrainer.step`, or RankLost.
         """
-        answer = self._ask(TrainStep(batch), Stepped)[0]
+        answer = self._ask(messages.TrainStep(batch), messages.Stepped)[0]
         self._version = answer.version
         return answer.metrics
 
     def publish(self) -> PublishedWeights:
         """Return a copy of the current weights, or of the adapter alone, on the host."""
-        answer = self._ask(Publish(), Published)[0]
+        answer = self._ask(messages.Publish(), messages.Published)[0]
         self._version = answer.version
         path = self._ranks.bring(answer.path)
         try:
@@ -76,19 +61,19 @@ class RankedTrainer:
     def save(self, directory: Path) -> None:
         """Write a checkpoint atomically; each rank writes its part."""
         with atomic_directory(directory) as unfinished:
-            self._version = self._ask(Save(str(unfinished)), Ready)[0].version
+            self._version = self._ask(messages.Save(str(unfinished)), messages.Ready)[0].version
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint of a trainer with any number of ranks. Raises UserError if it does not fit this trainer."""
-        self._version = self._ask(Restore(str(directory.absolute())), Ready)[0].version
+        self._version = self._ask(messages.Restore(str(directory.absolute())), messages.Ready)[0].version
 
     def close(self) -> None:
         """End the ranks. Idempotent."""
         self._ranks.close()
 
-    def _ask(self, message: ToRank, kind: type[Answer]) -> list[Answer]:
+    def _ask(self, message: messages.ToRank, kind: type[Answer]) -> list[Answer]:
         answers = self._ranks.ask(message, self._timeout_s)
-        error = error_of(dict(enumerate(answers)))
+        error = messages.error_of(dict(enumerate(answers)))
         if error is not None:
             if not (isinstance(error, TrainingDiverged) and all(isinstance(answer, Fault) for answer in answers)):
                 self.close()  # ranks that did not fail together hold different states

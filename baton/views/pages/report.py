@@ -84,7 +84,7 @@ def render(run: RunDirectory) -> str:
         name=run.path.absolute().name,
         summary=summary,
         status=_status(summary, history, recipe),
-        facts=list(_facts(run, recipe, summary, history)),
+        facts=list(_facts(run, recipe, summary)),
         tiles=list(_tiles(summary, history)),
         sections=[section for section in _sections(run, history) if section.charts],
         examples=_examples(run),
@@ -126,7 +126,7 @@ def _status(summary: RunReport | None, history: History, recipe: dict[str, Any])
     return f"{summary.steps:,} of {summary.num_steps:,} train steps"
 
 
-def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None, history: History) -> Iterator[Fact]:
+def _facts(run: RunDirectory, recipe: dict[str, Any], summary: RunReport | None) -> Iterator[Fact]:
     recorded = run.facts()
     model = recipe.get("model", {}).get("path", "trained from scratch")
     size = _parameters(run.checkpoints)

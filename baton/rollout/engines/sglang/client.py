@@ -47,7 +47,7 @@ class SglangClient(EngineClient):
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
         self._server = wire.ServerInfo()
-        self._start_with(self._connect(key), START_TIMEOUT_S + _CLOSE_S, "to start")
+        self._start_with(self._connect(key), START_TIMEOUT_S + _CLOSE_S)
 
     @property
     def max_context_tokens(self) -> int | None:

@@ -76,8 +76,8 @@ class SglangEngine(ExternalEngine[SglangClient]):
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights. Running leases continue under the new version, with recomputed keys and values.
 
-        Raises EngineFault for tensors that do not fit, without changing any weight, and if the server does not load
-        the weights.
+        Raises EngineFault if the server does not load the weights, or if tensors do not fit; then no weight has
+        changed.
         """
         whole = self._weights.whole(tensors)
         self._client.quiesce()

@@ -31,7 +31,7 @@ class VllmClient(EngineClient):
         self._llm: Any = None
         set_up_environment()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(START_TIMEOUT_S)))
-        self._start_with(self._start_llm(arguments), START_TIMEOUT_S, "to start")
+        self._start_with(self._start_llm(arguments), START_TIMEOUT_S)
 
     def end(self, keys: Sequence[str]) -> None:
         self._loop.call_soon_threadsafe(self._abort_requests, list(keys))
