@@ -67,8 +67,8 @@ class ChainSum(_Sizes):
         return f"State the final answer to the following arithmetic problem: {expression} =", expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 for an equal number, such as `+01,000.00` for `1000`. If the answer contains the reference, return the
-        reference's share of the text."""
+        """Return 1 for an equal number, such as `+01,000.00` for `1000`. If the answer contains the reference, return
+        the reference's share of the text."""
         text = (answer or "").replace(",", "")
         try:
             if text and Decimal(text) == Decimal(reference):
@@ -106,7 +106,7 @@ class BasicArithmetic(_Sizes):
         return form.format(expression), expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 if the answer is the reference. If the answer contains it, return the reference's share of the text."""
+        """Return 1 if the answer is the reference. If it contains the reference, return the latter's share of it."""
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:

@@ -52,7 +52,8 @@ LINES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 ODD = {
     "the text around a message depends on its place": "{{ messages | length }}" + LINES + OPEN,
-    "the text before a reply differs": LINES + "{% if add_generation_prompt %}<|im_start|>answer\n{% endif %}",
+    "the text before a reply is not the generation prompt": LINES
+    + "{% if add_generation_prompt %}<|im_start|>answer\n{% endif %}",
     "does not contain each message once": LINES.replace("m.role", "m.role + m.content") + OPEN,
     "it changes the whitespace around messages": LINES.replace("CONTENT", "CONTENT.replace('\\n ', '  ')") + OPEN,
     "it cannot render user: one message only": "{{ raise_exception('one message only') }}",
