@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from queue import SimpleQueue
@@ -311,22 +310,6 @@ def test_a_worker_that_drops_its_key_takes_its_token_with_it_after_three(office)
     assert reason(office, "next", token="one") == said
     assert reason(office, "next", token="two") is None
     assert not office.finish(1, (author("next", token="one"), 0, LENGTH)), "nothing of it is taken any more"
-
-
-def test_a_file_of_old_that_names_tokens_still_bans_them_and_never_the_runs_own(tmp_path):
-    """As Baton wrote it before workers had ids: `worker` is the token's name."""
-    path = tmp_path / "quarantine.jsonl"
-    line = {
-        "worker": "local", "name": "0/0@1", "verdict": {"outcome": "bad", "reason": "forged", "test": "draw"},
-        "requeue": [], "trained": [["1/0@1", 3]], "num_trained": 1, "num_checked": 2, "num_finished": 3,
-    }  # fmt: skip
-    path.write_text(json.dumps(line) + "\n")
-    kept = Quarantine(path)
-    stranger = AccessGrant("local", Role.WORKER, False, digest="stranger")
-    assert kept.reason(stranger, "1f") == kept.reason(stranger) == "in quarantine: forged"
-    assert kept.reason(AccessGrant("local", Role.WORKER, True, digest="mine", is_own=True), "2e") is None
-    assert kept.lift("local", 0.0) == ("local",)
-    assert kept.reason(stranger) is None
 
 
 def test_a_key_is_known_again_after_a_restart_and_only_with_its_token():

@@ -85,15 +85,15 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     num_trained: int
     num_checked: int
     num_finished: int
-    token: str
+    token: str = ""
     """Digest of the worker's token."""
-    label: str
+    label: str = ""
     """Name of the worker that is shown to users."""
 
     @property
     def shown(self) -> str:
         """Text that names the worker to users: its label, and the id with which a user ends the quarantine."""
-        return f"{self.label} ({self.worker})"
+        return f"{self.label} ({self.worker})" if self.label else self.worker
 
 
 class SegmentAuthor(msgspec.Struct, frozen=True):
