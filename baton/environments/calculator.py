@@ -63,7 +63,20 @@ class Calculator(ToolEnvironment):
             self._value = OPERATIONS[operation](self._value, number)
             text = f"({text})" if operation == "*" and not text.isdigit() else text
             text += f"{operation}{number}"
+        self._numbers = [int(number) for number in re.findall(r"\d+", text)]
         return text
+
+    def random_action(self, dice: random.Random) -> str:
+        """Return a compact call of a random operation on two neighbours of the expression, whose result replaces them;
+        when one number is left, return it as the answer. Raises UserError if calls are not compact."""
+        if not self._is_compact:
+            raise UserError("calculator: random actions are compact calls; set is_compact = true")
+        if len(self._numbers) == 1:
+            return f"<answer>{self._numbers[0]}</answer>"
+        place, operation = dice.randrange(len(self._numbers) - 1), dice.choice(list(OPERATIONS))
+        left, right = self._numbers[place : place + 2]
+        self._numbers[place : place + 2] = [OPERATIONS[operation](left, right)]
+        return f"{left}{operation}{right}="
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Execute a call, or score the answer."""

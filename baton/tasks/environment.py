@@ -104,8 +104,8 @@ class EnvironmentTask:
         environment: Any = load_environment(self.spec).make() if self._local is not None else None
         if not hasattr(environment, "random_action"):
             raise UserError(
-                f"demonstrations: the environment of task {self.name!r} has no random actions; allowed are the "
-                "environments 'sokoban' and 'maze'. Give recorded demonstrations with data = \"FILE\" instead"
+                f"demonstrations: the environment of task {self.name!r} has no random actions; allowed are 'sokoban', "
+                "'maze' and 'calculator'. Give recorded demonstrations with data = \"FILE\" instead"
             )
         environment.reset(seed=metadata["seed"], **metadata["row"])
         while True:

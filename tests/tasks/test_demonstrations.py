@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from task_cases import mixture
 
+from baton.environments.calculator import Calculator
 from baton.environments.sokoban import Sokoban
 from baton.errors import UserError
 from baton.rewards.answer import extract_answer
@@ -158,7 +159,29 @@ def test_random_play_of_an_environment() -> None:
         assert [environment.step(turn)[0] for turn in texts[:-1:2]] == list(texts[1::2])
 
 
+def test_random_play_of_the_calculator_has_readable_calls_and_sometimes_the_right_answer() -> None:
+    params = {"num_operations": 2, "digits": 2, "is_compact": True}
+    settings = [TaskSettings(name="sums", environment="calculator", params=params)]
+    mixture = TaskMixture(settings, AnswerSettings())
+    num_right = 0
+    for prompt, texts in islice(demonstrations(mixture, HONEST, 1), 200):
+        environment = Calculator(num_operations=2, digits=2, is_compact=True)
+        assert environment.reset(seed=prompt.metadata["seed"]) == prompt.messages[-1].content
+        *calls, last = [environment.step(turn) for turn in texts[::2]]
+        assert [(text, info["tool"]) for text, *_, info in calls] == [(text, "calculate") for text in texts[1::2]]
+        assert len(calls) == 2
+        assert last[2], "the answer ends the episode"
+        num_right += last[4]["success"]
+    assert 4 <= num_right <= 60, "one of nine pairs of operations, in one of two orders, is right for certain: 11"
+
+
+def test_a_calculator_whose_calls_are_not_compact_has_no_random_actions() -> None:
+    settings = [TaskSettings(name="sums", environment="calculator", params={"family": "hermes"})]
+    with pytest.raises(UserError, match="random actions are compact calls; set is_compact = true"):
+        next(demonstrations(TaskMixture(settings, AnswerSettings()), HONEST, 0))
+
+
 def test_an_environment_without_random_actions_is_refused() -> None:
     settings = [TaskSettings(name="code", environment="code", params={"allow_unisolated": True})]
-    with pytest.raises(UserError, match=r"has no random actions; allowed are the environments 'sokoban' and 'maze'"):
+    with pytest.raises(UserError, match=r"has no random actions; allowed are 'sokoban', 'maze' and 'calculator'"):
         next(demonstrations(TaskMixture(settings, AnswerSettings()), HONEST, 0))
