@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+import msgspec
+
 from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
 from baton.errors import UserError
+from baton.planner.colocated import make_colocated_plan
+from baton.planner.compare import alternatives
 from baton.planner.instance import Inputs
-from baton.planner.rental import OffersSettings
-from baton.planner.replan import without_nodes
-from baton.planner.request import PlanRequest, PlanResult, run_request
+from baton.planner.rental import OffersSettings, rent_for_budget, rent_for_target
+from baton.planner.replan import replan, without_nodes
+from baton.planner.request import PlanResult
+from baton.planner.solve import make_plan
+from baton.planner.what_if import marginals
 from baton.recipe.shipped import find
 from baton.recipe.workload import read_cluster, read_settings, read_workload
 from baton.specs.cluster import Cluster
@@ -75,19 +81,26 @@ def plan(
         rates=None if rates is None else read_settings(RatesSettings, find(rates)),
         cross_types=not symmetric_only,
     )
-    request = PlanRequest(
-        inputs,
-        offers=None if offers is None else read_settings(OffersSettings, find(offers)),
-        price_per_h=budget,
-        tokens_per_s=target_throughput,
-        running=None if running is None else read_plan(Path(running)),
-        slack=slack,
-        is_colocated=colocated,
-        method=method,
-        compares=compare or html is not None,
-        time_limit_s=time_limit,
-    )
-    result = run_request(request)
+    if running is not None:
+        found = replan(inputs, read_plan(Path(running)), slack=slack, time_limit_s=time_limit)
+        result = PlanResult(found.chosen.plan, inputs, replanned=found)
+    elif offers is not None:
+        given = read_settings(OffersSettings, find(offers))
+        if budget is not None:
+            choice = rent_for_budget(inputs, given, budget, time_limit_s=time_limit)
+        else:
+            choice = rent_for_target(inputs, given, target_throughput or 0.0, time_limit_s=time_limit)
+        result = PlanResult(choice.plan, choice.inputs, choice=choice, spots=choice.spots)
+    elif colocated:
+        result = PlanResult(make_colocated_plan(inputs), inputs)
+    else:
+        result = PlanResult(make_plan(inputs, method, time_limit_s=time_limit), inputs)
+    if compare or html is not None:
+        result = msgspec.structs.replace(
+            result,
+            marginals=marginals(result.inputs, result.plan.tokens_per_s, time_limit_s=time_limit / 4),
+            alternatives=alternatives(result.inputs, time_limit_s=time_limit),
+        )
     if write_to is not None:
         write_plan(result.plan, Path(write_to))
     if html is not None:

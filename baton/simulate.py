@@ -25,7 +25,7 @@ from baton.simulator.input_sources import (
 )
 from baton.simulator.parameter_sweep import ParameterSweep, read_axes
 from baton.simulator.parameter_sweep import sweep as sweep_parameters
-from baton.simulator.request import SimulationRequest, run_request
+from baton.simulator.request import run_request
 from baton.simulator.result import Result
 from baton.simulator.run import RunOptions
 from baton.specs.model import read_model
@@ -93,7 +93,7 @@ def simulate(
         return swept
     events = None if log is None else Path(log)
     is_traced = trace is not None or html is not None
-    result, spans = run_request(SimulationRequest(source.setting(changes), options, events, is_traced))
+    result, spans = run_request(source.setting(changes), options, events, is_traced=is_traced)
     if trace is not None:
         write_whole(Path(trace), chrome_trace(spans))
     if html is not None:

@@ -1,5 +1,4 @@
-"""Requests to the planner and their results: plan a cluster, choose machines to rent, or plan a running cluster
-again."""
+"""The result of a request to the planner: plan a cluster, choose machines to rent, or plan a running cluster again."""
 
 from __future__ import annotations
 
@@ -8,33 +7,12 @@ from typing import Any
 
 import msgspec
 
-from baton.planner.colocated import make_colocated_plan
-from baton.planner.compare import Alternative, alternatives
+from baton.planner.compare import Alternative
 from baton.planner.instance import Inputs
-from baton.planner.rental import OffersSettings, RentalChoice, rent_for_budget, rent_for_target
-from baton.planner.replan import Replanned, replan
-from baton.planner.solve import make_plan
-from baton.planner.what_if import Marginal, PricePoint, marginals, marked, price_curve
-from baton.specs.plan import Method, Plan
-
-
-class PlanRequest(msgspec.Struct, frozen=True):
-    """A request for a plan. By default it asks for a plan of the cluster in `inputs`."""
-
-    inputs: Inputs
-    offers: OffersSettings | None = None
-    """Machines for rent, which replace the cluster. They require `price_per_h` or `tokens_per_s`."""
-    price_per_h: float | None = None
-    tokens_per_s: float | None = None
-    running: Plan | None = None
-    """Running plan to replace. Few GPUs of the running plan get another role in the new plan."""
-    slack: float = 0.02
-    """Relative increase of the step time that is accepted to move fewer GPUs; used with `running`."""
-    is_colocated: bool = False
-    method: Method = "exact"
-    compares: bool = False
-    """Whether to compare with alternatives, and with one more GPU of each type."""
-    time_limit_s: float = 60.0
+from baton.planner.rental import RentalChoice
+from baton.planner.replan import Replanned
+from baton.planner.what_if import Marginal, PricePoint, marked, price_curve
+from baton.specs.plan import Plan
 
 
 class PlanResult(msgspec.Struct, frozen=True):
@@ -90,32 +68,3 @@ class PlanResult(msgspec.Struct, frozen=True):
                 ],
             }
         return found
-
-
-def run_request(request: PlanRequest) -> PlanResult:
-    """Compute the result of a request. Raises UserError if no plan is feasible."""
-    result = _plan(request)
-    if not request.compares:
-        return result
-    return msgspec.structs.replace(
-        result,
-        marginals=marginals(result.inputs, result.plan.tokens_per_s, time_limit_s=request.time_limit_s / 4),
-        alternatives=alternatives(result.inputs, time_limit_s=request.time_limit_s),
-    )
-
-
-def _plan(request: PlanRequest) -> PlanResult:
-    inputs, limit_s = request.inputs, request.time_limit_s
-    if request.running is not None:
-        found = replan(inputs, request.running, slack=request.slack, time_limit_s=limit_s)
-        return PlanResult(found.chosen.plan, inputs, replanned=found)
-    if request.offers is not None:
-        choice = (
-            rent_for_budget(inputs, request.offers, request.price_per_h, time_limit_s=limit_s)
-            if request.price_per_h is not None
-            else rent_for_target(inputs, request.offers, request.tokens_per_s or 0.0, time_limit_s=limit_s)
-        )
-        return PlanResult(choice.plan, choice.inputs, choice=choice, spots=choice.spots)
-    if request.is_colocated:
-        return PlanResult(make_colocated_plan(inputs), inputs)
-    return PlanResult(make_plan(inputs, request.method, time_limit_s=limit_s), inputs)

@@ -7,7 +7,7 @@ and few train steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +42,17 @@ class Spans:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationRequest:
-    """A setting to simulate, the options, and what is recorded."""
-
-    setting: Setting
-    options: RunOptions = field(default_factory=RunOptions)
-    log: Path | None = None
-    """Path of the event log. The log is written even if the run fails."""
-    is_traced: bool = False
-
-
-def run_request(request: SimulationRequest) -> tuple[Result, Sequence[Span]]:
-    """Run the simulation. Return the result and, if `is_traced`, the trace spans.
+def run_request(
+    setting: Setting, options: RunOptions, log_path: Path | None, *, is_traced: bool
+) -> tuple[Result, Sequence[Span]]:
+    """Run the simulation. Return the result and, if `is_traced`, the trace spans. The event log is written to
+    `log_path` even if the run fails.
 
     Raises UserError if the run makes no progress. Raises InvariantBroken if an invariant does not hold; the message
     describes the smallest case that was found.
     """
-    setting, options = request.setting, request.options
-    log = EventLog() if request.log is not None else None
-    tracer = Spans() if request.is_traced else None
+    log = EventLog() if log_path is not None else None
+    tracer = Spans() if is_traced else None
     try:
         record = simulate(setting, replace(options, log=log, tracer=tracer))
     except NoProgress as error:
@@ -70,8 +61,8 @@ def run_request(request: SimulationRequest) -> tuple[Result, Sequence[Span]]:
         found = broken_law(setting, options)
         raise InvariantBroken(found.sentence() if found is not None else str(error)) from error
     finally:
-        if request.log is not None and log is not None:
-            write_whole(request.log, b"\n".join(log.lines) + b"\n")
+        if log_path is not None and log is not None:
+            write_whole(log_path, b"\n".join(log.lines) + b"\n")
     return summarise(setting, record), tracer.spans if tracer is not None else ()
 
 

@@ -109,6 +109,8 @@ def test_a_class_and_a_function_from_python(tiny_model: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     changes = {"task.0.max_turn_tokens": 4, "rollout.max_new_tokens": 16, "engine.max_context_tokens": 128}
     config = CONFIG | changes | {"environments.processes": 1}
+    first = baton.preview(tiny_model, None, played, n=1, environment=Evenness, config=config)
+    assert [len(sample.turns) in (1, 2, 3) for sample in first] == [True] * 4
     run = baton.train(tiny_model, None, played, environment=Evenness, steps=2, name="r", config=config)
     assert [row["step"] for row in run.metrics()] == [0, 1, 2]
     assert run.recipe.task[0].environment == f"{__name__}:Evenness"
