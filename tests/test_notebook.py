@@ -3,6 +3,7 @@ shipped notebook runs."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_the_shipped_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatc
     notebook = nbformat.read(ROOT / "notebooks" / "first_run.ipynb", as_version=4)
     assert not [cell for cell in notebook.cells if cell.get("outputs")], "it is committed without outputs"
     monkeypatch.setenv("NOTEBOOK_STEPS", "2")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     client = nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
