@@ -1,4 +1,4 @@
-"""Retry delays, the rule for restarts of processes, and calls in daemon threads.
+"""Times of events, retry delays, the rule for restarts of processes, and calls in daemon threads.
 
 A daemon thread never keeps the process alive, even if its call hangs.
 """
@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, TypeVar
 
+import msgspec
 from tenacity import RetryCallState, Retrying, wait_exponential
 
 from baton.errors import DeadlineExceeded
+
+
+class TimedEvent(msgspec.Struct, frozen=True, gc=False):
+    """Base class of the events of decisions, which use no clock themselves."""
+
+    at_s: float
+    """Time of the event in seconds: on the monotonic clock in a live run, on the virtual clock in the simulator."""
 
 
 def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:

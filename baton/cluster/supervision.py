@@ -20,53 +20,46 @@ from typing import assert_never
 
 import msgspec
 
-from baton.clock import RestartRule
+from baton.clock import RestartRule, TimedEvent
 from baton.cluster.placement import Placement, ProcessSpec, change
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class ProcessStarted(msgspec.Struct, frozen=True, tag="Began"):
+class ProcessStarted(TimedEvent, tag="Began"):
     """A process is running."""
 
-    at_s: float
     name: str
 
 
-class ProcessEnded(msgspec.Struct, frozen=True, tag="Ended"):
+class ProcessEnded(TimedEvent, tag="Ended"):
     """A process or its Ray actor has ended, or could not be started."""
 
-    at_s: float
     name: str
     cause: str
 
 
-class MachineLost(msgspec.Struct, frozen=True, tag="MachineLost"):
+class MachineLost(TimedEvent, tag="MachineLost"):
     """A machine has left the cluster."""
 
-    at_s: float
     machine: str
 
 
-class MachineJoined(msgspec.Struct, frozen=True, tag="MachineJoined"):
+class MachineJoined(TimedEvent, tag="MachineJoined"):
     """A machine with a known GPU type has joined."""
 
-    at_s: float
     machine: str
 
 
-class Planned(msgspec.Struct, frozen=True, tag="Planned"):
+class Planned(TimedEvent, tag="Planned"):
     """Result of Replan: the workers of the new plan, or None to keep the current workers."""
 
-    at_s: float
     workers: tuple[ProcessSpec, ...] | None
     words: str
 
 
-class SupervisionTick(msgspec.Struct, frozen=True, tag="Tick"):
+class SupervisionTick(TimedEvent, tag="Tick"):
     """Periodic event that gives the current time."""
-
-    at_s: float
 
 
 Event = ProcessStarted | ProcessEnded | MachineLost | MachineJoined | Planned | SupervisionTick

@@ -22,7 +22,7 @@ from baton.planner.problem import AssignmentProblem, Floats, Ints
 from baton.planner.solve import make_plan
 from baton.planner.what_if import PricePoint, marked
 from baton.settings import Settings
-from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, NodeSettings
+from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, MachineSettings, NodeSettings
 from baton.specs.plan import Plan
 
 MOST_CHOICES = 200_000
@@ -33,20 +33,11 @@ BOUND_WEIGHTS = 41
 """Number of weights w that `_reaches` tries; fewer than in `division_bound_s`, for speed."""
 
 
-class OfferSettings(Settings):
+class OfferSettings(MachineSettings):
     """[[offers]] machines that can be rented."""
 
-    gpu: str
-    """GPU type: a name of the catalogue or of a [gpu.NAME] section."""
-    gpus: int = Field(default=8, ge=1)
-    """GPUs per machine."""
-    price_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """Price of one GPU; the default is the price of the GPU type."""
     max_nodes: int | None = Field(default=None, ge=1)
     """Maximum number of machines; by default, the budget is the only limit."""
-    link_gb_per_s: float | None = Field(default=None, gt=0)
-    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the bandwidth of the GPU
-    type."""
 
 
 class OffersSettings(Settings):

@@ -1,135 +1,105 @@
 """Events that the scheduler receives, and commands that it returns. They contain counts and versions, no token ids.
 
-(group_id, sample_index) identifies a trajectory. `at_s` is the time of an event in seconds: on the monotonic clock in a
-live run, on the virtual clock in the simulator.
+(group_id, sample_index) identifies a trajectory.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from baton.clock import TimedEvent
+
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class Capacity(msgspec.Struct, frozen=True, tag="Capacity", gc=False):
+class TrajectoryEvent(TimedEvent):
+    """An event of one trajectory, which (group_id, sample_index) identifies."""
+
+    group_id: int
+    sample_index: int
+
+
+class Capacity(TimedEvent, tag="Capacity"):
     """The total capacity of the workers has changed."""
 
-    at_s: float
     slots: int
     """Number of trajectories that the workers generate concurrently."""
     queue: int = 0
     """Number of leases to send in addition, so that a worker has the next lease when a slot becomes free."""
 
 
-class TokensLost(msgspec.Struct, frozen=True, tag="Lost", gc=False):
+class TokensLost(TimedEvent, tag="Lost"):
     """Generated tokens have been discarded, for example those of the slower of two leases of one trajectory."""
 
-    at_s: float
     cause: str
     num_tokens: int
 
 
-class Revoked(msgspec.Struct, frozen=True, tag="Revoked", gc=False):
+class Revoked(TrajectoryEvent, tag="Revoked"):
     """The tokens of a trajectory are not trusted: it must be generated again. Its group is in no batch yet."""
 
-    at_s: float
-    group_id: int
-    sample_index: int
     cause: str
 
 
-class TokensReceived(msgspec.Struct, frozen=True, tag="Grew", gc=False):
+class TokensReceived(TrajectoryEvent, tag="Grew"):
     """A worker has reported tokens of one version for a leased trajectory."""
 
-    at_s: float
-    group_id: int
-    sample_index: int
     version: int
     num_tokens: int
 
 
-class Finished(msgspec.Struct, frozen=True, tag="Finished", gc=False):
+class Finished(TrajectoryEvent, tag="Finished"):
     """A leased or acting trajectory is complete. Earlier `TokensReceived` events have counted all its tokens."""
 
-    at_s: float
-    group_id: int
-    sample_index: int
 
-
-class TurnEnded(msgspec.Struct, frozen=True, tag="TurnEnded", gc=False):
+class TurnEnded(TrajectoryEvent, tag="TurnEnded"):
     """A leased trajectory has ended a turn of a multi-turn episode, and its action is sent to the environment."""
 
-    at_s: float
-    group_id: int
-    sample_index: int
 
-
-class Observed(msgspec.Struct, frozen=True, tag="Observed", gc=False):
+class Observed(TrajectoryEvent, tag="Observed"):
     """The environment's observation has been appended to a trajectory, whose next turn can be generated."""
 
-    at_s: float
-    group_id: int
-    sample_index: int
 
-
-class EnvironmentFailed(msgspec.Struct, frozen=True, tag="EnvironmentFailed", gc=False):
+class EnvironmentFailed(TrajectoryEvent, tag="EnvironmentFailed"):
     """The environment of an acting trajectory failed: the episode starts again from its prompt."""
 
-    at_s: float
-    group_id: int
-    sample_index: int
     cause: str
 
 
-class LeaseEnded(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
+class LeaseEnded(TrajectoryEvent, tag="PutDown"):
     """A lease has ended before its trajectory was complete: the lease was aborted, or the worker refused it."""
 
-    at_s: float
-    group_id: int
-    sample_index: int
 
-
-class Rewarded(msgspec.Struct, frozen=True, tag="Rewarded", gc=False):
+class Rewarded(TrajectoryEvent, tag="Rewarded"):
     """A finished trajectory has been scored. The reward is None if scoring failed."""
 
-    at_s: float
-    group_id: int
-    sample_index: int
     reward: float | None
 
 
-class VersionTrained(msgspec.Struct, frozen=True, tag="VersionMade", gc=False):
+class VersionTrained(TimedEvent, tag="VersionMade"):
     """The trainer has made a new version."""
 
-    at_s: float
     version: int
     is_published: bool = True
     """Whether workers will serve this version. If versions are published every n > 1 steps, most are not published."""
 
 
-class VersionServed(msgspec.Struct, frozen=True, tag="Serving", gc=False):
+class VersionServed(TimedEvent, tag="Serving"):
     """The workers serve the version of the last `Load`."""
 
-    at_s: float
     version: int
 
 
-class BatchRequested(msgspec.Struct, frozen=True, tag="BatchWanted", gc=False):
+class BatchRequested(TimedEvent, tag="BatchWanted"):
     """The trainer is ready for a batch."""
 
-    at_s: float
 
-
-class DispatchPaused(msgspec.Struct, frozen=True, tag="Paused", gc=False):
+class DispatchPaused(TimedEvent, tag="Paused"):
     """The workers are needed for other work: abort all leases and assign no others."""
 
-    at_s: float
 
-
-class DispatchResumed(msgspec.Struct, frozen=True, tag="Resumed", gc=False):
+class DispatchResumed(TimedEvent, tag="Resumed"):
     """The workers are available again."""
-
-    at_s: float
 
 
 Event = (

@@ -109,23 +109,28 @@ class GpuSettings(Settings):
     """Source of the price."""
 
 
-class NodeSettings(Settings):
-    """[[nodes]] identical machines."""
+class MachineSettings(Settings):
+    """A kind of machine."""
 
     gpu: str
     """GPU type: a name of the catalogue or of a [gpu.NAME] section."""
     gpus: int = Field(default=8, ge=1)
     """GPUs per machine."""
-    count: int = Field(default=1, ge=1)
-    """Number of identical machines."""
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the machines. If `count` is above 1, -0, -1, … is appended. The default is the name of the GPU in
-    lower case."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
     """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the bandwidth of the GPU
     type."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
     """Price of one GPU; the default is the price of the GPU type."""
+
+
+class NodeSettings(MachineSettings):
+    """[[nodes]] identical machines."""
+
+    count: int = Field(default=1, ge=1)
+    """Number of identical machines."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the machines. If `count` is above 1, -0, -1, … is appended. The default is the name of the GPU in
+    lower case."""
 
 
 class BetweenSettings(Settings):

@@ -1,20 +1,18 @@
 """Events and commands of the lease table. They contain numbers of tokens and versions; the tokens themselves stay in
-the lease broker.
-
-`at_s` is the time of an event on the clock of the table's driver, which is the live hub or a simulator.
-"""
+the lease broker."""
 
 from __future__ import annotations
 
 import msgspec
 
+from baton.clock import TimedEvent
+
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class WorkerJoined(msgspec.Struct, frozen=True, tag="WorkerJoined", gc=False):
+class WorkerJoined(TimedEvent, tag="WorkerJoined"):
     """A worker is ready to generate."""
 
-    at_s: float
     worker: int
     slots: int
     """Number of trajectories that the worker generates concurrently."""
@@ -29,18 +27,16 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag="WorkerJoined", gc=False):
     means that the run itself started the worker, which may then fill all its slots immediately."""
 
 
-class WorkerWeightChanged(msgspec.Struct, frozen=True, tag="WorkerWeighed", gc=False):
+class WorkerWeightChanged(TimedEvent, tag="WorkerWeighed"):
     """A new plan changes the expected speed of a worker."""
 
-    at_s: float
     worker: int
     weight: float
 
 
-class WorkerSeen(msgspec.Struct, frozen=True, tag="WorkerHeard", gc=False):
+class WorkerSeen(TimedEvent, tag="WorkerHeard"):
     """A worker has sent a message. `LeaseProgressed` implies this event."""
 
-    at_s: float
     worker: int
     version: int | None
     """Number of the version that the worker serves; None if it serves no version of this lineage."""
@@ -49,18 +45,16 @@ class WorkerSeen(msgspec.Struct, frozen=True, tag="WorkerHeard", gc=False):
     leases."""
 
 
-class WorkerLeft(msgspec.Struct, frozen=True, tag="WorkerLeft", gc=False):
+class WorkerLeft(TimedEvent, tag="WorkerLeft"):
     """A worker has left. The tokens that it has not reported are lost."""
 
-    at_s: float
     worker: int
     cause: str
 
 
-class TaskSubmitted(msgspec.Struct, frozen=True, tag="TaskWanted", gc=False):
+class TaskSubmitted(TimedEvent, tag="TaskWanted"):
     """The controller requests a trajectory."""
 
-    at_s: float
     task: int
     version: int
     is_exact: bool
@@ -75,39 +69,35 @@ class TaskSubmitted(msgspec.Struct, frozen=True, tag="TaskWanted", gc=False):
     earlier turns."""
 
 
-class TaskAborted(msgspec.Struct, frozen=True, tag="TaskAborted", gc=False):
+class TaskAborted(TimedEvent, tag="TaskAborted"):
     """The controller aborts a trajectory."""
 
-    at_s: float
     task: int
 
 
-class TaskRevoked(msgspec.Struct, frozen=True, tag="TaskRevoked", gc=False):
+class TaskRevoked(TimedEvent, tag="TaskRevoked"):
     """The tokens of a trajectory are no longer trusted. The table ends the trajectory's leases; the caller handles the
     trajectory itself."""
 
-    at_s: float
     task: int
 
 
-class LeaseProgressed(msgspec.Struct, frozen=True, tag="LeaseGrew", gc=False):
+class LeaseProgressed(TimedEvent, tag="LeaseGrew"):
     """New tokens of a lease have arrived. They have been checked and follow the earlier tokens without a gap."""
 
-    at_s: float
     lease: int
     num_tokens: int
     version: int = 0
     """Version of the last new token. The worker of a later lease must serve at least this version."""
 
 
-class LeaseFinished(msgspec.Struct, frozen=True, tag="LeaseFinished", gc=False):
+class LeaseFinished(TimedEvent, tag="LeaseFinished"):
     """The worker has finished the trajectory. Its tokens arrived in earlier `LeaseProgressed` events."""
 
-    at_s: float
     lease: int
 
 
-class LeaseReturned(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
+class LeaseReturned(TimedEvent, tag="LeasePutDown"):
     """The worker has aborted the trajectory of a lease, or has refused the lease.
 
     If a worker refuses a lease although it should serve the lease's version, the table grants the worker no lease
@@ -115,14 +105,12 @@ class LeaseReturned(msgspec.Struct, frozen=True, tag="LeasePutDown", gc=False):
     an endless loop.
     """
 
-    at_s: float
     lease: int
 
 
-class LeaseTick(msgspec.Struct, frozen=True, tag="Tick", gc=False):
+class LeaseTick(TimedEvent, tag="Tick"):
     """Periodic event that gives the current time."""
 
-    at_s: float
     delay_s: float = 0.0
     """Delay of this tick in seconds. The hub caused the delay, so it does not count towards the workers' time
     limits."""

@@ -16,45 +16,39 @@ from typing import assert_never
 
 import msgspec
 
-from baton.clock import retry_wait_s
+from baton.clock import TimedEvent, retry_wait_s
 from baton.types import PolicyVersion
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class VersionWanted(msgspec.Struct, frozen=True, tag="Wanted", gc=False):
+class VersionWanted(TimedEvent, tag="Wanted"):
     """The hub announces the version to serve."""
 
-    at_s: float
     version: PolicyVersion
 
 
-class Fetched(msgspec.Struct, frozen=True, tag="Fetched", gc=False):
+class Fetched(TimedEvent, tag="Fetched"):
     """The fetch of a version is complete: all bytes have arrived and every tensor matches its digest."""
 
-    at_s: float
     version: PolicyVersion
 
 
-class FetchFailed(msgspec.Struct, frozen=True, tag="FetchFailed", gc=False):
+class FetchFailed(TimedEvent, tag="FetchFailed"):
     """The fetch of a version has failed: the version was not available, or did not match its digest."""
 
-    at_s: float
     version: PolicyVersion
     cause: str
 
 
-class Activated(msgspec.Struct, frozen=True, tag="Activated", gc=False):
+class Activated(TimedEvent, tag="Activated"):
     """The engine serves the version."""
 
-    at_s: float
     version: PolicyVersion
 
 
-class TimerFired(msgspec.Struct, frozen=True, tag="Woken", gc=False):
+class TimerFired(TimedEvent, tag="Woken"):
     """A timer that `SetTimer` started has expired."""
-
-    at_s: float
 
 
 Event = VersionWanted | Fetched | FetchFailed | Activated | TimerFired
