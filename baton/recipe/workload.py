@@ -78,7 +78,7 @@ def workload_of_run(path: Path) -> Workload:
     recipe = Recipe.model_validate(with_current_keys(run.recipe()))
     if recipe.multi_turn_task is not None:
         raise UserError(
-            f"{path}: task {recipe.multi_turn_task!r} is multi-turn, but a workload describes responses of one turn; "
+            f"{path}: task {recipe.multi_turn_task!r} is multi-turn, but a workload describes single-turn responses; "
             "give a workload file with the lengths that you expect"
         )
     steps = run.recorded_steps()

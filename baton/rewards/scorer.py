@@ -124,7 +124,7 @@ class RewardScorer:
         useless = next((r.name for r in rewards if r.kind in OF_ANSWERS), None)
         if not tasks and useless is not None:
             raise UserError(
-                f"[[reward]] {useless!r} scores answers of tasks of one turn, but all tasks of the recipe are "
+                f"[[reward]] {useless!r} scores answers of single-turn tasks, but all tasks of the recipe are "
                 'multi-turn; remove it, or use kind = "function", which scores episodes in addition to the environment'
             )
         self._answers: Mapping[str, AnswerSettings] = (

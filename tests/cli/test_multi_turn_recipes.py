@@ -26,8 +26,8 @@ environment = "sokoban"
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (["bench", "rollout"], "`baton bench rollout` generates one-turn responses, without environments"),
-        (["bench", "rollout", "--flat"], "`baton bench rollout` generates one-turn responses, without environments"),
+        (["bench", "rollout"], "`baton bench rollout` generates single-turn responses, without environments"),
+        (["bench", "rollout", "--flat"], "`baton bench rollout` generates single-turn responses, without environments"),
         (["simulate", "--recipe"], "the simulator has no environments"),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_function_that_fails_leaves_the_episode_without_a_reward_and_keeps_the
 
 def test_parts_that_could_score_nothing_and_a_name_that_is_taken_are_refused() -> None:
     with pytest.raises(
-        UserError, match=r"'format' scores answers of tasks of one turn, but all tasks .* are multi-turn"
+        UserError, match=r"'format' scores answers of single-turn tasks, but all tasks .* are multi-turn"
     ):
         scorer_of(RewardSettings(kind="format"), "plain")
     assert scorer_of(RewardSettings(kind="correct")).scores_episodes is False

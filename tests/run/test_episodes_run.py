@@ -92,7 +92,7 @@ def test_a_run_of_multi_turn_episodes_trains_and_resumes(tiny_model: Path, tmp_p
         named = {re.sub("(finish|failures|info)/.*", r"\1/<>", name) for name in row if name.startswith("env/")}
         assert named <= {re.sub("<.*>", "<>", name) for name in documented_names()}, "docs/metrics.md has each"
     assert {e.result.task for e in run.evaluations()} == {"evenness"}
-    with pytest.raises(UserError, match="'evenness' is multi-turn, but a workload describes responses of one turn"):
+    with pytest.raises(UserError, match="'evenness' is multi-turn, but a workload describes single-turn responses"):
         read_workload(whole.run.path)
     if mode != "sync":
         return
