@@ -23,8 +23,9 @@ def bench_rollout(
     depend on the number of rows. Raises UserError for a recipe with a multi-turn task."""
     if recipe.multi_turn_task is not None:
         raise UserError(
-            f"task {recipe.multi_turn_task!r} is multi-turn, but `baton bench rollout` generates single-turn responses, "
-            "without environments; give a recipe of single-turn tasks, or compare perf/throughput of short runs"
+            f"task {recipe.multi_turn_task!r} is multi-turn, but `baton bench rollout` generates single-turn "
+            "responses, without environments; give a recipe of single-turn tasks, or compare perf/throughput of short "
+            "runs"
         )
     sides = sides_of(recipe.rollout, modes)
     longest = recipe.rollout.max_new_tokens
