@@ -26,39 +26,39 @@ from baton.cluster.placement import Placement, ProcessSpec, change
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class ProcessStarted(TimedEvent, tag="Began"):
+class ProcessStarted(TimedEvent, frozen=True, tag="Began"):
     """A process is running."""
 
     name: str
 
 
-class ProcessEnded(TimedEvent, tag="Ended"):
+class ProcessEnded(TimedEvent, frozen=True, tag="Ended"):
     """A process or its Ray actor has ended, or could not be started."""
 
     name: str
     cause: str
 
 
-class MachineLost(TimedEvent, tag="MachineLost"):
+class MachineLost(TimedEvent, frozen=True, tag="MachineLost"):
     """A machine has left the cluster."""
 
     machine: str
 
 
-class MachineJoined(TimedEvent, tag="MachineJoined"):
+class MachineJoined(TimedEvent, frozen=True, tag="MachineJoined"):
     """A machine with a known GPU type has joined."""
 
     machine: str
 
 
-class Planned(TimedEvent, tag="Planned"):
+class Planned(TimedEvent, frozen=True, tag="Planned"):
     """Result of Replan: the workers of the new plan, or None to keep the current workers."""
 
     workers: tuple[ProcessSpec, ...] | None
     words: str
 
 
-class SupervisionTick(TimedEvent, tag="Tick"):
+class SupervisionTick(TimedEvent, frozen=True, tag="Tick"):
     """Periodic event that gives the current time."""
 
 

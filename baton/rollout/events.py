@@ -12,14 +12,14 @@ from baton.clock import TimedEvent
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class TrajectoryEvent(TimedEvent):
+class TrajectoryEvent(TimedEvent, frozen=True):
     """An event of one trajectory, which (group_id, sample_index) identifies."""
 
     group_id: int
     sample_index: int
 
 
-class Capacity(TimedEvent, tag="Capacity"):
+class Capacity(TimedEvent, frozen=True, tag="Capacity"):
     """The total capacity of the workers has changed."""
 
     slots: int
@@ -28,55 +28,55 @@ class Capacity(TimedEvent, tag="Capacity"):
     """Number of leases to send in addition, so that a worker has the next lease when a slot becomes free."""
 
 
-class TokensLost(TimedEvent, tag="Lost"):
+class TokensLost(TimedEvent, frozen=True, tag="Lost"):
     """Generated tokens have been discarded, for example those of the slower of two leases of one trajectory."""
 
     cause: str
     num_tokens: int
 
 
-class Revoked(TrajectoryEvent, tag="Revoked"):
+class Revoked(TrajectoryEvent, frozen=True, tag="Revoked"):
     """The tokens of a trajectory are not trusted: it must be generated again. Its group is in no batch yet."""
 
     cause: str
 
 
-class TokensReceived(TrajectoryEvent, tag="Grew"):
+class TokensReceived(TrajectoryEvent, frozen=True, tag="Grew"):
     """A worker has reported tokens of one version for a leased trajectory."""
 
     version: int
     num_tokens: int
 
 
-class Finished(TrajectoryEvent, tag="Finished"):
+class Finished(TrajectoryEvent, frozen=True, tag="Finished"):
     """A leased or acting trajectory is complete. Earlier `TokensReceived` events have counted all its tokens."""
 
 
-class TurnEnded(TrajectoryEvent, tag="TurnEnded"):
+class TurnEnded(TrajectoryEvent, frozen=True, tag="TurnEnded"):
     """A leased trajectory has ended a turn of a multi-turn episode, and its action is sent to the environment."""
 
 
-class Observed(TrajectoryEvent, tag="Observed"):
+class Observed(TrajectoryEvent, frozen=True, tag="Observed"):
     """The environment's observation has been appended to a trajectory, whose next turn can be generated."""
 
 
-class EnvironmentFailed(TrajectoryEvent, tag="EnvironmentFailed"):
+class EnvironmentFailed(TrajectoryEvent, frozen=True, tag="EnvironmentFailed"):
     """The environment of an acting trajectory failed: the episode starts again from its prompt."""
 
     cause: str
 
 
-class LeaseEnded(TrajectoryEvent, tag="PutDown"):
+class LeaseEnded(TrajectoryEvent, frozen=True, tag="PutDown"):
     """A lease has ended before its trajectory was complete: the lease was aborted, or the worker refused it."""
 
 
-class Rewarded(TrajectoryEvent, tag="Rewarded"):
+class Rewarded(TrajectoryEvent, frozen=True, tag="Rewarded"):
     """A finished trajectory has been scored. The reward is None if scoring failed."""
 
     reward: float | None
 
 
-class VersionTrained(TimedEvent, tag="VersionMade"):
+class VersionTrained(TimedEvent, frozen=True, tag="VersionMade"):
     """The trainer has made a new version."""
 
     version: int
@@ -84,21 +84,21 @@ class VersionTrained(TimedEvent, tag="VersionMade"):
     """Whether workers will serve this version. If versions are published every n > 1 steps, most are not published."""
 
 
-class VersionServed(TimedEvent, tag="Serving"):
+class VersionServed(TimedEvent, frozen=True, tag="Serving"):
     """The workers serve the version of the last `Load`."""
 
     version: int
 
 
-class BatchRequested(TimedEvent, tag="BatchWanted"):
+class BatchRequested(TimedEvent, frozen=True, tag="BatchWanted"):
     """The trainer is ready for a batch."""
 
 
-class DispatchPaused(TimedEvent, tag="Paused"):
+class DispatchPaused(TimedEvent, frozen=True, tag="Paused"):
     """The workers are needed for other work: abort all leases and assign no others."""
 
 
-class DispatchResumed(TimedEvent, tag="Resumed"):
+class DispatchResumed(TimedEvent, frozen=True, tag="Resumed"):
     """The workers are available again."""
 
 

@@ -10,7 +10,7 @@ from baton.clock import TimedEvent
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class WorkerJoined(TimedEvent, tag="WorkerJoined"):
+class WorkerJoined(TimedEvent, frozen=True, tag="WorkerJoined"):
     """A worker is ready to generate."""
 
     worker: int
@@ -27,14 +27,14 @@ class WorkerJoined(TimedEvent, tag="WorkerJoined"):
     means that the run itself started the worker, which may then fill all its slots immediately."""
 
 
-class WorkerWeightChanged(TimedEvent, tag="WorkerWeighed"):
+class WorkerWeightChanged(TimedEvent, frozen=True, tag="WorkerWeighed"):
     """A new plan changes the expected speed of a worker."""
 
     worker: int
     weight: float
 
 
-class WorkerSeen(TimedEvent, tag="WorkerHeard"):
+class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
     """A worker has sent a message. `LeaseProgressed` implies this event."""
 
     worker: int
@@ -45,14 +45,14 @@ class WorkerSeen(TimedEvent, tag="WorkerHeard"):
     leases."""
 
 
-class WorkerLeft(TimedEvent, tag="WorkerLeft"):
+class WorkerLeft(TimedEvent, frozen=True, tag="WorkerLeft"):
     """A worker has left. The tokens that it has not reported are lost."""
 
     worker: int
     cause: str
 
 
-class TaskSubmitted(TimedEvent, tag="TaskWanted"):
+class TaskSubmitted(TimedEvent, frozen=True, tag="TaskWanted"):
     """The controller requests a trajectory."""
 
     task: int
@@ -69,20 +69,20 @@ class TaskSubmitted(TimedEvent, tag="TaskWanted"):
     earlier turns."""
 
 
-class TaskAborted(TimedEvent, tag="TaskAborted"):
+class TaskAborted(TimedEvent, frozen=True, tag="TaskAborted"):
     """The controller aborts a trajectory."""
 
     task: int
 
 
-class TaskRevoked(TimedEvent, tag="TaskRevoked"):
+class TaskRevoked(TimedEvent, frozen=True, tag="TaskRevoked"):
     """The tokens of a trajectory are no longer trusted. The table ends the trajectory's leases; the caller handles the
     trajectory itself."""
 
     task: int
 
 
-class LeaseProgressed(TimedEvent, tag="LeaseGrew"):
+class LeaseProgressed(TimedEvent, frozen=True, tag="LeaseGrew"):
     """New tokens of a lease have arrived. They have been checked and follow the earlier tokens without a gap."""
 
     lease: int
@@ -91,13 +91,13 @@ class LeaseProgressed(TimedEvent, tag="LeaseGrew"):
     """Version of the last new token. The worker of a later lease must serve at least this version."""
 
 
-class LeaseFinished(TimedEvent, tag="LeaseFinished"):
+class LeaseFinished(TimedEvent, frozen=True, tag="LeaseFinished"):
     """The worker has finished the trajectory. Its tokens arrived in earlier `LeaseProgressed` events."""
 
     lease: int
 
 
-class LeaseReturned(TimedEvent, tag="LeasePutDown"):
+class LeaseReturned(TimedEvent, frozen=True, tag="LeasePutDown"):
     """The worker has aborted the trajectory of a lease, or has refused the lease.
 
     If a worker refuses a lease although it should serve the lease's version, the table grants the worker no lease
@@ -108,7 +108,7 @@ class LeaseReturned(TimedEvent, tag="LeasePutDown"):
     lease: int
 
 
-class LeaseTick(TimedEvent, tag="Tick"):
+class LeaseTick(TimedEvent, frozen=True, tag="Tick"):
     """Periodic event that gives the current time."""
 
     delay_s: float = 0.0

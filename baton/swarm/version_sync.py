@@ -22,32 +22,32 @@ from baton.types import PolicyVersion
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
-class VersionWanted(TimedEvent, tag="Wanted"):
+class VersionWanted(TimedEvent, frozen=True, tag="Wanted"):
     """The hub announces the version to serve."""
 
     version: PolicyVersion
 
 
-class Fetched(TimedEvent, tag="Fetched"):
+class Fetched(TimedEvent, frozen=True, tag="Fetched"):
     """The fetch of a version is complete: all bytes have arrived and every tensor matches its digest."""
 
     version: PolicyVersion
 
 
-class FetchFailed(TimedEvent, tag="FetchFailed"):
+class FetchFailed(TimedEvent, frozen=True, tag="FetchFailed"):
     """The fetch of a version has failed: the version was not available, or did not match its digest."""
 
     version: PolicyVersion
     cause: str
 
 
-class Activated(TimedEvent, tag="Activated"):
+class Activated(TimedEvent, frozen=True, tag="Activated"):
     """The engine serves the version."""
 
     version: PolicyVersion
 
 
-class TimerFired(TimedEvent, tag="Woken"):
+class TimerFired(TimedEvent, frozen=True, tag="Woken"):
     """A timer that `SetTimer` started has expired."""
 
 
