@@ -28,10 +28,20 @@ def test_the_quickstart_and_its_model_are_found_in_an_empty_directory(name: str)
 def test_every_shipped_recipe_has_a_name() -> None:
     assert shipped_recipes() == [
         "countdown",
+        "countdown-3b",
+        "deepscaler-1.5b-async",
+        "gsm8k-0.5b",
+        "gsm8k-1.5b-lora",
         "knights-knaves",
+        "knights-knaves-7b-lora",
+        "math-7b-swarm",
         "quickstart",
         "quickstart-warmstart",
+        "smollm2-calculator",
+        "smollm2-calculator-warmstart",
+        "smollm2-chain-sum",
         "sokoban",
+        "sokoban-3b-lora",
         "sokoban-4b",
         "sokoban-warmstart",
     ]
