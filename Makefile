@@ -77,11 +77,12 @@ DAYS ?= 10000
 chaos: $(VENV)/.installed
 	$(BIN)/python tests/simulator/chaos.py $(DAYS)
 
-# the documentation in site/, with every link checked; in a separate environment, which needs no torch
+# the documentation in site/, with every link checked; in a separate environment, which needs no torch. With --quiet,
+# --strict would see no warning
 SITE := .venv-site
 
 site: $(SITE)/.installed
-	$(SITE)/bin/python -m mkdocs build --quiet --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --clean
 	@echo "site/index.html is the first page"
 
 $(SITE)/.installed: pyproject.toml
