@@ -23,6 +23,8 @@ from baton.run.assemble import evaluate_model
 from tests.api_cases import CONFIG, QUESTIONS
 from tests.small_reward import evenness
 
+pytestmark = pytest.mark.timing
+
 
 @pytest.fixture(autouse=True)
 def _in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from tests.run.test_resume import assert_equal_runs, recipe, tiny_model, unbroke
 
 __all__ = ["tiny_model", "unbroken"]
 
+pytestmark = pytest.mark.numerics
+
 FULL = r"(the disk is full|could not be read or written).*the last good checkpoint is .*step_00000[246]"
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.api_cases import CONFIG, QUESTIONS
 
+pytestmark = pytest.mark.timing
+
 ROOT = Path(__file__).parents[1]
 CELLS = """
 import builtins, os, signal, sys, types

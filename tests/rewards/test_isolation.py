@@ -18,7 +18,11 @@ from baton.errors import UserError
 from baton.rewards.isolation import environment
 from baton.types import FailureCause
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+pytestmark = [
+    pytest.mark.timing,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+]
 
 REFUSED = """
 import baton.rewards.isolation as isolation

@@ -27,6 +27,8 @@ from tests.run.test_resume import recipe, tiny_model, train
 
 __all__ = ["tiny_model"]
 
+pytestmark = pytest.mark.numerics
+
 
 class Evenness:
     """Three turns; a turn is worth its length modulo 5, so a random model gets unequal rewards."""

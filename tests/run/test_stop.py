@@ -21,6 +21,8 @@ import pytest
 from baton.stop import Stopped, StopRequest
 from baton.swarm.auth import Role, TokenFile, write_private
 
+pytestmark = pytest.mark.timing
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
 """For a busy machine; the waits that a request to stop must end are longer by far."""

@@ -22,6 +22,8 @@ from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, ConnectionLimit
 from baton.swarm.messages import Heartbeat, encode
 from tests.swarm.attacked_hub import BURST, REQUESTS_PER_S, AttackedHub, attacked_hub
 
+pytestmark = pytest.mark.timing
+
 FILES = 512
 """That the attacked process may open."""
 STRANGERS = 1100

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from swarm_bench import SwarmBench, quick, wait_until
 
 from baton.rollout.engines.fake import END_ID
 from baton.types import Report, Segment, WorkRevoked
+
+pytestmark = pytest.mark.timing
 
 
 def with_noise_of_its_own(engine: Any, salt: int) -> Callable[[], list[Any]]:

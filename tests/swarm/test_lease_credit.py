@@ -170,6 +170,7 @@ def test_who_claims_4096_slots_and_delivers_nothing_slows_the_run_little(num_lia
     assert sum(beside) < 1.2 * len(beside)
 
 
+@pytest.mark.timing
 def test_at_a_real_hub_a_worker_that_claims_4096_slots_is_given_few(tmp_path: Path) -> None:
     with quick():
         bench = SwarmBench(

@@ -184,6 +184,7 @@ def honest(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return weights
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", [OtherWeights, FlatteredLogprobs, CutShort, OtherNoise, WordsOfAnother])
 def test_a_dishonest_worker_is_found_out_and_leaves_no_trace(
     model: Path, tmp_path: Path, honest: dict[str, torch.Tensor], kind: type[EmbeddedEngine]
@@ -244,3 +245,25 @@ def test_a_stranger_whose_token_is_named_like_the_runs_own_takes_nobody_with_it(
     (quarantine_record,) = Quarantine(wanted.run.path / "quarantine.jsonl").records
     (stranger,) = TokenFile(Path(wanted.swarm.token_file)).tokens()
     assert quarantine_record.token == stranger.digest
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_runs_own_workers_are_checked_only_where_the_recipe_asks(model: Path, tmp_path: Path, own: bool) -> None:
+    """The checks are on, since others may join, and a token that the run made for its own workers is used."""
+    wanted = recipe(model, tmp_path)
+    wanted = wanted.model_copy(
+        update={
+            "run": wanted.run.model_copy(update={"steps": 1}),
+            "inspection": wanted.inspection.model_copy(update={"own": own}),
+        }
+    )
+    TokenFile(Path(wanted.swarm.token_file)).create(Role.WORKER, 3600)
+    with TerminalObserver(Console(quiet=True), 1) as observer:
+        loop = build_loop(wanted, observer, resume=False, overwrite=False)
+        hub = loop.port.hub  # type: ignore[attr-defined]
+        scratch = [Path(line) for line in (wanted.run.path / "scratch.txt").read_text().splitlines()]
+        (token,) = [path.read_text() for directory in scratch for path in directory.glob("local-0")]
+        with working({token: Honest}, f"http://127.0.0.1:{hub.port}"):
+            loop.train()
+            loop.close()
+    assert (hub.members.verifier.counters.checked > 0) is own

@@ -12,6 +12,8 @@ from baton.policy.load import _say_eager, load_model, load_skeleton
 from baton.policy.logprobs import compute_in, padded_scores
 from baton.policy.settings import LoraSettings
 
+pytestmark = pytest.mark.numerics
+
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

@@ -14,6 +14,8 @@ from baton.trainer.microbatches import FEW_SHAPES, PASS_TOKENS, cut, first_fit, 
 from baton.trainer.samples import TrainingSample, batch_metrics, split_evenly, training_samples, with_advantages
 from baton.types import Batch, FinishReason
 
+pytestmark = pytest.mark.numerics
+
 CPU = torch.device("cpu")
 GRPO = AlgorithmSettings()
 

@@ -21,6 +21,8 @@ from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, StoreSource
 from baton.weights.store import Store
 
+pytestmark = pytest.mark.numerics
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -20,6 +20,8 @@ from baton.weights import storage as places
 from baton.weights.storage import RemoteStorage
 from baton.weights.store import Store
 
+pytestmark = pytest.mark.timing
+
 PATIENCE_S = 120
 CALLS = {
     "read": lambda place: place.read("chunks/a", 10),
