@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tokenize
 from pathlib import Path
@@ -28,6 +29,10 @@ TEXTS += (
     "baton/planner/*.py",
     "baton/simulator/*.py",
 )
+
+
+ONLY_A_REFERENCE = re.compile(r"\s*(see|cf\.|as|like)( also)? (`[^`]+`|[\w.]*[._]\w+|[A-Z]\w+)[\s.]*", re.IGNORECASE)
+"""A docstring that says nothing of its own, such as "See `X`."."""
 
 
 def refused_phrases() -> dict[str, str]:
@@ -91,3 +96,25 @@ def test_strings_and_comments_of_python_are_text_and_its_names_are_not(tmp_path:
     path = tmp_path / "a.py"
     path.write_text('"""Goes on."""\nanew = {"judged": f"{1} went on"}  # for ever\n')
     assert len(refused_in(text_of(path))) == 3
+
+
+def bare_references(source: str) -> list[int]:
+    """The lines of docstrings, of functions and of fields, that only name another place."""
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    constants = [text for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+    return [text.lineno for text in constants if ONLY_A_REFERENCE.fullmatch(text.value)]  # type: ignore[arg-type]
+
+
+def test_a_docstring_does_not_only_name_another_place() -> None:
+    paths = files(("baton/**/*.py", "tests/**/*.py", "benchmarks/**/*.py", "tools/**/*.py"))
+    found = {str(path.relative_to(ROOT)): lines for path in paths if (lines := bare_references(path.read_text()))}
+    assert not found, f"delete these docstrings, or say in them what the code does: {found}"
+
+
+@pytest.mark.parametrize(
+    "text", ["See `X`.", "See `X`", "See also `a.b`.", "see x.y.Z", "As `X.close`.", "\n  See Hub.\n"]
+)
+def test_a_docstring_that_only_names_another_place_is_found(text: str) -> None:
+    assert bare_references(f"def f():\n    {text!r}")
+    assert bare_references(f"class A:\n    a: int\n    {text!r}")
+    assert not bare_references(f"def f():\n    'Close it. ' {text!r}\n    g('See `X`.')")

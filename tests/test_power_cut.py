@@ -42,6 +42,7 @@ MODES = {
     "sync": {"mode": "sync"},
     "partial": {"mode": "partial", "overprovision": 2.0, "max_staleness": 4},
 }
+ASYNC = {"async": {"mode": "async", "max_staleness": 4}}
 
 
 class Trainer:
@@ -102,8 +103,8 @@ def recipe(directory: Path, mode: str) -> Recipe:
             "run": {"name": "r", "directory": str(directory), "steps": STEPS, "threads": 1},
             "model": {"path": "none", "device": "cpu"},
             "task": [{"name": "chain_sum"}],
-            "rollout": {"batch_groups": GROUPS, "group_size": 2, "max_new_tokens": 6, **MODES[mode]},
-            "engine": {"slots": 8, "max_context_tokens": 64},
+            "rollout": {"batch_groups": GROUPS, "group_size": 2, "max_new_tokens": 6, **(MODES | ASYNC)[mode]},
+            "engine": {"slots": 8, "max_context_tokens": 64, "processes": int(mode == "async")},
             "checkpoint": {"every": 2, "keep": 1},
             "log": {"trace": False},
         }
@@ -209,6 +210,34 @@ def resume(wanted: Recipe) -> dict[str, Any]:
     rows = [row["step"] for row in read_metrics(loop.run.path) if "policy/loss" in row]
     assert rows == list(range(1, STEPS + 1)), "metrics have every step once"
     return {"began_at": began_at, "batches": batches}
+
+
+@pytest.mark.parametrize("mode", ["partial", "async"])
+def test_a_journal_that_ends_before_the_checkpoint_trains_no_group_twice(mode: str, tmp_path: Path) -> None:
+    """The journal as it was before step 4, beside the checkpoint of step 4: what it calls open was trained since."""
+    wanted = recipe(tmp_path, mode)
+    loop, old = build(wanted), tmp_path / "old journal"
+    step, was_open = loop.trainer.step, set[int]()
+
+    def kept(batch: Batch) -> dict[str, float]:
+        groups = {group.issued.group_id for group in loop.journal.open_groups()}
+        if batch.step == 4:
+            loop.stop.request(0)
+        elif groups:
+            loop.journal.settle()
+            shutil.copy(loop.run.journal, old)
+            was_open.clear()
+            was_open.update(groups)
+        return step(batch)
+
+    loop.trainer.step = kept  # type: ignore[method-assign]
+    loop.train()
+    loop.close()
+    trained: list[int] = loop.trainer.trained  # type: ignore[attr-defined]
+    assert len(trained) == 4 * GROUPS
+    assert was_open & set(trained), "the old journal has open groups that the checkpoint was trained on"
+    shutil.copy(old, loop.run.journal)
+    assert resume(wanted)["began_at"] == 4
 
 
 @pytest.fixture

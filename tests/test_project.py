@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import baton
+from tests.mutants.run import TESTS, gone_equivalents
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -61,3 +62,9 @@ def test_on_windows_the_import_says_what_to_do() -> None:
     assert done.stderr.splitlines()[-1].startswith(
         "ImportError: Baton runs on Linux and macOS; on Windows, install it in WSL 2."
     )
+
+
+def test_the_list_of_equivalent_mutants_names_lines_that_exist() -> None:
+    assert not gone_equivalents(list(TESTS))
+    rows = (ROOT / "tests" / "mutants" / "results.tsv").read_text().splitlines()[1:]
+    assert {row.split("\t")[0] for row in rows} == set(TESTS)
