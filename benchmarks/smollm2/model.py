@@ -97,11 +97,9 @@ def _convert(file: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     print("converting the model", flush=True)
-    named = {"gguf_file": file.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **named)
-    quantization = GgufConfig(dequantize=True)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_pretrained(
-        file.parent, quantization_config=quantization, dtype=torch.float32, **named
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
