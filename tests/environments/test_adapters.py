@@ -186,7 +186,7 @@ def test_trl_in_the_format_of_the_model_and_with_the_turns_of_the_task() -> None
     last = bank.act(request(1, '{"name": "deposit", "parameters": {"amount": 2}}', row=row))
     assert isinstance(last, Observation)
     assert (last.text, last.reward, last.is_truncated, last.is_success) == ("5", 0.5, True, False)
-    with pytest.raises(UserError, match="environment 'counter': the model's chat template writes tool calls in none"):
+    with pytest.raises(UserError, match="environment 'counter': the model's chat template writes tool calls in an"):
         load_environment(EnvironmentSpec("counter", path))
     load_environment(EnvironmentSpec("counter", path, {"family": "hermes"}))
 

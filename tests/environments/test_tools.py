@@ -122,7 +122,7 @@ def test_the_format_is_that_of_the_chat_template_unless_another_family_is_given(
 
 
 def test_tools_without_a_known_format_are_refused_when_they_are_loaded() -> None:
-    with pytest.raises(UserError, match="environment 'counter': the model's chat template writes tool calls in none"):
+    with pytest.raises(UserError, match="environment 'counter': the model's chat template writes tool calls in an"):
         configured(None, None)
     with pytest.raises(UserError, match="got family 'gpt'; allowed are hermes, llama3, mistral"):
         configured("gpt", None)
