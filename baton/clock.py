@@ -89,6 +89,16 @@ def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
         raise DeadlineExceeded(f"{who} did not answer in {timeout_s:.0f} s") from None
 
 
-async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Run a call in a new daemon thread and await it. If the awaiting task is cancelled, the thread continues."""
-    return await asyncio.wrap_future(begin(lambda: call(*arguments)))
+async def in_thread(call: Callable[..., T], *arguments: Any, timeout_s: float, who: str) -> T:
+    """Run a call in a new daemon thread and await it.
+
+    Raises DeadlineExceeded naming `who` after `timeout_s`. Then, or if the awaiting task is cancelled, the thread
+    continues, and its result is discarded.
+    """
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await asyncio.wrap_future(begin(lambda: call(*arguments)))
+    except TimeoutError:
+        if not limit.expired():  # the call itself raised TimeoutError
+            raise
+        raise DeadlineExceeded(f"{who} did not answer in {timeout_s:.0f} s") from None

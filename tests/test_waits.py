@@ -26,7 +26,7 @@ NEEDS_TIMEOUT = {
         "recv_into",
         "recvfrom",
     ),
-    *("send_bytes", "sendall", "receive_next", "send_all"),
+    *("send_bytes", "sendall", "receive_next", "send_all", "in_thread"),
     *("init_process_group", "TCPStore", "urlopen", "asyncio.wait", "ray.get", "ray.wait"),
     *("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"),
 }
@@ -113,6 +113,7 @@ def test_the_list_of_exceptions_only_shrinks() -> None:
         ("urllib.request.urlopen(request, timeout=3); urlopen(request)", ["urlopen"]),
         ("async def f():\n async with asyncio.timeout(3):\n  await event.wait()\n await event.wait()", ["event.wait"]),
         ("async def f(): await asyncio.to_thread(call)", ["asyncio.to_thread"]),
+        ("async def f(): await in_thread(call, 3); await in_thread(call, 3, timeout_s=5, who='it')", ["in_thread"]),
         ("async def f(): await asyncio.wait({a, b}); await asyncio.wait({a}, timeout=3)", ["asyncio.wait"]),
         ("fcntl.flock(file, fcntl.LOCK_EX); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", ["fcntl.flock"]),
     ],

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from baton.cli import main as cli
-from baton.errors import UserError
+from baton.errors import TrainingDiverged, UserError
+from baton.policy.tokenizer import load_tokenizer
 from baton.records.run_directory import RunDirectory
 
 pytestmark = pytest.mark.timing
@@ -90,6 +92,26 @@ def test_a_dry_run_resolves_counts_and_starts_nothing(small: Any, tmp_path: Path
     assert "num_epochs = 2" in invoke(*arguments, "--keys")[0]
     assert needs["example_prompt"] in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_how_many_rows_a_file_has_and_its_longest_prompt(small: Any, tmp_path: Path) -> None:
+    prompts = [f"{number} + {number}" for number in range(19)] + ["1 + 2 + 3 + 4 + 5 + 6 + 7 + 8"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text, "answer": "0"}) + "\n" for text in prompts))
+    text = small.recipe.read_text()
+    generated = 'name = "chain_sum"\nform = "compact"\nparams = { min_terms = 2, max_terms = 3, max_digits = 1 }'
+    assert generated in text
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(text.replace(generated, f'name = "mine"\npath = "{rows}"'))
+    hf = load_tokenizer(str(small.model)).hf
+    message = [{"role": "user", "content": prompts[-1]}]
+    templated = hf.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    longest = len(hf(templated, add_special_tokens=False)["input_ids"])
+    printed, _ = invoke("train", recipe, f"run.directory={tmp_path / 'runs'}", "--dry-run")
+    (line,) = [line for line in printed.splitlines() if line.startswith("task        mine: ")]
+    assert "mine: 20 rows with " in line
+    assert f"the longest prompt has {longest} tokens, 63 are allowed" in line
+    assert "basic_arithmetic: generated; the longest of " in printed
 
 
 @pytest.mark.parametrize(
@@ -230,6 +252,38 @@ def test_mistakes_in_keys_tasks_and_steps(small: Any) -> None:
     assert "has no trajectories of step 9; recorded are: steps 1 to 3" in mistake("show", small.run, "--step", 9)
     assert "has no group 99; its groups are 8 to 11" in mistake("show", small.run, "--group", 99)
     assert "distinct held-out problems" in mistake("eval", small.run, "-n", 100_000)
+
+
+def test_overwriting_spares_a_directory_that_is_no_run(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "thesis.tex").write_text("years of work")
+    sentence = mistake("train", small.recipe, f"run.directory={tmp_path}", "--overwrite")
+    assert "is not empty and not a run (thesis.tex): choose another run.name" in sentence
+    assert [path.name for path in (tmp_path / "small").iterdir()] == ["thesis.tex"]
+    assert (tmp_path / "small" / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_recorded_batch_that_is_not_finite_is_shown_and_can_be_skipped(small: Any, tmp_path: Path) -> None:
+    """The last batch of a run, which its last checkpoint lacks, has rewards as an earlier Baton recorded them."""
+    shutil.copytree(small.run, tmp_path / "small")
+    run = RunDirectory.open(tmp_path / "small")
+    shutil.rmtree(run.checkpoints / "step_000003")
+
+    def spoilt(member: Any) -> Any:
+        judged = msgspec.structs.replace(member.judgement, reward=float("inf"))
+        return msgspec.structs.replace(member, judgement=judged)
+
+    groups = [msgspec.structs.replace(g, members=tuple(map(spoilt, g.members))) for g in run.groups(3)]
+    run.write_groups(3, groups)
+    shown = json.loads(invoke("show", run.path, "--step", 3, "-n", 99, "--json")[0])
+    assert len(shown) == 16
+    assert "step 3" in invoke("show", run.path, "--step", 3)[0]
+    resume = ("train", small.recipe, f"run.directory={tmp_path}", "--resume")
+    with pytest.raises(TrainingDiverged, match=r"--resume --skip-batch 3"):
+        invoke(*resume)
+    assert json.loads(invoke(*resume, "--skip-batch", 3, "--json")[0])["steps"] == 3
+    assert {g.group_id for g in run.groups(3)}.isdisjoint(g.group_id for g in groups)
+    assert len(json.loads(invoke("show", run.path, "--step", 3, "--skipped", "-n", 99, "--json")[0])) == 16
 
 
 def test_mistakes_about_runs_that_exist(small: Any) -> None:

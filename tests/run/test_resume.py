@@ -464,6 +464,32 @@ def test_a_resumed_run_goes_on_with_a_changed_learning_rate_and_records_it(tiny_
     assert RunDirectory.open(begun.run.path).recipe()["trainer"]["lr"] == 5e-2
 
 
+def test_a_resumed_run_follows_a_changed_schedule_evaluation_and_checkpoint_interval(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    begun = recipe(tiny_model, tmp_path, run__steps=2, eval__every=0, eval__at_start=False)
+    train(begun, resume=False)
+    changed = {
+        "trainer__warmup_steps": 4,
+        "trainer__decay": "constant",
+        "eval__every": 2,
+        "eval__at_start": False,
+        "checkpoint__every": 3,
+        "checkpoint__keep": 9,
+    }
+    train(recipe(tiny_model, tmp_path, run__steps=5, **changed), resume=True)
+    run = RunDirectory.open(begun.run.path)
+    rates = {row["step"]: row["policy/lr"] for row in read_metrics(run.path) if "policy/lr" in row}
+    assert {step: rates[step] for step in (3, 4, 5)} == pytest.approx({3: 3e-3 / 4, 4: 1e-3, 5: 1e-3})
+    assert rates[2] == pytest.approx(1e-3 / 2), "the schedule of the run as it was begun"
+    assert {e.step for e in run.evaluations()} == {2, 4, 5}
+    assert {path.name for path in list_checkpoints(run.checkpoints)} >= {"step_000003", "step_000005"}
+    (resumed,) = run.facts()["resumed"]
+    assert resumed["step"] == 2
+    assert resumed["changed"]["trainer.warmup_steps"]["new"] == 4
+    assert resumed["changed"]["trainer.decay"] == {"old": "linear", "new": "constant"}
+
+
 def test_under_changed_reward_weights_what_is_in_no_batch_yet_is_judged_again(tiny_model: Path, tmp_path: Path) -> None:
     """`partial` leaves groups open at a checkpoint: none mixes rewards of both weights."""
     partial = {"rollout__mode": "partial", "rollout__overprovision": 2.0, "engine__slots": 24}

@@ -20,6 +20,9 @@ import pytest
 
 from baton.stop import Stopped, StopRequest
 from baton.swarm.auth import Role, TokenFile, write_private
+from tests.swarm.swarm_processes import WorkerFaults, model, swarm
+
+__all__ = ["model"]
 
 pytestmark = pytest.mark.timing
 
@@ -137,6 +140,56 @@ def test_a_run_that_waits_for_its_engine_stops_with_a_checkpoint_and_goes_on(
     last = max(steps(tmp_path / "small"))
     assert (tmp_path / "small" / "checkpoints" / f"step_{last:06d}").is_dir()
     assert_goes_on(small.recipe, tmp_path, more, last)
+
+
+HANGING = """
+from pathlib import Path
+import time
+
+def wait():
+    if Path(__file__).with_name("hang").exists():
+        Path(__file__).with_name("hangs").touch()
+        time.sleep(3600)
+
+def evenness(response):
+    wait()
+    return len(response) % 5 / 5
+"""
+"""A reward function that hangs as soon as the file `hang` lies beside it, and says so in `hangs`."""
+
+
+@pytest.mark.slow
+def test_a_run_whose_reward_hangs_stops_with_a_checkpoint(small: Any, tmp_path: Path) -> None:
+    """The deadline of the call is longer than the test's: a stop does not wait for it."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    recipe = tmp_path / "small.toml"
+    text, function = small.recipe.read_text(), "tests.small_reward:evenness"
+    assert function in text
+    recipe.write_text(text.replace(function, f"{tmp_path / 'hanging.py'}:evenness"))
+    with baton("train", recipe, f"run.directory={tmp_path}", *ENDLESS, "judge.deadline_s=100000") as process:
+        wait_for(lambda: steps(tmp_path / "small"), process, "a train step")
+        (tmp_path / "hang").touch()
+        wait_for((tmp_path / "hangs").exists, process, "a call that hangs")
+        process.terminate()
+        assert process.wait(PATIENCE_S) == SIGNALLED
+    last = max(steps(tmp_path / "small"))
+    assert (tmp_path / "small" / "checkpoints" / f"step_{last:06d}").is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_stands_still_stops_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    """The worker is stopped with leases, which time out long after the test's own deadline."""
+    endless = {"run__steps": 100_000, "rollout__stall_timeout_s": 100_000.0}
+    silent = {"swarm__heartbeat_timeout_s": 100_000.0, "swarm__progress_timeout_s": 100_000.0}
+    with swarm(tmp_path, model, **endless, **silent) as run:
+        trainer = run.train()
+        worker = run.joined(faults=WorkerFaults(token_delay_s=0.01))
+        run.await_step(1)
+        run.caught_at_work(worker, 0)
+        trainer.signal(signal.SIGTERM)
+        assert trainer.end(PATIENCE_S) == SIGNALLED
+        last = max(steps(tmp_path / "r"))
+        assert (tmp_path / "r" / "checkpoints" / f"step_{last:06d}").is_dir()
 
 
 @pytest.mark.slow

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import http.client
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from urllib.error import HTTPError
 
 import pytest
 from swarm_bench import PATIENCE_S, ScriptedEngine, SwarmBench, wait_until
 
 from baton.swarm.auth import Role
+from baton.swarm.hub import http_routes, sending
 from baton.swarm.supervisor import HubAccess
+from baton.weights.storage import ByteReader
+from baton.weights.store import Store
 
 pytestmark = pytest.mark.timing
 
@@ -97,3 +103,32 @@ def test_a_worker_much_slower_than_planned_is_given_less(tmp_path: Path) -> None
     """Planned as half of all; ten times as slow as that."""
     found = shares(tmp_path, {"fast": 0.04, "slow": 0.008, "slower": 0.008}, 8)
     assert found["fast"] < 0.35
+
+
+def test_a_store_that_does_not_answer_ends_the_download_and_not_with_404(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that hangs, where it is asked for a chunk, and where it is read for a manifest."""
+    may_end = Event()
+    monkeypatch.setattr(http_routes, "READ_S", 0.2)
+    monkeypatch.setattr(sending, "READ_S", 0.2)
+    monkeypatch.setattr(Store, "chunk_body", lambda self, digest: may_end.wait(300))
+    monkeypatch.setattr(
+        Store, "manifest_body", lambda self, lineage, number: ByteReader(9, lambda offset, limit: may_end.wait(300))
+    )
+    bench = SwarmBench(tmp_path, "sync")
+    headers = {"Authorization": f"Bearer {bench.tokens.create(Role.WORKER, 3600, name='reader')}"}
+
+    def read(path: str) -> bytes:
+        with urllib.request.urlopen(urllib.request.Request(bench.url + path, headers=headers), timeout=120) as answer:
+            return bytes(answer.read())
+
+    try:
+        with pytest.raises(HTTPError, match="503") as refused:
+            read("/weights/chunk/" + "ab" * 32)
+        assert refused.value.read() == b"the store did not answer in 0 s"
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            read("/weights/manifest/run/0")
+    finally:
+        may_end.set()
+        bench.close()

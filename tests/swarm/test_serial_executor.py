@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -60,3 +62,33 @@ def test_closing_waits_for_what_has_begun_and_leaves_the_rest() -> None:
     assert waiting.cancelled()
     assert executor.submit(done.append, "third").cancelled()
     assert done == ["first"]
+
+
+def test_closing_gives_up_on_a_call_that_never_returns() -> None:
+    executor, may_end, begun = SerialExecutor("hang of a test"), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        may_end.wait(300)
+
+    running, waiting = executor.submit(hang), executor.submit(print)
+    assert begun.wait(60)
+    executor.close(0.05)
+    assert not running.done(), "close did not wait for it"
+    assert waiting.cancelled()
+    may_end.set()
+    running.result(60)
+
+
+def test_a_process_ends_while_a_call_never_returns() -> None:
+    code = """
+import threading
+from baton.swarm.serial_executor import SerialExecutor
+executor, begun = SerialExecutor("hang"), threading.Event()
+executor.submit(lambda: begun.set() or threading.Event().wait(3600))
+assert begun.wait(60)
+executor.close(0.05)
+print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "closed\n"

@@ -18,12 +18,12 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from baton.clock import in_thread
-from baton.errors import BatonError, UserError
+from baton.errors import BatonError, DeadlineExceeded, UserError
 from baton.swarm.auth import Role
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.overview import HubOverview
 from baton.swarm.hub.relay import MAX_URL, RelayTicket
-from baton.swarm.hub.sending import Downloads
+from baton.swarm.hub.sending import READ_S, Downloads
 from baton.swarm.hub.status import prometheus
 from baton.swarm.listen import check_url
 from baton.swarm.transfer import CHUNK_ROUTE, MANIFEST_ROUTE
@@ -95,7 +95,9 @@ class HttpRoutes:
         await asyncio.sleep(self._access.delay_s(grant))
         async with self._downloads.place(grant.digest):
             try:
-                body = await in_thread(find)
+                body = await in_thread(find, timeout_s=READ_S, who="the store")
+            except DeadlineExceeded as error:
+                raise web.HTTPServiceUnavailable(text=str(error)) from error
             except (BatonError, OSError) as error:
                 raise web.HTTPNotFound(text=str(error)[:500]) from error
             response, sent_bytes = await self._downloads.send(request, body)

@@ -30,7 +30,7 @@ from baton.console import say
 from baton.errors import BatonError, UserError, WeightsFault
 from baton.swarm.hub.admission import network_of
 from baton.swarm.hub.listener import HubListener
-from baton.swarm.hub.sending import Downloads
+from baton.swarm.hub.sending import READ_S, Downloads
 from baton.swarm.listen import ListenAddress
 from baton.swarm.transfer import CHUNK_ROUTE, MANIFEST_ROUTE, chunk_url, get_bounded, manifest_url
 from baton.types import PolicyVersion
@@ -185,17 +185,17 @@ class Relay:
         """Return a verified chunk; its content stays on disk if the cache has room for it."""
         if digest in self._verified:
             with suppress(OSError):  # the chunk was evicted from the cache
-                return await in_thread(self._cache.body, digest)
+                return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")
         async with self._fetches:
-            body = await in_thread(self._cache.get, digest)
+            body = await in_thread(self._cache.get, digest, timeout_s=READ_S, who="the cache")
             if body is None or blake3(body).hexdigest() != digest:
                 body = await self._fetch(chunk_url(self._options.hub, digest), MAX_CHUNK_BYTES)
                 if blake3(body).hexdigest() != digest:
                     raise WeightsFault(f"{self._options.hub} sent a chunk that does not match the digest {digest[:8]}")
-                await in_thread(self._cache.put, digest, body)
+                await in_thread(self._cache.put, digest, body, timeout_s=READ_S, who="the cache")
             self._verified.add(digest)
             try:
-                return await in_thread(self._cache.body, digest)
+                return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")
             except OSError:
                 return ByteReader.of(body)
 

@@ -23,6 +23,9 @@ MAX_DOWNLOADS_PER_TOKEN = 64
 QUEUE_S = 20.0
 """Seconds that a request waits for a download slot before it gets HTTP 503."""
 PIECE_BYTES = 2**18
+READ_S = 180.0
+"""Seconds after which a read from a store or cache is abandoned. Longer than a remote store's own deadlines for a
+piece."""
 STALL_S = 30.0
 """Seconds after which a connection is reset if its receiver does not accept a piece."""
 
@@ -64,7 +67,7 @@ class Downloads:
             await response.prepare(request)
             while sent_bytes < body.size:
                 size = min(PIECE_BYTES, body.size - sent_bytes)
-                piece = await in_thread(body.read, sent_bytes, size)
+                piece = await in_thread(body.read, sent_bytes, size, timeout_s=READ_S, who="the store")
                 if not piece:
                     raise ConnectionAbortedError("the file became shorter while it was sent")
                 async with asyncio.timeout(STALL_S):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ class WeightsUpdater:
 
     async def fetch_base(self, version: PolicyVersion) -> Mapping[str, Any]:
         """Fetch and return the tensors of the base model of published adapters."""
-        return await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
+        return await self._fetched_of(version)
+
+    async def _fetched_of(self, version: PolicyVersion) -> Mapping[str, Any]:
+        call = partial(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
+        return await in_thread(call, timeout_s=FETCH_DEADLINE_S + 60.0, who="a source of weights")
 
     def want(self, want: Want) -> None:
         """Handle an announcement of the hub."""
@@ -90,7 +95,7 @@ class WeightsUpdater:
         self._fetcher.sources = [*self._near, *(self._source(url) for url in (*self._relays, None))]
         self._fetcher.shared = SharedMemory(Path(self._shared)) if self._shared else None
         try:
-            tensors = await in_thread(lambda: self._fetcher.fetch(version, deadline_s=FETCH_DEADLINE_S))
+            tensors = await self._fetched_of(version)
         except Exception as error:  # noqa: BLE001  # any error leads to a retry
             self._say(f"version {version.number} could not be fetched: {error}")
             self._handle(vs.FetchFailed(time.monotonic(), version, str(error)))

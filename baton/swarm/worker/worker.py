@@ -138,7 +138,8 @@ class SwarmWorker:
                     raise
             finally:
                 if self._engine is not None:
-                    await in_thread(self._engine.close, GOODBYE_S)
+                    with suppress(DeadlineExceeded):
+                        await in_thread(self._engine.close, GOODBYE_S, timeout_s=3 * GOODBYE_S, who="the engine")
 
     def _check_reconnect_timeout(self, silent_s: float) -> None:
         timeout_s = self._options.reconnect_timeout_s

@@ -77,7 +77,7 @@ class VllmClient(EngineClient):
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # otherwise it would report the exit of the core as an error
-            await in_thread(llm.shutdown, 5.0)
+            await in_thread(llm.shutdown, 5.0, timeout_s=60.0, who="the shutdown of vLLM")
 
     def _abort_requests(self, keys: list[str]) -> None:
         for key in keys:
