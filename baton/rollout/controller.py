@@ -112,7 +112,7 @@ class RolloutController:
         self._refusals = 0
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
-        self._is_loading = False
+        self._is_interruptible = False
         self._batch: list[Group] | None = None
         self._on_scored: Callable[[int], None] = lambda count: None
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
@@ -219,7 +219,9 @@ class RolloutController:
     def abort_all(self, longest_s: float) -> None:
         """Abort all leases before the process exits, and journal the tokens that are reported within `longest_s`."""
         until_s = self._now_s() + longest_s
-        if not self._is_loading:  # if a stop interrupted load_weights, the worker cannot process an abort
+        # if a stop interrupted load_weights, the worker cannot process an abort; if it interrupted the draw of a
+        # prompt, the scheduler's last commands were not executed, so only journaled tokens continue, as after a kill
+        if not self._is_interruptible:
             self._dispatch(ev.DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
                 self._pump(min(1.0, left_s), "generate")
@@ -529,14 +531,16 @@ class RolloutController:
             case ev.Load():
                 assert self._version is not None, "the scheduler loads a version that was not published"
                 version, self._version = self._version, None
-                self._is_loading = True
+                self._is_interruptible = True
                 self._worker.load_weights(self._tensors, version)
-                self._is_loading = False
+                self._is_interruptible = False
                 self._dispatch(ev.VersionServed(self._now_s(), version.number))
 
     def _open(self, group_id: int, again: int | None) -> None:
         if again is None:
+            self._is_interruptible = True
             (prompt, ids), attempts = self._prompts.take(), 0
+            self._is_interruptible = False
         else:
             before = self._groups.pop(again).issued
             prompt, ids, attempts = before.prompt, before.prompt_ids, before.attempts + 1

@@ -198,6 +198,7 @@ def _build_loop(
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
     with ExitStack() as undo:
         undo.callback(mixture.close)
+        mixture.stop_draws(stop.check)
         judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
         held_out = _prompts(recipe, mixture, encoder, observer)
         place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)

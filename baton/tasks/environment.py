@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from blake3 import blake3
@@ -27,7 +27,8 @@ SHIPPED = {
 }
 """Short name → import path of each environment that ships with Baton. These environments are reset in the run's own
 process."""
-POLL_S = 60.0
+POLL_S = 1.0
+"""Seconds between two checks for a stop request while an environment is reset."""
 
 
 def environment_spec(name: str, environment: str, args: Mapping[str, Any], **fields: Any) -> EnvironmentSpec:
@@ -65,6 +66,8 @@ class EnvironmentTask:
         """
         self.spec, self.name = spec, spec.name
         self._settings, self.rows = settings, rows
+        self.check_stop: Callable[[], None] = lambda: None
+        """Called about once a second while an environment is reset; it may raise."""
         self._lock = threading.Lock()
         self._pool: EnvironmentPool | None = None
         self._local: EnvironmentInstances | None = None
@@ -132,8 +135,10 @@ class EnvironmentTask:
                 settings = self._settings.model_copy(update={"processes": 1})
                 self._pool = EnvironmentPool({self.name: self.spec}, settings)
             self._pool.submit(request)
-            # the loop ends, because the pool has a deadline for each call
-            while not (found := self._pool.collect(POLL_S)):
-                pass
-            self._pool.discard(request.key)
+            try:
+                # the loop ends, because the pool has a deadline for each call
+                while not (found := self._pool.collect(POLL_S)):
+                    self.check_stop()
+            finally:
+                self._pool.discard(request.key)
             return found[0]

@@ -252,9 +252,16 @@ class TaskMixture:
 
     def close(self) -> None:
         """End the processes that draw problems. May be called twice; a later draw starts them again."""
-        for task in (*self.tasks.values(), *self.tests.values()):
-            if isinstance(task, EnvironmentTask):
-                task.close()
+        for task in self._environment_tasks():
+            task.close()
+
+    def stop_draws(self, check: Callable[[], None]) -> None:
+        """Call `check` about once a second while a problem is drawn from an environment; it raises to end the draw."""
+        for task in self._environment_tasks():
+            task.check_stop = check
+
+    def _environment_tasks(self) -> list[EnvironmentTask]:
+        return [task for task in (*self.tasks.values(), *self.tests.values()) if isinstance(task, EnvironmentTask)]
 
     def limit(self, num_tokens: Callable[[Prompt], int], max_tokens: int) -> None:
         """Skip prompts with more than `max_tokens` tokens, in the training stream and in the held-out set."""

@@ -146,34 +146,55 @@ HANGING = """
 from pathlib import Path
 import time
 
-def wait():
-    if Path(__file__).with_name("hang").exists():
+def wait(where):
+    if Path(__file__).with_name(f"hang in {where}").exists():
         Path(__file__).with_name("hangs").touch()
         time.sleep(3600)
 
 def evenness(response):
-    wait()
+    wait("evenness")
     return len(response) % 5 / 5
+
+class Evenness:
+    def reset(self, *, seed):
+        wait("reset")
+        return f"{seed % 40} + 1"
+
+    def step(self, action):
+        wait("step")
+        return "1 + 1", len(action) % 5 / 5, True, False, {}
 """
-"""A reward function that hangs as soon as the file `hang` lies beside it, and says so in `hangs`."""
+"""A reward function and an environment that hang as soon as a file lies beside them, and say so in `hangs`."""
+GENERATED = 'name = "chain_sum"\nform = "compact"\nparams = { min_terms = 2, max_terms = 3, max_digits = 1 }'
+PLAYED = 'name = "evenness"\nenvironment = "{file}:Evenness"\nmax_turns = 2\nmax_turn_tokens = 4'
+LONG = ["environments.processes=1", "environments.timeout_s=100000", "engine.max_context_tokens=128"]
 
 
 @pytest.mark.slow
-def test_a_run_whose_reward_hangs_stops_with_a_checkpoint(small: Any, tmp_path: Path) -> None:
-    """The deadline of the call is longer than the test's: a stop does not wait for it."""
+@pytest.mark.parametrize(("where", "before", "after", "more"), [
+    ("evenness", "tests.small_reward:evenness", "{file}:evenness", ["judge.deadline_s=100000"]),
+    ("step", GENERATED, PLAYED, LONG),
+    ("reset", GENERATED, PLAYED, LONG),
+], ids=["reward", "step", "reset"])  # fmt: skip
+def test_a_run_whose_reward_or_environment_hangs_stops_with_a_checkpoint(
+    small: Any, tmp_path: Path, where: str, before: str, after: str, more: list[str]
+) -> None:
+    """The deadlines of the calls are longer than the test's: a stop waits for none. A reset draws the next prompt."""
     (tmp_path / "hanging.py").write_text(HANGING)
-    recipe = tmp_path / "small.toml"
-    text, function = small.recipe.read_text(), "tests.small_reward:evenness"
-    assert function in text
-    recipe.write_text(text.replace(function, f"{tmp_path / 'hanging.py'}:evenness"))
-    with baton("train", recipe, f"run.directory={tmp_path}", *ENDLESS, "judge.deadline_s=100000") as process:
+    recipe, text = tmp_path / "small.toml", small.recipe.read_text()
+    assert before in text
+    recipe.write_text(text.replace(before, after.format(file=tmp_path / "hanging.py")))
+    with baton("train", recipe, f"run.directory={tmp_path}", *ENDLESS, *more) as process:
         wait_for(lambda: steps(tmp_path / "small"), process, "a train step")
-        (tmp_path / "hang").touch()
+        (tmp_path / f"hang in {where}").touch()
         wait_for((tmp_path / "hangs").exists, process, "a call that hangs")
         process.terminate()
         assert process.wait(PATIENCE_S) == SIGNALLED
     last = max(steps(tmp_path / "small"))
     assert (tmp_path / "small" / "checkpoints" / f"step_{last:06d}").is_dir()
+    if where == "reset":  # the stop interrupted the scheduler
+        (tmp_path / f"hang in {where}").unlink()
+        assert_goes_on(recipe, tmp_path, [*more, "environments.timeout_s=60"], last)
 
 
 @pytest.mark.slow
