@@ -3,6 +3,8 @@ example are in the layout of the hub cache; the model is the shipped one, and th
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -51,8 +53,19 @@ def test_the_page_names_every_public_name() -> None:
     assert not [name for name in dir(baton) if name[0] != "_" and f"baton.{name}" not in PAGE]
 
 
-def test_the_readme_shows_the_first_example() -> None:
-    assert f"```python\n{EXAMPLES[0]}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_readme_makes_the_call_of_the_first_example() -> None:
+    """By position, for the width of its page."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    begin, call = readme.split("run = ")
+    assert EXAMPLES[0].startswith(begin)
+    assert arguments_of(call) == arguments_of(EXAMPLES[0].split("run = ")[1])
+
+
+def arguments_of(code: str) -> dict[str, Any]:
+    """Return the arguments of a call of baton.train by name, as they are written."""
+    call = next(node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.args)
+    named = {str(keyword.arg): ast.unparse(keyword.value) for keyword in call.keywords}
+    return inspect.signature(baton.train).bind(*map(ast.unparse, call.args), **named).arguments
 
 
 def gsm8k(count: int, offset: int) -> list[dict[str, Any]]:

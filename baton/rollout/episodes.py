@@ -249,15 +249,16 @@ class EpisodePlayer:
         """Send the action of a turn that ended; return the episode if it is over instead.
 
         reason: why the engine ended the turn. A turn that reached its own budget is sent as it is, even if the
-        episode's budget ends at the same token; a turn that another limit cut is not sent.
+        episode's budget ends at the same token; a turn that the limit of the episode or the context cut is not sent.
         """
         key, rules = _key(trajectory), self._setup.tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))
         opened.trajectory = trajectory
-        turn_length = trajectory.num_tokens - trajectory.turn_offset
-        if reason is FinishReason.LENGTH and turn_length < rules.max_turn_tokens:
-            is_spent = self._tokens_left(trajectory) <= 0
-            return self._finished(opened, EpisodeFinish.LENGTH if is_spent else EpisodeFinish.CONTEXT)
+        is_cut = trajectory.num_tokens - trajectory.turn_offset < rules.max_turn_tokens
+        if reason is FinishReason.LENGTH and is_cut and self._tokens_left(trajectory) <= 0:
+            return self._finished(opened, EpisodeFinish.LENGTH)
+        if reason is FinishReason.LENGTH and is_cut and self._context_left(trajectory) <= 0:
+            return self._finished(opened, EpisodeFinish.CONTEXT)
         if opened.block is None:
             opened.block = self._setup.budget.begin()
         self._acting.add(key)
