@@ -41,8 +41,8 @@ STEPS, GROUPS = 5, 2
 MODES = {
     "sync": {"mode": "sync"},
     "partial": {"mode": "partial", "overprovision": 2.0, "max_staleness": 4},
+    "async": {"mode": "async", "max_staleness": 4},
 }
-ASYNC = {"async": {"mode": "async", "max_staleness": 4}}
 
 
 class Trainer:
@@ -103,7 +103,7 @@ def recipe(directory: Path, mode: str) -> Recipe:
             "run": {"name": "r", "directory": str(directory), "steps": STEPS, "threads": 1},
             "model": {"path": "none", "device": "cpu"},
             "task": [{"name": "chain_sum"}],
-            "rollout": {"batch_groups": GROUPS, "group_size": 2, "max_new_tokens": 6, **(MODES | ASYNC)[mode]},
+            "rollout": {"batch_groups": GROUPS, "group_size": 2, "max_new_tokens": 6, **MODES[mode]},
             "engine": {"slots": 8, "max_context_tokens": 64, "processes": int(mode == "async")},
             "checkpoint": {"every": 2, "keep": 1},
             "log": {"trace": False},
@@ -263,24 +263,64 @@ def test_a_power_cut_after_any_write_trains_no_group_twice_and_loses_none(
         promises = Promises(loop, recorder.log, monkeypatch)
         loop.train()
         loop.close()
-    log, seen = recorder.log, {}
-    cuts = 0
-    for cut in range(len(log) + 1):
+    num_cuts, seen = cut_everywhere(wanted, recorder.log, promises, range(len(recorder.log) + 1))
+    print(f"{mode}: {num_cuts} power cuts at {len(recorder.log)} operations, {seen} of them different")
+    assert len(recorder.log) > 200
+    assert seen > 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_power_cut_during_a_resume_trains_no_group_twice_and_loses_none(
+    mode: str, fast_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was stopped at step 3; the power fails in the process that resumes it."""
+    monkeypatch.setattr("baton.records.run_directory._environment", lambda threads: {"command": []})
+    disk = fast_disk / "disk"
+    disk.mkdir()
+    wanted = recipe(disk, mode)
+    loop = build(wanted)
+    step = loop.trainer.step
+
+    def stopping(batch: Batch) -> dict[str, float]:
+        if batch.step == 3:
+            loop.stop.request(0)
+        return step(batch)
+
+    loop.trainer.step = stopping  # type: ignore[method-assign]
+    loop.train()
+    loop.close()
+    with recorded(disk) as recorder:
+        for path in [*disk.rglob("*"), disk]:  # what the first process left is on the disk
+            recorder.flushed(str(path))
+        begin = len(recorder.log)
+        loop = build(wanted)
+        assert loop.state.step == 3
+        promises = Promises(loop, recorder.log, monkeypatch)
+        loop.train()
+        loop.close()
+    num_cuts, seen = cut_everywhere(wanted, recorder.log, promises, range(begin, len(recorder.log) + 1))
+    print(f"{mode}: {num_cuts} power cuts at {len(recorder.log) - begin} operations, {seen} of them different")
+    assert seen > 100
+
+
+def cut_everywhere(wanted: Recipe, log: list[Any], promises: Promises, cuts: range) -> tuple[int, int]:
+    """Cut the power after these entries of the log, and resume; return the number of cuts and of different remains."""
+    seen: dict[Any, dict[str, Any]] = {}
+    disk = Path(wanted.run.directory)
+    for cut in cuts:
         for keeps in KEEPS:
             remains = Remains(log[:cut], keeps, seed=cut)
             key = remains.key
             if key not in seen:
-                shutil.rmtree(fast_disk / "disk")
-                remains.write(fast_disk / "disk")
+                shutil.rmtree(disk)
+                remains.write(disk)
                 try:
                     seen[key] = resume_or_complete(wanted)
                 except Exception as error:
                     raise AssertionError(f"cut {cut} of {len(log)}, keeping {keeps}: {log[cut - 1]!s:.200}") from error
             promises.check(cut, seen[key])
-            cuts += 1
-    print(f"{mode}: {cuts} power cuts at {len(log)} operations, {len(seen)} of them different")
-    assert len(log) > 200
-    assert len(seen) > 200
+    return len(cuts) * len(KEEPS), len(seen)
 
 
 def resume_or_complete(wanted: Recipe) -> dict[str, Any]:
