@@ -33,7 +33,7 @@ from baton.run.loop import Loop
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
 from baton.run.tokenization import PromptEncoder
 from baton.trainer.trainer import PublishedWeights
-from baton.types import Batch, PolicyVersion, SamplingParams
+from baton.types import Batch, Group, PolicyVersion, SamplingParams
 from tests.power_cut import KEEPS, Remains, recorded
 from tests.rollout.test_controller import LateJudges, Prompts, length
 
@@ -217,20 +217,25 @@ def test_a_journal_that_ends_before_the_checkpoint_trains_no_group_twice(mode: s
     """The journal as it was before step 4, beside the checkpoint of step 4: what it calls open was trained since."""
     wanted = recipe(tmp_path, mode)
     loop, old = build(wanted), tmp_path / "old journal"
-    step, was_open = loop.trainer.step, set[int]()
+    draw, step, was_open = loop.controller.next_batch, loop.trainer.step, set[int]()
 
-    def kept(batch: Batch) -> dict[str, float]:
+    def kept(on_scored: Any) -> list[Group]:
+        drawn = draw(on_scored)
         groups = {group.issued.group_id for group in loop.journal.open_groups()}
-        if batch.step == 4:
-            loop.stop.request(0)
-        elif groups:
+        if groups and loop.state.step < 3:
             loop.journal.settle()
             shutil.copy(loop.run.journal, old)
             was_open.clear()
             was_open.update(groups)
+        return drawn
+
+    def stopping(batch: Batch) -> dict[str, float]:
+        if batch.step == 4:
+            loop.stop.request(0)
         return step(batch)
 
-    loop.trainer.step = kept  # type: ignore[method-assign]
+    loop.controller.next_batch = kept  # type: ignore[method-assign]
+    loop.trainer.step = stopping  # type: ignore[method-assign]
     loop.train()
     loop.close()
     trained: list[int] = loop.trainer.trained  # type: ignore[attr-defined]
