@@ -16,7 +16,7 @@ from baton.planner.compare import alternatives
 from baton.planner.instance import Inputs
 from baton.planner.rental import OffersSettings, rent_for_budget, rent_for_target
 from baton.planner.replan import replan, without_nodes
-from baton.planner.request import PlanResult
+from baton.planner.result import PlanResult
 from baton.planner.solve import make_plan
 from baton.planner.what_if import marginals
 from baton.recipe.shipped import find

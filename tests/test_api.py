@@ -164,11 +164,14 @@ def test_wrong_data_is_refused_before_a_run_exists(train: Callable[..., baton.Ru
     assert not Path("runs/r").exists()
 
 
-def test_rows_without_a_reference_need_a_function(train: Callable[..., baton.Run]) -> None:
+def test_rows_without_a_reference_need_a_function(
+    train: Callable[..., baton.Run], capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"prompt": row["prompt"]} for row in QUESTIONS]
     assert train(evenness, rows).status == "finished"
     with pytest.raises(UserError, match="has no 'answer'"):
         train("correct", rows, name="other")
+    assert "none of its columns (prompt) is a reference answer" in capsys.readouterr().err
 
 
 def test_a_dataset_of_hugging_face_is_data(train: Callable[..., baton.Run]) -> None:

@@ -30,7 +30,7 @@ from baton.cli import main as cli
 from baton.console import Console, LogFormatter, print_json, visible
 from baton.planner.compare import Alternative
 from baton.planner.instance import Inputs
-from baton.planner.request import PlanResult
+from baton.planner.result import PlanResult
 from baton.planner.what_if import Marginal
 from baton.profile.bench import BenchResult
 from baton.recipe.keys import RecipeKey

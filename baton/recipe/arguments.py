@@ -10,6 +10,7 @@ from typing import Any, get_args
 import msgspec
 from blake3 import blake3
 
+from baton.console import say
 from baton.errors import UserError
 from baton.files import make_directory, write_whole
 from baton.rewards.dataset_columns import find_reference
@@ -47,6 +48,11 @@ def task_section(
         return section
     if all(r["kind"] in ("function", "http") for r in rewards) and not any(find_reference(row) for row in rows):
         section["scorer"] = "none"
+        columns = ", ".join(sorted({str(name) for row in rows for name in row}))
+        say(
+            f"data: none of its columns ({columns}) is a reference answer, so accuracy is the share of responses whose "
+            "rewards are all at least 1; to compare answers, name the reference column 'answer'"
+        )
     return section
 
 

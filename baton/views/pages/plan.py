@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from baton.planner.plan_from_solution import seconds
-from baton.planner.request import PlanResult
+from baton.planner.result import PlanResult
 from baton.planner.what_if import PricePoint
 from baton.specs.plan import Plan
 from baton.views.pages.template import render_template, write_rendered

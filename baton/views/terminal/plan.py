@@ -12,7 +12,7 @@ from baton.planner.compare import Alternative
 from baton.planner.plan_from_solution import seconds
 from baton.planner.rental import RentalChoice
 from baton.planner.replan import Replanned
-from baton.planner.request import PlanResult
+from baton.planner.result import PlanResult
 from baton.specs.plan import Plan, Replica, Stage
 
 
