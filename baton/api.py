@@ -106,9 +106,9 @@ def preview(
 ) -> list[Sample]:
     """Sample and score four responses to each of `n` training prompts before any training, and return them.
 
-    Prints the first response to each prompt as rendered, with its answer and reward parts, and says what will not work:
-    no answers, equal rewards, cut responses, prompts that are too long, memory. The other arguments are those of
-    `train`. Writes no run.
+    Prints the responses of the highest and the lowest reward to each prompt as rendered, with answers and reward parts,
+    and says what will not work: no answers, equal rewards, cut responses, prompts that are too long, memory. The other
+    arguments are those of `train`. Writes no run.
     """
     from baton.run.preview import preview as make_preview
     from baton.views.terminal.trajectories import print_preview

@@ -14,7 +14,10 @@ from baton.console import Console, out, print_json
 Shown = TypeVar("Shown")
 
 RecipePath = Annotated[
-    Path, typer.Argument(help="Recipe TOML, or the name of a shipped recipe: quickstart.", show_default=False)
+    Path,
+    typer.Argument(
+        help="Recipe TOML, or the name of a shipped recipe, such as quickstart or sokoban.", show_default=False
+    ),
 ]
 RunPath = Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.", show_default=False)]
 Overrides = Annotated[

@@ -63,7 +63,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     trainer and engine run on this machine. Raises UserError for every recipe with which a run would not start.
     """
     trainer = recipe.trainer
-    check_schedule(warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
+    check_schedule("trainer", warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)
     tokenizer = load_tokenizer(recipe.model.path)
     check_weight_files(recipe.model.path)
     config, model = check_room(recipe, is_here=is_here)

@@ -18,7 +18,7 @@ _CARD = """---
 ---
 # {name}
 
-{base}, trained with reinforcement learning by [Baton](https://pypi.org/project/baton-rl/) {version}:
+{base}, trained with reinforcement learning by Baton (`baton-rl` {version}):
 {steps} train steps of {algorithm} on the tasks {tasks}; {weights}, {dtype}. `recipe.toml` has all
 settings.
 
@@ -29,7 +29,8 @@ settings.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(path)     # the directory of this file
+path = "."     # the directory of this file
+tokenizer = AutoTokenizer.from_pretrained(path)
 model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 ```
 """

@@ -68,7 +68,7 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
 
     Raises UserError if the run or the output exists and `overwrite` is False, and if the warm-up is too long.
     """
-    check_schedule(warmup_steps=recipe.sft.warmup_steps, decay="cosine", total_steps=recipe.sft.steps)
+    check_schedule("sft", warmup_steps=recipe.sft.warmup_steps, decay="cosine", total_steps=recipe.sft.steps)
     _check_output(Path(recipe.output), overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
     lock = RunLock.take(recipe.run.path, observer.said)

@@ -16,7 +16,8 @@ from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
 
 WINDOW = 5
-"""Number of train steps over which the reward is averaged, at the start and at the end of the run."""
+"""Maximum number of train steps over which the reward is averaged, at the start and at the end of the run; a shorter
+run is divided into halves."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -47,9 +48,9 @@ class RunReport(msgspec.Struct, frozen=True):
     evaluated_steps: tuple[int, int] | None
     """Train steps of the first and the latest evaluation; None if the run has no evaluation."""
     reward_before: float | None
-    """Mean training reward of the first `WINDOW` steps."""
+    """Mean training reward of the first `WINDOW` steps, or of the first half of a short run."""
     reward_after: float | None
-    """Mean training reward of the last `WINDOW` steps."""
+    """Mean training reward of the last `WINDOW` steps, or of the last half."""
     generated_tokens: float
     generate_tokens_per_s: float
     """Generated tokens divided by the time spent generating."""
@@ -74,6 +75,7 @@ def summarise(run: RunDirectory) -> RunReport:
     rows = [row for row in all_rows if "reward/mean" in row]
     generated = _total(rows, "tokens/generated")
     train_time_s = _total(rows, "perf/step_time")
+    window = max(1, min(WINDOW, len(rows) // 2))
     evaluated = [e.step for e in run.evaluations()]
     return RunReport(
         str(run.path),
@@ -82,8 +84,8 @@ def summarise(run: RunDirectory) -> RunReport:
         recipe["run"]["steps"],
         _changes(run),
         (evaluated[0], evaluated[-1]) if evaluated else None,
-        _mean(rows[:WINDOW], "reward/mean"),
-        _mean(rows[-WINDOW:], "reward/mean"),
+        _mean(rows[:window], "reward/mean"),
+        _mean(rows[-window:], "reward/mean"),
         generated,
         generated / max(1e-9, _total(rows, "time/generate") + _total(rows, "time/generate_hidden")),
         generated / max(1e-9, train_time_s),

@@ -89,7 +89,7 @@ class LocalTrainer:
         """
         if not temperature > 0:
             raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
-        check_schedule(warmup_steps=settings.warmup_steps, decay=settings.decay, total_steps=total_steps)
+        check_schedule("trainer", warmup_steps=settings.warmup_steps, decay=settings.decay, total_steps=total_steps)
         for name, parameter in model.named_parameters():
             assert parameter.dtype is torch.float32, f"master weights must be float32, but {name} is {parameter.dtype}"
         self.model = model

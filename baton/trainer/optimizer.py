@@ -31,12 +31,12 @@ def learning_rate(
     return lr * (min_lr_frac + (1.0 - min_lr_frac) * remaining)
 
 
-def check_schedule(*, warmup_steps: int, decay: Decay, total_steps: int) -> None:
-    """Raise UserError when the warm-up leaves no step to decay over."""
+def check_schedule(section: str, *, warmup_steps: int, decay: Decay, total_steps: int) -> None:
+    """Raise UserError when the warm-up leaves no step to decay over. `section`: the recipe's section with the key."""
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
-            f"warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, because the "
-            f"learning rate decays ({decay}) after the warm-up; lower warmup_steps or raise the number of steps"
+            f"{section}.warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, "
+            f"because the learning rate decays ({decay}) after the warm-up; lower it or raise the number of steps"
         )
 
 

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_by_the_dry_run_and_by_the_start_with_the_k
 def test_a_dry_run_refuses_a_warm_up_that_leaves_no_step_to_decay_over(small: Any) -> None:
     schedule = ("run.steps=3", "trainer.warmup_steps=3", "trainer.decay=linear")
     sentence = mistake("train", small.recipe, *schedule, "--dry-run")
-    assert "warmup_steps: got 3, allowed are fewer than the 3 steps of the run" in sentence
+    assert "trainer.warmup_steps: got 3, allowed are fewer than the 3 steps of the run" in sentence
 
 
 def test_a_dry_run_reads_the_headers_of_the_weights(small: Any, tmp_path: Path) -> None:

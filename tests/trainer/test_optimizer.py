@@ -40,9 +40,9 @@ def test_without_warm_up_the_first_step_has_the_full_rate():
 
 
 def test_a_decay_needs_steps_after_the_warm_up():
-    check_schedule(warmup_steps=6, decay="constant", total_steps=6)
+    check_schedule("trainer", warmup_steps=6, decay="constant", total_steps=6)
     with pytest.raises(UserError, match="got 6, allowed are fewer than the 6 steps"):
-        check_schedule(warmup_steps=6, decay="cosine", total_steps=6)
+        check_schedule("trainer", warmup_steps=6, decay="cosine", total_steps=6)
 
 
 def parameters():

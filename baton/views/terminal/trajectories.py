@@ -21,9 +21,18 @@ if TYPE_CHECKING:
 
 
 def print_preview(console: Console, preview: Preview) -> None:
-    """Print the first response to each prompt, and what the preview found."""
-    first = {reading.shown.group_id: reading for reading in reversed(preview.responses)}
-    print_trajectories(console, [first[number] for number in sorted(first)])
+    """Print the responses of the highest and the lowest reward to each prompt, and what the preview found."""
+    groups: dict[int, list[ReadableTrajectory]] = {}
+    for reading in preview.responses:
+        groups.setdefault(reading.shown.group_id, []).append(reading)
+    for number in sorted(groups):
+        best, *_, worst = sorted(groups[number], key=lambda reading: -reading.shown.reward)
+        print_trajectories(console, [best, worst] if best.shown.reward > worst.shown.reward else [best])
+    console.print(
+        f"of {len(preview.responses)} responses, the ones of the highest and of the lowest reward to each prompt; one "
+        "if all rewards are equal",
+        soft_wrap=True,
+    )
     for line in preview.findings:
         console.print(line, soft_wrap=True)
 
