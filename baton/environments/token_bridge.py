@@ -7,7 +7,7 @@ rewritten by the template), so the logprobs of sampled tokens would no longer be
 bridge only appends. It derives the text around an observation from the template, once, when the run starts.
 
 A template that removes earlier reasoning from the history cannot be continued by appending. For such a turn the history
-is rendered again, and a new path of the episode begins with it.
+is rendered again, which begins a new path of the episode.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _room(pool: GpuPool, stages: Ints, tp: Ints) -> Ints:
 
 
 def _splits(num_layers: int, parts: int) -> Ints:
-    """Return the splits of the layers that give each part at least one layer, [splits, parts]. Too many splits are
+    """Return all splits of the layers into parts of at least one layer, [splits, parts]. Too many splits are
     thinned.
 
     Thinning rounds every part down to a multiple of a cell, so no number of GPUs is overestimated and the bound stays

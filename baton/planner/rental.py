@@ -101,7 +101,7 @@ class _Market(msgspec.Struct, frozen=True):
 def rent_for_budget(
     inputs: Inputs, offers: OffersSettings, budget: float, *, time_limit_s: float = 120.0
 ) -> RentalChoice:
-    """Return the choice with the highest throughput for a price per hour. `inputs.cluster` is ignored."""
+    """Return the choice with the highest throughput within a price per hour. `inputs.cluster` is ignored."""
     prices = _prices(offers)
     if budget < prices.min():
         raise UserError(f"--budget: got {budget:g} per hour, but the cheapest machine costs {prices.min():g}")

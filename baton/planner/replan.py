@@ -110,7 +110,7 @@ def jobs(plan: Plan) -> dict[str, str]:
 
 
 def moved(before: dict[str, str], after: dict[str, str], there: set[str]) -> tuple[str, ...]:
-    """Return the GPUs in `there` that had another job in the running plan."""
+    """Return the GPUs in `there` that have another role in the running plan."""
     return tuple(sorted(gpu for gpu in there if gpu in before and before[gpu] != after[gpu]))
 
 

@@ -17,8 +17,8 @@ class ModelSettings(Settings):
 
     path: str
     """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or the name of a model in the local
-    hub cache. `models/quickstart` is the shipped model. For the directory of a run, the newest checkpoint is used. If
-    the checkpoint is an adapter, it is merged into its base model."""
+    hub cache. `models/quickstart` is the shipped model. For a run's directory, its newest checkpoint is used. If the
+    checkpoint is an adapter, it is merged into its base model."""
     device: str = "auto"
     """`auto` (CUDA if available, else CPU), or a torch device such as `cuda:1`."""
     attention: Literal["sdpa", "eager"] = "sdpa"

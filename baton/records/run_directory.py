@@ -142,7 +142,7 @@ class RunDirectory:
         make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
-        """Delete incomplete files, and evaluations after a step. A resumed run writes these again.
+        """Delete incomplete files, and evaluations of later steps than the given one. A resumed run writes these again.
 
         Recorded trajectories stay: the loop replays them, so no trajectory is generated or scored twice.
         """

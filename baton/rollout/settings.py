@@ -31,7 +31,7 @@ class Rules:
     batch_groups: int = 32
     group_size: int = 8
     overprovision: float = 1.0
-    """Number of open groups divided by batch_groups; infinite if only `max_concurrency` bounds them."""
+    """Number of open groups divided by batch_groups; infinite if only `max_concurrency` limits them."""
     is_adaptive: bool = False
     """Whether `overprovision` is only the initial value, which then adapts to measurements."""
     most_overprovision: float = MAX_AUTO_OVERPROVISION

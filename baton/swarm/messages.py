@@ -13,7 +13,7 @@
       ◀────────────────────── HeartbeatAck      shows that the hub is alive; the worker reconnects if messages stop
       ── Leaving · Fault ─────────────────▶
 
-Lease ids in these messages are the hub's. Each id is granted once and never reused. Weights and model files use HTTP.
+These messages have the hub's lease ids. Each id is granted once and never reused. Weights and model files use HTTP.
 """
 
 from __future__ import annotations

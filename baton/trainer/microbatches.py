@@ -122,7 +122,7 @@ class MiniBatch:
     microbatches: tuple[MicroBatch, ...]
     """Microbatches of this rank; microbatches with gradient come first."""
     num_episodes: int
-    """Number of episodes over all ranks, including those without a trained token, which may be in no microbatch."""
+    """Number of episodes over all ranks, including episodes without a trained token, even if no microbatch has them."""
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]

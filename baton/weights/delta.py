@@ -169,7 +169,7 @@ def _write_steps(writer: BitWriter, steps: Words) -> None:
     """Append nonzero differences: their signs, then their magnitudes in Elias gamma code (1975).
 
     The gamma code of an n-bit magnitude has n - 1 flags that mean "one more bit", and then the bits below the highest.
-    All magnitudes' flags for the same bit form a mask. If nearly all or nearly no flags of a mask are set, `write_mask`
+    Each bit has a mask, with one flag per magnitude. If nearly all or nearly no flags of a mask are set, `write_mask`
     takes less than one bit per flag.
     """
     one = steps.dtype.type(1)

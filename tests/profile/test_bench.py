@@ -72,5 +72,19 @@ def test_on_the_real_engine_every_mode_gives_its_numbers_as_json(monkeypatch):
         assert mode["tokens"] > 0
         assert 0 < mode["of_bound"] < 1.5
         assert len(mode["rounds_tokens_per_s"]) == 1
-    table = CliRunner().invoke(cli.app, [w for w in words if w != "--json"] + ["--flat"], env={"COLUMNS": "120"})
-    assert "× sync_2x" in table.stdout
+    plain = CliRunner().invoke(cli.app, [w for w in words if w != "--json"], env={"COLUMNS": "80"}).stdout
+    assert "full step" in plain
+    assert "ms of prefill per token" in plain
+    assert "simulated" not in plain
+
+
+def test_the_table_keeps_its_columns_at_80_characters_and_says_what_is_simulated(monkeypatch):
+    monkeypatch.chdir(RECIPE.parents[1])
+    words = ["bench", "rollout", str(RECIPE), "--flat", "--steps", "2", "rollout.batch_groups=2"]
+    lines = CliRunner().invoke(cli.app, words, env={"COLUMNS": "80"}, catch_exceptions=False).stdout.splitlines()
+    assert lines[0].startswith("simulated, without a model")
+    rows = {line.split()[0]: line.split() for line in lines[1:] if line.strip()}
+    assert all(len(rows[mode]) == 6 for mode in ("sync", "partial", "async", CONTROL))
+    assert all(len(line) <= 80 for line in lines if line.split()[:1] in ([mode] for mode in rows) and "%" in line)
+    rate, of_ideal = float(rows["sync"][1]), float(rows["sync"][4].rstrip("%")) / 100
+    assert float(rows["ideal"][1]) == pytest.approx(rate / of_ideal, rel=0.1)  # the printed numbers are rounded

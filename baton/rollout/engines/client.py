@@ -54,7 +54,7 @@ class GeneratedTokens:
     logprobs: Sequence[float]
     """Behavior logprobs of these tokens, at the sampling temperature."""
     finish: str | None
-    """Finish reason that the program gave; None if the request has not ended."""
+    """Finish reason that the engine's program gave; None if the request has not ended."""
     prefilled: int
     """Number of prompt tokens that the program prefilled. It is 0 in all messages of a request except the first."""
     weights: str | None = None

@@ -64,7 +64,7 @@ class ModelFiles:
 
 
 class WholeWeights:
-    """Converts the tensors of a version to a whole model.
+    """Assembles a whole model from the tensors of a version.
 
     An adapter is merged in the same way as in the embedded engine. vLLM and SGLang therefore serve an ordinary model,
     whose weights are bit-identical to those of a merged checkpoint of the run.

@@ -302,8 +302,7 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """Return the number of a version that this process has published with the same digest; None for any other
-        version."""
+        """Return the version's number if this process has published it with the same digest, else None."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _count_slots(self) -> None:

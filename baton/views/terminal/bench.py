@@ -10,36 +10,33 @@ from baton.profile.bench import CONTROL, BenchResult
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
-    """Print a table of the modes, the time of a decode step by its number of rows, and the upper bound."""
-    unit = "step" if result.clock == "steps" else "s"
-    title = (
-        f"{result.slots} slots, response lengths: mean {result.mean_tokens:g}, maximum {result.longest_tokens} tokens, "
-        f"spread {result.between:g} between groups and {result.within:g} within"
+    """Print a table of the modes and of an ideal engine, and what a decode step and a prefilled token take."""
+    is_simulated = result.clock == "steps"
+    what = "simulated, without a model; all decode steps take the same time, and prefill is free: " * is_simulated
+    console.print(
+        f"{what}{result.slots} slots, response lengths: mean {result.mean_tokens:.4g}, maximum {result.longest_tokens} "
+        f"tokens, spread {result.between:g} between groups and {result.within:g} within",
+        soft_wrap=True,
     )
-    console.print(title)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    headings = (f"tokens/{unit}", "× sync", f"× {CONTROL}", "of bound", "rows used", "full step", "prefilled again")
-    for heading in ("mode", *headings):
-        table.add_column(
-            heading, justify="left" if heading == "mode" else "right", no_wrap=heading != "prefilled again"
-        )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column("mode", no_wrap=True)
+    unit = "step" if is_simulated else "s"
+    headings = [f"tokens\nper {unit}", "× sync", f"×\n{CONTROL}", "of\nideal", "prefilled\nagain"]
+    for heading in headings + ["rows\nused", "full step,\nms"] * (not is_simulated):
+        table.add_column(heading, justify="right", no_wrap=True)
     for mode in result.modes:
-        table.add_row(
-            mode.mode,
-            f"{mode.tokens_per_s:,.0f}",
-            _ratio(mode.over_sync),
-            _ratio(mode.over_control),
-            f"{mode.of_bound:.0%}",
-            f"{mode.occupancy:.0%}",
-            "" if mode.full_step_ms is None or result.clock == "steps" else f"{mode.full_step_ms:.2f} ms",
-            f"{mode.reprefilled_frac:.1%}",
-        )
-    console.print(table)
-    if result.clock != "steps":
+        ratios = (_ratio(mode.over_sync), _ratio(mode.over_control), f"{mode.of_bound:.0%}")
+        full_step = "" if mode.full_step_ms is None else f"{mode.full_step_ms:.2f}"
+        cells = [f"{mode.tokens_per_s:,.0f}", *ratios, f"{mode.reprefilled_frac:.1%}"]
+        table.add_row(mode.mode, *cells, *[f"{mode.occupancy:.0%}", full_step] * (not is_simulated))
+    ideal = result.modes[0].tokens_per_s / result.modes[0].of_bound
+    table.add_row("ideal", f"{ideal:,.0f}", _ratio(result.bound_over_sync), "", "100%", "0.0%")
+    console.print(table, soft_wrap=True)
+    console.print("ideal: all slots are in use at every step, and each prompt is prefilled once", soft_wrap=True)
+    if not is_simulated:
         curve = ", ".join(f"{width}: {ms:.2f}" for width, ms in result.step_ms_by_width.items())
-        console.print(f"ms of a decode step by number of rows: {curve}")
-    if result.bound_over_sync is not None:
-        console.print(f"upper bound, with all slots always busy: {result.bound_over_sync:.2f} × sync")
+        console.print(f"ms of a decode step by number of rows: {curve}", soft_wrap=True)
+        console.print(f"ms of prefill per token: {result.prefill_ms_per_token:.3g}", soft_wrap=True)
 
 
 def _ratio(value: float | None) -> str:

@@ -98,7 +98,7 @@ class SlotCache(Cache):
     """The slots of all layers."""
 
     def __init__(self, like: Prefix, slots: int, max_context_tokens: int) -> None:
-        """Allocate the slots. like: result of a prefill of the model, which has the shapes and the dtype."""
+        """Allocate the slots. `like`: the result of a prefill, whose shapes and dtype they take."""
         self.window = DecodeWindow()
         self.length = length = round_up(max_context_tokens, KV_BUCKET)
         """Number of positions per slot."""

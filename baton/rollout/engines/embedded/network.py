@@ -45,7 +45,7 @@ _PREFILL_TOKENS = 512
 _MIN_PREFILL_TOKENS = 32
 """Minimum tokens of a prefill with fewer rows than `prefill_shape` allows."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
-"""Pairs of (maximum length, bucket). A length is rounded up to a multiple of its bucket."""
+"""Pairs of (maximum length, bucket). A length is rounded up to a multiple of its bucket's size."""
 _LONG_BUCKET = 64
 """Bucket of lengths above those in `_PREFILL_BUCKETS`."""
 MIN_WIDTH = 16

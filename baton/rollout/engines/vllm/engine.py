@@ -1,6 +1,6 @@
 """`VllmEngine`: an `Engine` whose tokens vLLM generates in its own processes (base class in `../external.py`).
 
-**New version.** New weights are loaded between two steps of vLLM. The engine pauses vLLM, records all generated tokens
+**New version.** New weights are loaded between two vLLM steps. The engine pauses vLLM, records all generated tokens
 under the old version, copies the tensors in place, switches the slot table, and resumes. Running requests keep their
 keys and values. The salt of the prefix cache changes with the weights, so no prefix of an older version is reused.
 
