@@ -1,4 +1,5 @@
-"""Attention over each row's own length. The kernel itself needs CUDA; plain products with its signature stand in."""
+"""Attention over each row's own length, or that of its class. The kernel itself needs CUDA; plain products with its
+signature stand in."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded import row_attention
+from baton.rollout.engines.embedded.length_classes import SlotRange
 from baton.rollout.engines.embedded.network import Network
 
 pytestmark = pytest.mark.numerics
@@ -104,6 +106,43 @@ def test_positions_behind_a_row_do_not_reach_it(load: Callable[[str], PreTrained
         for tensor in network.cache.tensors:
             tensor[:, 6:] = float("nan")
     assert torch.equal(network.decode(torch.arange(16), positions, 64), before)
+
+
+RANGES = [SlotRange(0, 5, 16), SlotRange(5, 11, 32), SlotRange(11, 16, 64)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "windowed"])
+def test_classes_of_rows_say_what_scanning_as_far_as_the_longest_says(
+    name: str, load: Callable[[str], PreTrainedModel]
+) -> None:
+    """Positions behind the range of a row hold NaN, which no row may read."""
+    network = Network(windowed() if name == "windowed" else load(name), 16, 64)
+    positions = torch.tensor([0, 15, 3, 9, 1, 31, 16, 20, 8, 2, 30, 63, 40, 33, 0, 5])
+    generator = torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        for tensor in network.cache.tensors:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        expected = network.decode_ranges(torch.arange(16), positions, 64)
+        for begin, end, kv_length in RANGES:
+            for tensor in network.cache.tensors:
+                tensor[begin:end, kv_length:] = float("nan")
+        got = network.decode_ranges(torch.arange(16), positions, 64, RANGES)
+    assert torch.allclose(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_classes_that_change_bits_are_never_used(
+    load: Callable[[str], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_class = row_attention.attend_by_class
+    monkeypatch.setattr(row_attention, "attend_by_class", lambda *a, **k: by_class(*a, **k) * (1 + 2**-20))
+    assert Network(load("qwen3"), 16, 128).classes is None
+
+
+def test_a_model_with_another_attention_keeps_it() -> None:
+    model = windowed()
+    model.set_attn_implementation("eager")
+    assert Network(model, 16, 128).classes is None
+    assert model.config._attn_implementation == "eager"
 
 
 def test_what_the_kernel_does_not_know_goes_the_ordinary_way(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,10 @@ class SlotTable:
             self.rows[destination], self.rows[source] = self.rows[source], None
         return moves
 
+    def reorder(self, order: Sequence[int]) -> None:
+        """Move the row of slot order[i] to slot i, for the lowest slots."""
+        self.rows[: len(order)] = [self.rows[slot] for slot in order]
+
     def running(self) -> list[tuple[int, RunningLease]]:
         """Return the occupied slots and their rows."""
         return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]

@@ -146,6 +146,29 @@ class SlotCache(Cache):
             layer.slot_keys[slot, : prefix.num_tokens] = keys
             layer.slot_values[slot, : prefix.num_tokens] = values
 
+    def read(self, slot: int, start: int, end: int) -> Prefix:
+        """Return a copy of the positions of a slot from `start` to `end` (exclusive)."""
+        keys = [layer.slot_keys[slot, start:end].clone() for layer in self._slot_layers]
+        values = [layer.slot_values[slot, start:end].clone() for layer in self._slot_layers]
+        return Prefix(keys, values, end - start)
+
+    def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
+        """Copy the first lengths[order[i]] positions of slot order[i] to slot i, for the lowest slots.
+
+        Each cycle of the permutation needs memory for its shortest row only.
+        """
+        left = {slot for slot, source in enumerate(order) if source != slot}
+        for first in sorted(left, key=lambda slot: lengths[slot]):
+            if first not in left:
+                continue
+            saved, slot = self.read(first, 0, lengths[first]), first
+            while (source := order[slot]) != first:
+                self.move(source, slot, lengths[source])
+                left.remove(slot)
+                slot = source
+            self.write(slot, saved)
+            left.remove(slot)
+
     def move(self, source: int, destination: int, num_tokens: int) -> None:
         """Copy the first positions of one slot to another."""
         for layer in self._slot_layers:

@@ -177,6 +177,7 @@ class EmbeddedEngine(SlotEngine):
         if any(row is not None for row in table.rows[width:]):
             self._compact(width)
         if self._params is None or self._params.num_rows != width:
+            self._order_rows(width)
             self._params = self._gather_params(width)
         inputs = self._inputs[:, :width]
         num_positions = int(inputs[1].max()) + 1
@@ -202,14 +203,27 @@ class EmbeddedEngine(SlotEngine):
     def _recorded(self) -> AbstractContextManager[Routing]:
         return nullcontext({}) if self._routers is None else self._routers.recorded()
 
-    def _gather_params(self, width: int) -> RowParams:
-        """Return the sampling parameters of the rows, and reset empty rows to position 0.
+    def _order_rows(self, width: int) -> None:
+        """Reset empty rows to position 0, and move rows of similar length into adjacent slots if this saves time.
 
         Decode steps advance the positions of empty rows too. Without the reset, an empty row could have the largest
         position and determine how many positions a step scans.
         """
-        rows = [*self._table.rows[:width], *[None] * (width - len(self._table.rows))]
+        rows = self._table.rows[:width]
+        self._inputs[:, len(rows) : width] = 0
         self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
+        position_W = self._inputs[1, : len(rows)]
+        order = self.network.order(position_W)
+        if order is not None:
+            with torch.inference_mode():
+                self.network.cache.reorder(order.tolist(), position_W.tolist())
+            self._table.reorder(order.tolist())
+            self._inputs[:, : len(order)] = self._inputs[:, order]
+            self._noise_keys[: len(order)] = self._noise_keys[order]
+
+    def _gather_params(self, width: int) -> RowParams:
+        """Return the sampling parameters of the rows."""
+        rows = [*self._table.rows[:width], *[None] * (width - len(self._table.rows))]
         params = [row.lease.sampling if row is not None else None for row in rows]
         return row_params(params, self.network.vocabulary, self.network.device)
 

@@ -15,6 +15,7 @@ At start a few tokens are also computed by the plain forward of the model. The m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ from baton.rollout.engines.embedded.cache import (
     round_up,
 )
 from baton.rollout.engines.embedded.graphs import CudaCapture, GraphedSteps, Step
+from baton.rollout.engines.embedded.length_classes import Ints, LengthClasses, SlotRange
 from baton.rollout.engines.embedded.packed import PackedLinears
-from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row
+from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, can_attend_by_class
 
 _PREFILL_TOKENS = 512
 """Maximum tokens of a prefill, including padding. Longer ids are prefilled as a single row."""
@@ -81,7 +83,8 @@ class Network:
         over its own length (`row_attention.py`); a decode step then always receives the whole cache.
         """
         self._attends_by_row = attends_by_row
-        if attends_by_row:
+        self._attends_by_class = model.device.type == "cpu" and not attends_by_row and can_attend_by_class(model)
+        if attends_by_row or self._attends_by_class:
             attend_by_row(model)
         self.model = model.requires_grad_(False)
         self.model.train(False)
@@ -109,6 +112,8 @@ class Network:
         """Ascending decode widths that compute identical bits. The last one covers all slots."""
         self.kv_lengths: tuple[int, ...] = ()
         """Ascending numbers of scanned positions that compute identical bits. The last one is the cache length."""
+        self.classes: LengthClasses | None = None
+        """Classes of rows that attend over different lengths. None: all rows attend over the same length."""
         self.prefill_rows: dict[int, tuple[int, ...]] = {}
         """Ascending numbers of prefill rows that compute identical bits, by padded length."""
         self.cache = self._proven_cache()
@@ -142,13 +147,23 @@ class Network:
     def decode(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
         """Run the model on one id for each of the lowest W slots, and return the logits [W, V].
 
-        position_W: position of each id in its slot. kv_length: number of positions to scan.
+        position_W: position of each id in its slot. kv_length: number of positions to scan; classes of shorter rows
+        scan fewer.
         """
+        ranges = None
+        if self.classes is not None and self.classes.ends:
+            ranges = self.classes.ranges(position_W.numpy() + 1)
+        return self.decode_ranges(ids_W, position_W, kv_length, ranges if ranges and len(ranges) > 1 else None)
+
+    def decode_ranges(
+        self, ids_W: Tensor, position_W: Tensor, kv_length: int, ranges: Sequence[SlotRange] | None = None
+    ) -> Tensor:
+        """Decode in the given ranges of slots; without them, or by row, as if all slots were one range."""
         with torch.inference_mode():
             self.cache.focus(len(ids_W), kv_length, position_W)
-            rows = {"rows": Rows.of(position_W, kv_length)} if self._attends_by_row else {}
+            rows = Rows.of(position_W, kv_length) if self._attends_by_row else ranges
             output = self.model(
-                **rows,
+                **({} if rows is None else {"rows": rows}),
                 input_ids=ids_W[:, None],
                 attention_mask=self._masks.additive(position_W[:, None, None, None], kv_length),
                 position_ids=position_W[:, None],
@@ -157,6 +172,10 @@ class Network:
             )
             logits: Tensor = output.logits[:, -1]
             return logits
+
+    def order(self, position_W: Ints) -> Ints | None:
+        """Return the order of rows that makes the next decode steps faster (`LengthClasses.order`), or None."""
+        return None if self.classes is None else self.classes.order(position_W + 1)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
         """Copy new values into the parameters, cast to their dtype.
@@ -262,6 +281,7 @@ class Network:
             ids_W = torch.full((self._width,), ids[-1], device=self.device)
             got_V = self.decode(ids_W, torch.full_like(ids_W, length - 1), self.cache.length)[0].float()
             self.widths, self.kv_lengths = self._same_shapes(prefix)
+            self.classes = self._same_classes()
             scale = expected_V.norm().clamp_min(1e-30)
             return self.cache, float((got_V - expected_V).norm() / scale)
 
@@ -307,6 +327,26 @@ class Network:
         shorter = [n for n in _kv_lengths(full) if n <= last and not self._attends_by_row]
         lengths = [n for n in shorter if torch.equal(logits(self._width, n - 1, n), logits(self._width, n - 1, full))]
         return (*widths, self._width), (*lengths, full)
+
+    def _same_classes(self) -> LengthClasses | None:
+        """Return the classes of rows, or None if they change bits, or if the model does not pass them to its attention.
+
+        The slots must hold noise.
+        """
+        width, lengths = self._width, [n for n in self.kv_lengths if n <= self._max_context_tokens]
+        if not self._attends_by_class or len(lengths) < 2:
+            return None
+        length_W = [lengths[i * len(lengths) // width] for i in range(width)]
+        ids_W, position_W = torch.arange(width) % self.vocabulary, torch.tensor(length_W) - 1
+        full_WV = self.decode_ranges(ids_W, position_W, self.cache.length)
+        too_short = [SlotRange(0, width, lengths[0])]
+        if torch.equal(self.decode_ranges(ids_W, position_W, self.cache.length, too_short), full_WV):
+            return None
+        for ends in ((1,), (width // 2,), (width - 1,), (width // 3, width // 2)):
+            ranges = [SlotRange(b, e, length_W[e - 1]) for b, e in pairwise((0, *ends, width))]
+            if not torch.equal(self.decode_ranges(ids_W, position_W, self.cache.length, ranges), full_WV):
+                return None
+        return LengthClasses(self.kv_lengths, self.cache.tensors[0].shape[2:].numel())
 
 
 def _are_equal(a: Prefix, b: Prefix) -> bool:

@@ -1,15 +1,18 @@
-"""Decode attention in which each row attends only over its own length, with torch's variable-length kernel for CUDA.
+"""Decode attention in which rows do not scan up to the longest row: by row on CUDA, by class of rows on a CPU.
 
-Masked attention scans the length of the longest row for every row. The variable-length kernel instead treats the slots
+Masked attention scans the length of the longest row for every row. On a CPU it is computed once per class of rows of
+similar length (`length_classes.py`). On CUDA torch's variable-length kernel instead treats the slots
 [slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads only the first `lengths_W` positions of
 each. It copies nothing and does not repeat grouped heads. `num_splits = 1` fixes the order of summation, so the bits of
 a row do not depend on other rows.
 
-Only decode uses this kernel. Prefill and plain forwards use the `sdpa` attention of transformers.
+Only decode uses this attention. Prefill and plain forwards use the `sdpa` attention of transformers.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from baton.rollout.engines.embedded.length_classes import SlotRange
 
 NAME = "baton_rows"
 _FOREIGN = ("softcap", "s_aux", "position_bias")
@@ -44,8 +49,18 @@ class Rows:
         return cls(numbers, numbers * slot_length, (position_W + 1).to(torch.int32))
 
 
+def can_attend_by_class(model: PreTrainedModel) -> bool:
+    """Return whether the model uses `sdpa` attention that can be replaced, and passes keywords to it."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return (
+        model.config._attn_implementation == "sdpa"
+        and model._can_set_attn_implementation()
+        and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    )
+
+
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Use this attention in a model, whose forward then accepts `Rows` as the keyword `rows`."""
+    """Use this attention in a model, whose forward then accepts `Rows` or slot ranges as the keyword `rows`."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)
@@ -57,7 +72,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    rows: Rows | None = None,
+    rows: Rows | Sequence[SlotRange] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention, with the signature that transformers requires.
@@ -67,6 +82,8 @@ def _attention(
     if rows is None or any(kwargs.get(name) is not None for name in _FOREIGN):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return found
+    if not isinstance(rows, Rows):
+        return attend_by_class(module, query, key, value, attention_mask, rows, **kwargs), None
     window = kwargs.get("sliding_window")
     attended = varlen_attn(
         query[:, :, 0].contiguous(),
@@ -84,3 +101,23 @@ def _attention(
     )
     assert isinstance(attended, Tensor)
     return attended[:, None], None
+
+
+def attend_by_class(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    ranges: Sequence[SlotRange],
+    **kwargs: Any,
+) -> Tensor:
+    """Compute `sdpa` attention of each range over its own positions. attention_mask: [W, 1 or heads, 1, L]."""
+    assert attention_mask is not None, "decode always has a mask"
+    attended = [
+        sdpa_attention_forward(
+            module, query[b:e], key[b:e, :, :n], value[b:e, :, :n], attention_mask[b:e, ..., :n], **kwargs
+        )[0]
+        for b, e, n in ranges
+    ]
+    return torch.cat(attended)

@@ -1,0 +1,103 @@
+"""Decode attention on a CPU in classes of rows with similar lengths: a class scans only up to its own longest row.
+
+Rows of similar length are kept in adjacent slots. The keys and values of a class are then a view of the slots, without
+a copy. `LengthClasses` chooses at most three classes, and the order of rows that they need. It counts positions and
+measures no time, so its choices are reproducible. Every scanned length is one of those that compute identical bits
+(`network.py`), so the result of a row does not depend on the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+CLASS_VALUES = 2**16
+"""Cost of one more class, in values of keys that are scanned in the same time: about 30 µs per layer."""
+_COPY_COST = 2
+"""Cost of copying one position to another slot, in scanned positions."""
+_HORIZON_STEPS = 16
+"""Number of decode steps within which shorter scans must save the cost of moving rows."""
+
+
+class SlotRange(NamedTuple):
+    """Adjacent slots whose rows scan the same number of positions."""
+
+    begin: int
+    end: int
+    """Index of the first slot after the range."""
+    kv_length: int
+
+
+class LengthClasses:
+    """The classes of a decode step."""
+
+    def __init__(self, kv_lengths: Sequence[int], values_per_position: int) -> None:
+        """Start with one class.
+
+        kv_lengths: ascending numbers of positions that may be scanned. values_per_position: kv_heads × head_dim.
+        """
+        self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
+        self._pairs = np.triu_indices(len(kv_lengths))
+        """Indices of the scanned positions of the first two of three classes; equal indices are one class."""
+        self._class_cost = CLASS_VALUES // values_per_position
+        """Cost of one more class, in positions."""
+        self.ends: tuple[int, ...] = ()
+        """Ascending index of the first slot after each class but the last."""
+
+    def ranges(self, length_W: Ints) -> list[SlotRange]:
+        """Return the slots of each class and its scanned positions, or a single range if classes save nothing.
+
+        length_W: number of positions that the row of each slot attends to.
+        """
+        width, ranges, begin = len(length_W), list[SlotRange](), 0
+        for end in (*(end for end in self.ends if end < width), width):
+            kv_length = self._rounded(length_W[begin:end].max())
+            if ranges and ranges[-1].kv_length == kv_length:
+                ranges[-1] = SlotRange(ranges[-1].begin, end, kv_length)
+            else:
+                ranges.append(SlotRange(begin, end, kv_length))
+            begin = end
+        whole = SlotRange(0, width, max(r.kv_length for r in ranges))
+        return ranges if self._cost(ranges) < self._cost([whole]) else [whole]
+
+    def order(self, length_W: Ints) -> Ints | None:
+        """Choose the classes again. Return the new order of the rows, or None if they stay where they are.
+
+        The row that slot i receives is in slot order[i]. Only rows in the slots of another class move.
+        """
+        index_W = np.searchsorted(self._kv_lengths, length_W)
+        chosen, end_C, best = self._best_classes(index_W)
+        class_W = np.searchsorted(chosen, index_W)
+        moved = np.flatnonzero(class_W != np.searchsorted(end_C, np.arange(len(length_W)), side="right"))
+        saved = self._cost(self.ranges(length_W)) - best
+        copied = length_W[moved].sum() * _COPY_COST + (self._class_cost if len(moved) else 0)
+        if saved * _HORIZON_STEPS <= copied:
+            return None
+        self.ends = tuple(end_C[:-1].tolist())
+        if not len(moved):
+            return None
+        order = np.arange(len(length_W))
+        order[moved] = moved[np.argsort(class_W[moved], kind="stable")]
+        return order
+
+    def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
+        """Return the scanned positions of the cheapest classes, as indices; their ends if the rows were sorted; and the
+        cost of a step."""
+        last, lengths = index_W.max(), self._kv_lengths
+        end_N = np.bincount(index_W, minlength=len(lengths)).cumsum()
+        first, second = self._pairs
+        cost = end_N[first] * lengths[first] + (end_N[second] - end_N[first]) * lengths[second]
+        cost += (end_N[-1] - end_N[second]) * lengths[last]
+        cost += self._class_cost * ((first < second) * 1 + (second < last))
+        best = cost.argmin()
+        chosen = np.unique([min(first[best], last), min(second[best], last), last])
+        return chosen, end_N[chosen], int(cost[best])
+
+    def _rounded(self, length: int) -> int:
+        return int(self._kv_lengths[np.searchsorted(self._kv_lengths, length)])
+
+    def _cost(self, ranges: Sequence[SlotRange]) -> int:
+        return sum((r.end - r.begin) * r.kv_length for r in ranges) + self._class_cost * (len(ranges) - 1)
