@@ -115,6 +115,24 @@ def test_resume_prefills_again_and_keep_goes_on_in_flight():
         assert (mine.stats.prefilled_tokens > 2) == (prefilled == 2)
 
 
+@pytest.mark.parametrize(("mode", "exact"), [("resume", [(0, True), (1, True)]), ("keep", [(0, False)])])
+def test_with_resume_the_engine_is_given_leases_of_exactly_its_version(mode, exact, monkeypatch):
+    """An engine may continue other leases with keys and values of an older version, which verification cannot do."""
+    mine, hub, given = driver(mode), Hub(), []
+    submit = FakeEngine.submit
+
+    def noted(engine: FakeEngine, one: Lease) -> None:
+        given.append((one.version, one.is_exact))
+        submit(engine, one)
+
+    monkeypatch.setattr(FakeEngine, "submit", noted)
+    mine.lease(hub.lease(lease(next(number for number in range(100) if length(number, 0) > MAX_NEW_TOKENS))))
+    hub.hear(mine.step())
+    hub.hear(mine.switch({}, PolicyVersion("a", 1)))
+    assert given == exact
+    assert mine.is_busy
+
+
 def test_a_lease_of_exactly_a_version_is_put_down_by_another_and_refused_under_it():
     mine, hub = driver("drain"), Hub()
     long = next(number for number in range(100) if length(number, 0) > MAX_NEW_TOKENS)

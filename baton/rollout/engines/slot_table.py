@@ -11,15 +11,35 @@ the engine's batch.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from baton.errors import EngineFault, UserError
 from baton.rollout.engine import EngineSettings, EngineStats
-from baton.types import Author, FinishReason, FromWorker, Lease, PolicyVersion, Report, Retry, Segment
+from baton.types import Author, FinishReason, FromWorker, Lease, PolicyVersion, Report, Retry, Segment, Trajectory
 
 Text = Callable[[Sequence[int]], str]
 """Decodes token ids to text, including special tokens."""
+
+
+class Piece(NamedTuple):
+    """A part of the ids before the next input, whose keys and values are computed and kept together."""
+
+    end: int
+    """Number of ids from the start of the prompt to the end of the piece."""
+    version: int | None
+    """Number of the version whose weights compute it; None for the version that the engine serves."""
+    is_within_turn: bool = False
+    """Whether the piece ends with tokens of an unfinished turn. Only such keys and values may come from decode."""
+
+
+class PrefixKey(NamedTuple):
+    """The identity of the keys and values of the last of some pieces. The earlier pieces are its context."""
+
+    pieces: tuple[Piece, ...]
+    ids: tuple[int, ...]
+    """[end of the last piece] All ids from the start of the prompt."""
 
 
 class RunningLease:
@@ -27,16 +47,24 @@ class RunningLease:
 
     def __init__(self, lease: Lease, end_ids: tuple[int, ...], max_context_tokens: int, stop: StopText | None) -> None:
         trajectory = lease.trajectory
-        ids = (*trajectory.prompt_ids, *trajectory.token_ids)
+        ids = [*trajectory.prompt_ids, *trajectory.token_ids]
         self.lease = lease
+        self.ids = ids
+        """Ids of prompt and response, including those generated under this lease."""
         self.length = trajectory.num_tokens
         """Number of tokens after the prompt. It is the position that determines the noise of the next draw."""
-        self.prefix_ids = ids[:-1]
+        self.prefix_ids = tuple(ids[:-1])
         """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
         self.last_id = ids[-1]
         """Input id of the next decode step."""
         self.position = len(ids) - 1
         """Position of `last_id`, counted from 0 at the start of the prompt."""
+        self.pieces = pieces_of(trajectory)
+        """Pieces of `prefix_ids`."""
+        self.kept: tuple[PrefixKey, ...] = ()
+        """Pieces that the embedded engine wrote into the row's slot."""
+        self.last_version = -1
+        """Version of the last generated token."""
         self._max_length = min(lease.sampling.max_new_tokens, max_context_tokens - len(trajectory.prompt_ids))
         self.end_ids = frozenset((*end_ids, *lease.sampling.stop_token_ids))
         self._stop = stop
@@ -59,6 +87,7 @@ class RunningLease:
     def append(self, token: int, logprob: float, routing: bytes | None = None) -> FinishReason | None:
         """Append one token; return the finish reason if the token ends the trajectory."""
         self._tokens.append(token)
+        self.ids.append(token)
         self._logprobs.append(logprob)
         if routing is not None:
             self._routing.append(routing)
@@ -113,8 +142,6 @@ class SlotTable:
         self.rows: list[RunningLease | None] = [None] * settings.slots
         """The lease in each slot, shape [slots]; None for a free slot."""
         self.num_running = 0
-        self.waiting_prefixes: Counter[tuple[int, ...]] = Counter()
-        """Prefix ids → number of waiting leases with this prefix."""
         self._settings = settings
         self._end_ids = end_ids
         self._text = text
@@ -142,7 +169,6 @@ class SlotTable:
             self._outbox.append(row.report(self.version.number, FinishReason.LENGTH))
             return
         self._waiting[lease.lease_id] = row
-        self.waiting_prefixes[row.prefix_ids] += 1
 
     def abort(self, lease_id: int) -> None:
         """Mark a lease, which the next `open_step` then ends. Has no effect on a lease that is unknown or has ended."""
@@ -158,7 +184,7 @@ class SlotTable:
                 if not _serves(row.lease, version.number):
                     self._aborted.add(row.lease.lease_id)
         for row in [row for row in self._waiting.values() if not _serves(row.lease, version.number)]:
-            self._unqueue(row)
+            del self._waiting[row.lease.lease_id]
             self._aborted.discard(row.lease.lease_id)
             self._outbox.append(Retry(row.lease.lease_id, version.number))
         self.version = version
@@ -168,16 +194,20 @@ class SlotTable:
         generated."""
         reports, self._outbox = self._outbox, []
         for lease_id in [i for i in self._aborted if i in self._waiting]:
-            row = self._waiting[lease_id]
-            self._unqueue(row)
+            reports.append(self._waiting.pop(lease_id).report(self.version.number, is_aborted=True))
+        for slot, row in self.aborted():
             reports.append(row.report(self.version.number, is_aborted=True))
-        if self._aborted:
-            for slot, row in self.running():
-                if row.lease.lease_id in self._aborted:
-                    reports.append(row.report(self.version.number, is_aborted=True))
-                    self._free(slot)
-            self._aborted.clear()
+            self._free(slot)
+        self._aborted.clear()
         return reports
+
+    def aborted(self) -> list[tuple[int, RunningLease]]:
+        """Return the slots and rows that the next `open_step` frees."""
+        return [found for found in self.running() if found[1].lease.lease_id in self._aborted] if self._aborted else []
+
+    def waiting(self) -> list[RunningLease]:
+        """Return the waiting leases, oldest first."""
+        return list(self._waiting.values())
 
     def admit(self) -> list[tuple[int, RunningLease]]:
         """Move waiting leases into free slots, and return (slot, row) of each moved lease. Trajectories that have begun
@@ -188,7 +218,7 @@ class SlotTable:
         for slot, row in enumerate(self.rows):
             if row is None and self._waiting:
                 row = min(self._waiting.values(), key=lambda waiting: not waiting.length)
-                self._unqueue(row)
+                del self._waiting[row.lease.lease_id]
                 self.rows[slot] = row
                 self.num_running += 1
                 admitted.append((slot, row))
@@ -240,6 +270,7 @@ class SlotTable:
                 f"{number} are not finite; check whether training has diverged"
             )
         finish_reason = row.append(token, logprob, routing)
+        row.last_version = number
         if finish_reason is not None:
             self._free(slot)
             return row.report(number, finish_reason)
@@ -253,15 +284,29 @@ class SlotTable:
     def _knows(self, lease_id: int) -> bool:
         return lease_id in self._waiting or any(r is not None and r.lease.lease_id == lease_id for r in self.rows)
 
-    def _unqueue(self, row: RunningLease) -> None:
-        del self._waiting[row.lease.lease_id]
-        self.waiting_prefixes[row.prefix_ids] -= 1
-        if not self.waiting_prefixes[row.prefix_ids]:
-            del self.waiting_prefixes[row.prefix_ids]
-
     def _free(self, slot: int) -> None:
         self.rows[slot] = None
         self.num_running -= 1
+
+
+def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
+    """Divide the ids before the last one at the start of each turn: a pure function of the trajectory.
+
+    A piece thus has the tokens of a turn and the observation after them, or the tokens of an unfinished turn. The
+    version of a piece is that of the first token sampled after it, or of the last token of an unfinished turn: a lease
+    that ran from one version to the next computed the piece under these weights.
+    """
+    found, before = [], Author.ENVIRONMENT
+    offset = len(trajectory.prompt_ids) - 1
+    for segment in trajectory.segments:
+        if segment.author is Author.POLICY and before is Author.ENVIRONMENT:
+            found.append(Piece(offset, segment.policy_version))
+        before, offset = segment.author, offset + len(segment.token_ids)
+    if before is Author.ENVIRONMENT:
+        found.append(Piece(offset, None))
+    else:
+        found.append(Piece(offset, trajectory.segments[-1].policy_version, is_within_turn=True))
+    return tuple(piece for piece in found if piece.end)
 
 
 def _serves(lease: Lease, number: int) -> bool:

@@ -44,7 +44,7 @@ class EngineDriver:
         """Start a trajectory. No effect if the lease is already known."""
         if lease.lease_id not in self._leases:
             self._leases[lease.lease_id] = lease
-            self._engine.submit(lease)
+            self._submit(lease)
 
     def abort(self, lease_id: int) -> None:
         """Abort a lease. The next `step` reports its last tokens."""
@@ -93,8 +93,15 @@ class EngineDriver:
         self._engine.load_weights(tensors, version)
         for number in carried:
             if number in self._leases:
-                self._engine.submit(self._leases[number])
+                self._submit(self._leases[number])
         return reports
+
+    def _submit(self, lease: Lease) -> None:
+        """Submit a lease. With `resume` it requires the engine's version, so no older keys and values are used."""
+        number = self._engine.version.number
+        if self._resumes and lease.version <= number:
+            lease = msgspec.structs.replace(lease, version=lease.version if lease.is_exact else number, is_exact=True)
+        self._engine.submit(lease)
 
     def _release_leases(self, carried: set[int]) -> list[FromWorker]:
         """Abort leases that this worker resumes. Their reports to the hub are not marked as aborted."""

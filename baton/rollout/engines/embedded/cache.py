@@ -7,6 +7,7 @@ are contiguous, so writing a token copies one contiguous row.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from baton.errors import UserError
+from baton.rollout.engines.slot_table import PrefixKey
 
 KV_BUCKET = 64
 """Divisor of the cache length, in positions."""
@@ -22,12 +24,58 @@ KV_BUCKET = 64
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The keys and values of one sequence of ids, in tensors of their own."""
+    """The keys and values of one piece of a sequence of ids, in tensors of their own."""
 
     keys: list[Tensor]
     """[L, kv_heads, head_dim] for each layer."""
     values: list[Tensor]
     num_tokens: int
+
+
+class KeptPrefixes:
+    """Keys and values of pieces that a later lease may need, in the order of their last use.
+
+    A lease that needs a piece needs the pieces before it, too. They count as used later, so they are dropped later.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """limit: maximum number of tokens after `drop_oldest`."""
+        self.limit, self.num_tokens = limit, 0
+        self._pieces: OrderedDict[PrefixKey, Prefix] = OrderedDict()
+
+    def __getitem__(self, key: PrefixKey) -> Prefix:
+        return self._pieces[key]
+
+    def add(self, key: PrefixKey, prefix: Prefix) -> None:
+        """Keep a piece. Has no effect if it is kept already."""
+        if key not in self._pieces:
+            self._pieces[key] = prefix
+            self.num_tokens += prefix.num_tokens
+
+    def depth(self, keys: Sequence[PrefixKey]) -> int:
+        """Return how many of a lease's pieces are kept without a gap."""
+        return next((i for i, key in enumerate(keys) if key not in self._pieces), len(keys))
+
+    def use(self, keys: Sequence[PrefixKey]) -> None:
+        """Record a use of a lease's pieces."""
+        for key in reversed(keys):
+            if key in self._pieces:
+                self._pieces.move_to_end(key)
+
+    def drop_oldest(self) -> None:
+        """Drop the pieces that have not been used for the longest time, down to the limit."""
+        while self.num_tokens > self.limit:
+            self.num_tokens -= self._pieces.popitem(last=False)[1].num_tokens
+
+    def clear(self) -> None:
+        """Drop all pieces."""
+        self._pieces.clear()
+        self.num_tokens = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all pieces."""
+        return [t for prefix in self._pieces.values() for t in (*prefix.keys, *prefix.values)]
 
 
 class DecodeWindow:
@@ -140,11 +188,12 @@ class SlotCache(Cache):
             window.first_W = torch.arange(width, device=positions_W.device) * self.length
         window.kv_length, window.places_W = kv_length, window.first_W + positions_W
 
-    def write(self, slot: int, prefix: Prefix) -> None:
-        """Copy a prefix to the first positions of a slot."""
+    def write(self, slot: int, prefix: Prefix, start: int = 0) -> None:
+        """Copy a prefix to the positions of a slot from `start` on."""
+        end = start + prefix.num_tokens
         for layer, keys, values in zip(self._slot_layers, prefix.keys, prefix.values, strict=True):
-            layer.slot_keys[slot, : prefix.num_tokens] = keys
-            layer.slot_values[slot, : prefix.num_tokens] = values
+            layer.slot_keys[slot, start:end] = keys
+            layer.slot_values[slot, start:end] = values
 
     def read(self, slot: int, start: int, end: int) -> Prefix:
         """Return a copy of the positions of a slot from `start` to `end` (exclusive)."""
@@ -176,25 +225,47 @@ class SlotCache(Cache):
             layer.slot_values[destination, :num_tokens] = layer.slot_values[source, :num_tokens]
 
 
-def prefill_cache() -> Cache:
-    """Return an empty cache for one prefill."""
-    return Cache(layer_class_to_replicate=DynamicLayer)
+def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length: int = 0) -> Cache:
+    """Return the cache for one prefill, whose first `length` positions have the keys and values of earlier pieces.
+
+    pasts: earlier pieces of each of the first rows. Positions after them are zero and must be masked.
+    """
+    cache = Cache(layer_class_to_replicate=DynamicLayer)
+    like = next((pieces[0] for pieces in pasts if pieces), None)
+    for layer in range(0 if like is None else len(like.keys)):
+        cache.update(
+            _padded([[piece.keys[layer] for piece in pieces] for pieces in pasts], rows, length),
+            _padded([[piece.values[layer] for piece in pieces] for pieces in pasts], rows, length),
+            layer,
+        )
+    return cache
 
 
-def prefixes(cache: Cache, lengths: Sequence[int]) -> list[Prefix]:
-    """Return the first rows of a filled prefill cache, cut to the given lengths: views of one copy per layer."""
+def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tensor:
+    """Return the pieces of each row [L, kv_heads, head_dim], one after another, in zeros [rows, kv_heads, length,
+    head_dim]."""
+    found = pieces[0][0].new_zeros((rows, length, *pieces[0][0].shape[1:]))
+    for row, tensors in zip(found, pieces, strict=False):
+        start = 0
+        for tensor in tensors:
+            row[start : start + len(tensor)] = tensor
+            start += len(tensor)
+    return found.transpose(1, 2)
+
+
+def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
+    """Return copies of the first rows of a filled prefill cache, from position `start` on, cut to the given lengths."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    keys = [_by_row(layer.keys) for layer in layers if layer.keys is not None]
-    values = [_by_row(layer.values) for layer in layers if layer.values is not None]
-    return [
-        Prefix([k[row][:length] for k in keys], [v[row][:length] for v in values], length)
-        for row, length in enumerate(lengths)
-    ]
 
+    def cut(states: list[Tensor], row: int, length: int) -> list[Tensor]:
+        return [
+            s[row, :, start : start + length].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            for s in states
+        ]
 
-def _by_row(states: Tensor) -> tuple[Tensor, ...]:
-    """Convert [rows, kv_heads, L, head_dim] to one contiguous [L, kv_heads, head_dim] per row."""
-    return states.transpose(1, 2).contiguous().unbind()
+    keys = [layer.keys for layer in layers if layer.keys is not None]
+    values = [layer.values for layer in layers if layer.values is not None]
+    return [Prefix(cut(keys, row, n), cut(values, row, n), n) for row, n in enumerate(lengths)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +278,15 @@ class Masks:
     """Whether the model expects one mask per layer type instead of one mask for all layers."""
     dtype: torch.dtype
 
-    def additive(self, query_Q1: Tensor, kv_length: int) -> Tensor | dict[str, Tensor]:
-        """Return additive masks [..., Q, kv_length] for query positions [..., Q, 1]: 0 where attention is allowed, else
-        -inf.
+    def additive(self, query_Q1: Tensor, kv: Tensor | int) -> Tensor | dict[str, Tensor]:
+        """Return additive masks [..., Q, K] for query positions [..., Q, 1]: 0 where attention is allowed, else -inf.
+
+        kv: positions of the keys [..., 1, K], or K if they are 0 to K - 1.
 
         A boolean mask would not do: the eager implementation of attention adds the mask to the scores.
         """
-        kv = torch.arange(kv_length, device=query_Q1.device)
+        if isinstance(kv, int):
+            kv = torch.arange(kv, device=query_Q1.device)
         seen = torch.zeros((), dtype=self.dtype, device=kv.device)
         unseen = torch.full_like(seen, float("-inf"))
         masks = {}

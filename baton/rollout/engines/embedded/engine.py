@@ -1,9 +1,14 @@
 """`EmbeddedEngine`: continuous batching in torch for any Hugging Face causal LM, with the same code on CPU and CUDA.
 
-    step:  report aborts ─▶ fill free slots (prefill once per distinct prefix) ─▶ decode one token per row ─▶ report
+    step:  report aborts ─▶ fill free slots (prefill what is not kept) ─▶ decode one token per row ─▶ report
 
 **Only decode samples.** Prefill computes the keys and values of all ids except the last one, and no logits. The last id
 is the first input of decode. A new prompt, the shared prompt of a group, and a resume from ids use the same code.
+
+**Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). A piece that ends
+where a turn begins is always computed by a prefill after the pieces before it. Its bits are the same whether it was
+kept or is computed again, on this or another engine. Only the last piece of a trajectory that is resumed within a turn
+may have keys and values that decode computed.
 
 **A row does not depend on other rows.** On a CPU with one torch thread, the tokens and logprobs of a trajectory are
 bit-identical in any slot and any batch, which tests verify. `network.py` chooses shapes that guarantee it.
@@ -11,7 +16,7 @@ bit-identical in any slot and any batch, which tests verify. `network.py` choose
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -27,17 +32,18 @@ from baton.policy.memory import held_bytes
 from baton.policy.routing import Routing, RoutingReplay, routing_bytes
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.embedded.cache import Prefix
-from baton.rollout.engines.embedded.network import Network, prefill_shape
+from baton.rollout.engines.embedded.cache import KeptPrefixes
+from baton.rollout.engines.embedded.network import Network, PrefillShape, prefill_shape
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sample, uniforms
-from baton.rollout.engines.slot_table import RunningLease, SlotEngine
+from baton.rollout.engines.slot_table import Piece, PrefixKey, RunningLease, SlotEngine
 from baton.types import FromWorker, PolicyVersion
 
 _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
 """Number of waiting prefixes that are searched for the unused rows of a prefill."""
 _KEPT_CONTEXTS = 8
-"""Maximum number of tokens in prefixes kept for waiting leases, in multiples of max_context_tokens."""
+"""Maximum number of tokens whose keys and values are kept outside the slots, in multiples of max_context_tokens; on a
+CPU half of the slots, if that is more."""
 
 
 class EmbeddedEngine(SlotEngine):
@@ -71,8 +77,10 @@ class EmbeddedEngine(SlotEngine):
             uses_graphs=settings.cuda_graphs and not settings.report_routing,
             attends_by_row=settings.row_attention and model.device.type == "cuda",
         )
-        self._kept: dict[tuple[int, ...], Prefix] = {}
-        self._kept_limit = _KEPT_CONTEXTS * settings.max_context_tokens
+        contexts = max(_KEPT_CONTEXTS, settings.slots // 2) if model.device.type == "cpu" else _KEPT_CONTEXTS
+        self._kept = KeptPrefixes(contexts * settings.max_context_tokens)
+        self._is_in_flight = False
+        """Whether leases since the last load may continue with the keys and values of an older version."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
@@ -85,24 +93,27 @@ class EmbeddedEngine(SlotEngine):
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights immediately. Running leases keep their KV cache and continue under the new version.
 
+        Keys and values outside the slots are kept only if leases since the last load accept newer versions.
+
         A lease that requires exactly another version is aborted if it runs, and refused with `Retry` if it waits.
         Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
         assert not self.network.is_resting, "weights cannot be loaded into a sleeping engine: call wake_up first"
         self.network.load(tensors)
         self._needs_version = False
-        self._kept.clear()
+        if not self._is_in_flight or self.version.lineage != version.lineage or self.version.number >= version.number:
+            self._kept.clear()
+        self._is_in_flight = False
         self._table.switch(version)
 
     @property
     def held_bytes(self) -> int:
         """Number of bytes of device memory for weights, slots and kept prefixes."""
-        kept = [t for prefix in self._kept.values() for t in (*prefix.keys, *prefix.values)]
-        return self.network.held_bytes + held_bytes(kept, self.network.device)
+        return self.network.held_bytes + held_bytes(self._kept.tensors, self.network.device)
 
     def sleep(self) -> None:
         """Free the device memory of slots and weights. No lease may be waiting or running. May be called twice."""
-        left = self._table.num_running + self._table.waiting_prefixes.total()
+        left = self._table.num_running + len(self._table.waiting())
         assert not left, f"the engine cannot sleep with {left} leases"
         self._kept.clear()
         self._params = None
@@ -116,6 +127,7 @@ class EmbeddedEngine(SlotEngine):
     def step(self) -> list[FromWorker]:
         """Admit waiting leases to free slots, decode one token per row, and return reports and refusals."""
         running = self._table.num_running
+        self._keep_aborted()
         reports = self._table.open_step()
         admitted = self._table.admit()
         assert not (admitted and self._needs_version), "an engine that has slept needs weights before it can generate"
@@ -128,47 +140,88 @@ class EmbeddedEngine(SlotEngine):
         return reports
 
     def _fill_prefixes(self, admitted: list[tuple[int, RunningLease]]) -> None:
-        """Write the prefix of each new row into its slot. Prefill the prefixes that are not kept."""
-        by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-        for ids in dict.fromkeys(row.prefix_ids for _, row in admitted if row.prefix_ids):
-            if ids not in self._kept:
-                by_shape.setdefault(prefill_shape(len(ids)), []).append(ids)
-        for shape, wanted in by_shape.items():
-            rows = shape[0]
-            wanted += self._ahead(shape, -len(wanted) % rows, wanted)
-            for start in range(0, len(wanted), rows):
-                batch = wanted[start : start + rows]
-                self._kept.update(zip(batch, self.network.prefill(batch), strict=True))
-                self._prefilled_tokens += sum(len(ids) for ids in batch)
+        """Write the prefix of each new row into its slot. Prefill the pieces that are not kept."""
+        rows = [row for _, row in admitted]
+        while missing := self._missing(rows):
+            for shape, wanted in missing.items():
+                if unused := -len(wanted) % shape.rows:
+                    ahead = self._missing(islice(self._table.waiting(), _LOOK_AHEAD)).get(shape, {})
+                    wanted |= dict(islice((one for one in ahead.items() if one[0] not in wanted), unused))
+                items = list(wanted.items())
+                for batch in (items[i : i + shape.rows] for i in range(0, len(items), shape.rows)):
+                    pasts = [[self._kept[key] for key in past] for _, past in batch]
+                    ids = [key.ids[past[-1].pieces[-1].end if past else 0 :] for key, past in batch]
+                    for (key, _), prefix in zip(batch, self.network.prefill(ids, pasts), strict=True):
+                        self._kept.add(key, prefix)
+                        self._prefilled_tokens += prefix.num_tokens
         with torch.inference_mode():
             for slot, row in admitted:
-                if row.prefix_ids:
-                    self.network.cache.write(slot, self._kept[row.prefix_ids])
+                row.kept = self._pieces(row)
+                self._kept.use(row.kept)
+                start = 0
+                for key in row.kept:
+                    self.network.cache.write(slot, self._kept[key], start)
+                    start = key.pieces[-1].end
                 trajectory = row.lease.trajectory
                 self._inputs[:, slot] = row.last_id, row.position, row.length
                 self._noise_keys[slot] = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
-        self._drop_prefixes()
+                self._is_in_flight |= not row.lease.is_exact
+        self._drop_kept()
 
-    def _ahead(self, shape: tuple[int, int], count: int, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Return up to `count` prefixes of waiting leases for the unused rows of a prefill of this shape."""
-        if not count:
-            return []
-        waiting = islice(self._table.waiting_prefixes, _LOOK_AHEAD)
-        found = (ids for ids in waiting if ids and prefill_shape(len(ids)) == shape)
-        return list(islice((ids for ids in found if ids not in self._kept and ids not in wanted), count))
+    def _missing(self, rows: Iterable[RunningLease]) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
+        """Return the first piece of each row that is not kept, and the pieces before it, by the shape of its
+        prefill."""
+        found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
+        for row in rows:
+            keys = self._pieces(row)
+            if (depth := self._kept.depth(keys)) < len(keys):
+                past, key = keys[:depth], keys[depth]
+                start = past[-1].pieces[-1].end if past else 0
+                found.setdefault(prefill_shape(len(key.ids) - start, start), {})[key] = past
+        return found
 
-    def _drop_prefixes(self) -> None:
-        """Drop prefixes that no waiting lease needs, and the oldest prefixes beyond the limit.
+    def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
+        """Return the pieces of a row's prefix.
 
-        A waiting lease whose prefix was dropped is prefilled when it is admitted.
+        Their version is the current one. A lease that also accepts newer versions prefers pieces of the versions under
+        which its trajectory ran, if more of them are available.
         """
-        waiting = self._table.waiting_prefixes
-        self._kept = {ids: prefix for ids, prefix in self._kept.items() if ids in waiting}
-        excess = sum(prefix.num_tokens for prefix in self._kept.values()) - self._kept_limit
-        for ids in list(self._kept):
-            if excess <= 0:
-                break
-            excess -= self._kept.pop(ids).num_tokens
+        number = self.version.number
+        keys = _keys([piece._replace(version=number) for piece in row.pieces], row.prefix_ids)
+        if not row.lease.is_exact and row.length:
+            own = [piece if piece.version is not None else piece._replace(version=number) for piece in row.pieces]
+            depth = self._kept.depth(_keys(own, row.prefix_ids))
+            if depth > self._kept.depth(keys):
+                own[depth:] = [piece._replace(version=number) for piece in own[depth:]]
+                return _keys(own, row.prefix_ids)
+        return keys
+
+    def _keep_aborted(self) -> None:
+        """Keep the keys and values of aborted rows that a resume may use, up to the limit."""
+        copied = 0
+        for slot, row in self._table.aborted():
+            begun = [key for key in row.kept if not key.pieces[-1].is_within_turn]
+            start = begun[-1].pieces[-1].end if begun else 0
+            is_current = row.last_version == self.version.number or not row.lease.is_exact
+            copied += row.position - start
+            is_grown = row.position > len(row.prefix_ids)
+            if is_grown and is_current and copied <= self._kept.limit and self._kept.depth(begun) == len(begun):
+                piece = Piece(row.position, row.last_version, is_within_turn=True)
+                key = PrefixKey((*(begun[-1].pieces if begun else ()), piece), tuple(row.ids[:-1]))
+                with torch.inference_mode():
+                    self._kept.add(key, self.network.cache.read(slot, start, row.position))
+                self._kept.use((*begun, key))
+        if copied:
+            self._drop_kept()
+
+    def _drop_kept(self) -> None:
+        """Drop the oldest pieces beyond the limit. Those of running leases, and then of waiting ones, come last."""
+        if self._kept.num_tokens > self._kept.limit:
+            for _, row in self._table.running():
+                self._kept.use(row.kept)
+            for row in reversed(self._table.waiting()):
+                self._kept.use(self._pieces(row))
+            self._kept.drop_oldest()
 
     def _decode(self) -> list[FromWorker]:
         """Sample one token for every row."""
@@ -237,6 +290,10 @@ class EmbeddedEngine(SlotEngine):
                 self._inputs[:, destination] = self._inputs[:, source]
                 self._noise_keys[destination] = self._noise_keys[source]
         self._params = None
+
+
+def _keys(pieces: list[Piece], ids: tuple[int, ...]) -> tuple[PrefixKey, ...]:
+    return tuple(PrefixKey(tuple(pieces[: i + 1]), ids[: piece.end]) for i, piece in enumerate(pieces))
 
 
 def embedded_engine(

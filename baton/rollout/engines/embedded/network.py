@@ -2,9 +2,9 @@
 
 Fixed shapes make each trajectory independent of the other rows of its batch. The shape of a matrix product determines
 its kernel, and with it the order of summation. Within one shape, neither the index of a row nor the other rows change
-the bits of a result. The shape of prefill therefore depends only on the length of the ids. Decode has one shape, plus
-smaller shapes that compute identical bits. Each engine finds the smaller shapes by comparing results for its model: at
-start for decode, and at the first use of a length for prefill. Results on a CPU:
+the bits of a result. The shape of prefill therefore depends only on the number of ids, and on the number of ids before
+them. Decode has one shape, plus smaller shapes that compute identical bits. Each engine finds the smaller shapes by
+comparing results for its model: at start for decode, and at the first use of a shape for prefill. Results on a CPU:
 
     rows       float32, one thread: identical bits from 16 rows up; bfloat16 or two threads: depends on the model
     positions  float32: identical bits at multiples of 16 up to 256, then of 256; bfloat16: at all lengths
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,19 +50,37 @@ _PREFILL_BUCKETS = ((128, 16), (256, 32))
 """Pairs of (maximum length, bucket). A length is rounded up to a multiple of its bucket's size."""
 _LONG_BUCKET = 64
 """Bucket of lengths above those in `_PREFILL_BUCKETS`."""
+_PAST_TOKENS = 2048
+"""Maximum positions of a prefill of several rows after earlier pieces, which are copied for it."""
+_NOWHERE = 2**62
+"""Position of a key that no query attends to."""
 MIN_WIDTH = 16
 """Number of rows of the narrowest decode step."""
 
 
-def prefill_shape(num_tokens: int) -> tuple[int, int]:
-    """Return (maximum rows, padded length) of a prefill of sequences of `num_tokens` ids.
+class PrefillShape(NamedTuple):
+    """The shape of a prefill. Sequences of one shape are prefilled together."""
+
+    rows: int
+    """Maximum number of sequences."""
+    length: int
+    """Number of new positions of a row, including padding."""
+    past: int
+    """Number of positions of a row for keys and values of earlier pieces, including padding."""
+
+
+def prefill_shape(num_tokens: int, num_past: int = 0) -> PrefillShape:
+    """Return the shape of a prefill of `num_tokens` ids after `num_past` ids whose keys and values exist.
 
     Padded lengths are multiples of 16 up to 128, of 32 up to 256, and of 64 above. Examples: 32 rows of 16 tokens, 16
-    rows of 32 tokens, 1 row of 257 or more.
+    rows of 32 tokens, 1 row of 257 or more. The past is padded to a multiple of 64 up to 256, then two sizes per
+    doubling.
     """
     bucket = next((bucket for limit, bucket in _PREFILL_BUCKETS if num_tokens <= limit), _LONG_BUCKET)
     length = round_up(num_tokens, bucket)
-    return max(1, _PREFILL_TOKENS // length), length
+    past = round_up(num_past, max(KV_BUCKET, (1 << (num_past - 1).bit_length()) // 4)) if num_past else 0
+    most = _PREFILL_TOKENS // length
+    return PrefillShape(max(1, min(most, _PAST_TOKENS // (past + length)) if past else most), length, past)
 
 
 class Network:
@@ -114,35 +132,51 @@ class Network:
         """Ascending numbers of scanned positions that compute identical bits. The last one is the cache length."""
         self.classes: LengthClasses | None = None
         """Classes of rows that attend over different lengths. None: all rows attend over the same length."""
-        self.prefill_rows: dict[int, tuple[int, ...]] = {}
-        """Ascending numbers of prefill rows that compute identical bits, by padded length."""
+        self.prefill_rows: dict[PrefillShape, tuple[int, ...]] = {}
+        """Ascending numbers of prefill rows that compute identical bits."""
         self.cache = self._proven_cache()
         self._graphed = GraphedSteps(self.decode, CudaCapture) if uses_graphs and self.device.type == "cuda" else None
         self.step: Step = self._graphed or self.decode
         """Same as `decode`, except that the next call may overwrite the returned logits."""
 
-    def prefill(self, ids: Sequence[Sequence[int]]) -> list[Prefix]:
-        """Compute the keys and values of sequences with equal `prefill_shape`, at most its maximum rows."""
-        most, length = prefill_shape(len(ids[0]))
-        assert len(ids) <= most, f"cannot prefill {len(ids)} sequences in {most} rows"
-        if length not in self.prefill_rows:
-            self.prefill_rows[length] = self._same_rows(most, length)
-        return self._prefill(ids, next(rows for rows in self.prefill_rows[length] if rows >= len(ids)), length)
+    def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
+        """Compute the keys and values of sequences with equal `prefill_shape`, at most its maximum rows.
 
-    def _prefill(self, ids: Sequence[Sequence[int]], rows: int, length: int) -> list[Prefix]:
+        pasts: for each sequence, the pieces before it; empty if all sequences begin at position 0.
+        """
+        shape = prefill_shape(len(ids[0]), sum(piece.num_tokens for piece in pasts[0]) if pasts else 0)
+        assert len(ids) <= shape.rows, f"cannot prefill {len(ids)} sequences in {shape.rows} rows"
+        if shape not in self.prefill_rows:
+            self.prefill_rows[shape] = self._same_rows(shape)
+        rows = next(rows for rows in self.prefill_rows[shape] if rows >= len(ids))
+        return self._prefill(ids, shape._replace(rows=rows), pasts)
+
+    def _prefill(
+        self, ids: Sequence[Sequence[int]], shape: PrefillShape, pasts: Sequence[Sequence[Prefix]]
+    ) -> list[Prefix]:
+        rows, length, past = shape
         padded = [[*row, *[0] * (length - len(row))] for row in ids] + [[0] * length] * (rows - len(ids))
         query_Q = torch.arange(length, device=self.device)
-        position_Q = query_Q.clamp(max=self._max_context_tokens - 1)
-        cache = prefill_cache()
+        if not past:
+            query_RQ = query_Q[None]
+            mask = self._masks.additive(query_RQ[:, None, :, None], length)
+        else:
+            begins = [sum(piece.num_tokens for piece in pieces) for pieces in pasts] + [past] * (rows - len(pasts))
+            begin_R1 = torch.tensor(begins, device=self.device)[:, None]
+            query_RQ = begin_R1 + query_Q
+            past_P = torch.arange(past, device=self.device)
+            kv_RK = torch.cat((torch.where(past_P < begin_R1, past_P, _NOWHERE), query_RQ), 1)
+            mask = self._masks.additive(query_RQ[:, None, :, None], kv_RK[:, None, None])
         with torch.inference_mode():
+            cache = prefill_cache(pasts, rows, past)
             self._body(
                 input_ids=torch.tensor(padded, device=self.device),
-                attention_mask=self._masks.additive(query_Q[None, None, :, None], length),
-                position_ids=position_Q.expand(rows, length),
+                attention_mask=mask,
+                position_ids=query_RQ.clamp(max=self._max_context_tokens - 1).expand(rows, length),
                 past_key_values=cache,
                 use_cache=True,
             )
-            return prefixes(cache, [len(row) for row in ids])
+            return prefixes(cache, past, [len(row) for row in ids])
 
     def decode(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
         """Run the model on one id for each of the lowest W slots, and return the logits [W, V].
@@ -285,20 +319,24 @@ class Network:
             scale = expected_V.norm().clamp_min(1e-30)
             return self.cache, float((got_V - expected_V).norm() / scale)
 
-    def _same_rows(self, most: int, length: int) -> tuple[int, ...]:
-        """Return the ascending numbers of rows that compute the same bits as `most` rows of this padded length."""
+    def _same_rows(self, shape: PrefillShape) -> tuple[int, ...]:
+        """Return the ascending numbers of rows that compute the same bits as the maximum number of this shape."""
+        most, length, past = shape
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)
         ids = torch.randint(self.vocabulary, (most, limit), generator=generator).tolist()
         halves = [most >> i for i in range(1, 5)] if self.device.type == "cpu" else []
         fewer = [rows for rows in halves if rows and rows * length >= _MIN_PREFILL_TOKENS]
-        full = self._prefill(ids, most, length) if fewer else []
-        same = [
-            rows
-            for rows in reversed(fewer)
-            if all(_are_equal(a, b) for a, b in zip(self._prefill(ids[:rows], rows, length), full, strict=False))
-        ]
-        return (*same, most)
+        if not fewer:
+            return (most,)
+        pasts = [[_noise(self.cache.read(0, 0, 1), past)]] * most if past else []
+        full = self._prefill(ids, shape, pasts)
+
+        def is_same(rows: int) -> bool:
+            found = self._prefill(ids[:rows], shape._replace(rows=rows), pasts[:rows])
+            return all(_are_equal(a, b) for a, b in zip(found, full, strict=False))
+
+        return (*(rows for rows in reversed(fewer) if is_same(rows)), most)
 
     def _same_shapes(self, like: Prefix) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ascending decode widths and cache lengths that compute the same bits as the largest ones.
@@ -306,13 +344,8 @@ class Network:
         For the comparison every position of every slot is filled with noise. On CUDA only the full width is used,
         because a narrower step saves almost no time.
         """
-        generator = torch.Generator().manual_seed(0)
         full = self.cache.length
-        noise = Prefix(
-            [torch.randn((full, *k.shape[1:]), generator=generator) for k in like.keys],
-            [torch.randn((full, *v.shape[1:]), generator=generator) for v in like.values],
-            full,
-        )
+        noise = _noise(like, full)
         for slot in range(self._width):
             self.cache.write(slot, noise)
         ids_W = torch.arange(self._width, device=self.device) % self.vocabulary
@@ -347,6 +380,15 @@ class Network:
             if not torch.equal(self.decode_ranges(ids_W, position_W, self.cache.length, ranges), full_WV):
                 return None
         return LengthClasses(self.kv_lengths, self.cache.tensors[0].shape[2:].numel())
+
+
+def _noise(like: Prefix, num_tokens: int) -> Prefix:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        [torch.randn((num_tokens, *t.shape[1:]), generator=generator).to(t) for t in ts]
+        for ts in (like.keys, like.values)
+    )
+    return Prefix(keys, values, num_tokens)
 
 
 def _are_equal(a: Prefix, b: Prefix) -> bool:
