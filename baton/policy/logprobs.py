@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from baton.errors import UserError
 from baton.policy.head import RequestedScores, find_head, head_scores, score
-from baton.policy.packing import packed_hidden_states, prefer_packed_attention
+from baton.policy.packing import PackedTokens, concatenated, packed_hidden_states, prefer_packed_attention, recomputing
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,44 +66,43 @@ def padded_scores(
 
 def packed_scores(
     model: PreTrainedModel,
-    input_ids_T: torch.Tensor,
-    position_ids_T: torch.Tensor,
-    places_N: torch.Tensor,
-    lengths: Sequence[int],
+    tokens: PackedTokens,
     *,
     temperature: float,
     with_entropy: bool = False,
     entropy_has_gradient: bool = False,
 ) -> TokenScores:
-    """Score the tokens at positions `places_N` of concatenated rows, which have no padding. The scores have shape [N].
+    """Score the tokens at `places` of concatenated rows, which have no padding. The scores have shape [N].
 
-    `lengths` are the rows' lengths. `position_ids_T` restart at 0 with each row. If the attention of `packing.py` is
-    not set, transformers derives from `position_ids_T` a mask that separates the rows. Requires a head that `find_head`
-    supports.
+    If the attention of `packing.py` is not set, transformers derives from the positions a mask that separates the rows;
+    no rows may then share a prompt. Requires a head that `find_head` supports.
     """
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"
-    hidden_TH = packed_hidden_states(model, input_ids_T, position_ids_T, lengths)
-    hidden_NH, targets_N = hidden_TH[places_N - 1], input_ids_T[places_N]
+    hidden_NH, targets_N = packed_hidden_states(model, tokens)[tokens.before], tokens.input_ids[tokens.places]
     wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
     return TokenScores(*head_scores(head, hidden_NH, targets_N, wanted), hidden_NH)
 
 
-def packs_as_it_pads(model: PreTrainedModel) -> bool:
-    """Return whether three rows get the same scores packed in one pass as scored one after another."""
+def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1)) -> bool:
+    """Return whether rows get the same scores packed in one pass as scored one after another. `shares`: number of
+    consecutive rows that share each prompt."""
     if (head := find_head(model)) is None:
         return False
-    lengths = [5, 2, 9]
-    ids = torch.arange(sum(lengths), device=model.device).mul(7).remainder(head.vocabulary)
-    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
-    places = (positions > 0).nonzero().squeeze(-1)
+    num_rows, lengths = sum(shares), [(5, 9, 8)[row % 3] for row in range(sum(shares))]
+    ids = torch.arange(num_rows * 9, device=model.device).mul(7).remainder(head.vocabulary).view(num_rows, 9)
+    ids[:, :2] = torch.repeat_interleave(ids[: len(shares), :2], torch.tensor(shares, device=model.device), dim=0)
+    places = torch.arange(9, device=model.device).expand(num_rows, -1)
+    is_scored = (places > 1) & (places < torch.tensor(lengths, device=model.device)[:, None])
     with torch.no_grad():
         try:
-            packed = packed_scores(model, ids, positions, places, lengths, temperature=1.0).logprobs
+            tokens = concatenated(ids, is_scored, [2] * num_rows, lengths, shares)
+            packed = packed_scores(model, tokens, temperature=1.0).logprobs
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return False
         alone = [
-            padded_scores(model, row[None], first=1, temperature=1.0).logprobs[0] for row in torch.split(ids, lengths)
+            padded_scores(model, row[None, :length], first=2, temperature=1.0).logprobs[0]
+            for row, length in zip(ids, lengths, strict=True)
         ]
     tolerance = 0.1 if torch.is_autocast_enabled(model.device.type) else 1e-3
     return torch.allclose(packed, torch.cat(alone), atol=tolerance, rtol=tolerance)
@@ -126,14 +125,15 @@ def prefer_float32_attention(model: PreTrainedModel) -> None:
         prefer_packed_attention(model)
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
+def checkpoint_activations(model: PreTrainedModel, *, is_compiled: bool = False) -> None:
     """Recompute each block's activations in the backward pass instead of keeping them.
 
+    `is_compiled`: the model will be compiled; torch then accepts no `context_fn`, and a graph keeps the row shapes.
     Raises UserError for a model whose blocks do not support this.
     """
     # Newer releases of transformers renamed the method.
     enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": False} | ({} if is_compiled else {"context_fn": recomputing}))
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
         raise UserError(

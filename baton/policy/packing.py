@@ -1,15 +1,18 @@
 """Packing: one pass computes concatenated rows of different lengths without padding, with attention only within each
-row.
+row. Rows with the same prompt may share its tokens: prompt, response, response, …
 
-On CUDA in bfloat16, torch's variable-length kernel computes attention for all rows together; otherwise attention is
-computed row by row. Neither way allocates a mask of shape [T, T].
+On CUDA in bfloat16, torch's variable-length kernel computes attention for all rows together, if none share a prompt;
+otherwise attention is computed row by row, and for responses of similar length to one prompt together. Neither way
+allocates a mask of shape [T, T].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,8 +23,70 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
-_lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
-"""Lengths of the packed rows in the current pass; empty in a padded pass."""
+Shapes = tuple[tuple[int, ...], ...]
+"""For each packed row its length, as a tuple of one number. For each prompt that several rows share, its length and
+those of the responses."""
+
+_shapes: ContextVar[Shapes] = ContextVar("shapes", default=())
+"""Shapes of the current pass; empty in a padded pass."""
+
+SIMILAR = 0.5
+"""Responses to one prompt are padded to the longest of a piece. A response shorter than this fraction of it begins a
+new piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """The tokens of a pass without padding."""
+
+    input_ids: torch.Tensor
+    """[T] int64"""
+    positions: torch.Tensor
+    """[T] int64 positions, which restart at 0 with each row, and after a shared prompt with each response."""
+    places: torch.Tensor
+    """[N] indices of the tokens to score, row by row."""
+    before: torch.Tensor
+    """[N] indices of the tokens before them in their rows. Before the first token of a response is its prompt's last
+    token, wherever the shared prompt is."""
+    shapes: Shapes
+
+
+def concatenated(
+    input_ids_BS: torch.Tensor,
+    is_scored_BS: torch.Tensor,
+    prompt_lengths: Sequence[int],
+    lengths: Sequence[int],
+    shares: Sequence[int] = (),
+    multiple: int = 1,
+) -> PackedTokens:
+    """Concatenate rows that are padded on the right.
+
+    `shares`: number of consecutive rows that share each prompt, of which only the first row's copy is kept; empty if
+    all rows keep theirs. Tokens of a shared prompt cannot be scored. `multiple`: add a row of id 0 so that T becomes a
+    multiple of this.
+    """
+    (num_rows, width), device = input_ids_BS.shape, input_ids_BS.device
+    shapes: list[tuple[int, ...]] = []
+    firsts: list[int] = []
+    for size in shares or [1] * num_rows:
+        begin = len(firsts)
+        prompt, ends = prompt_lengths[begin], lengths[begin : begin + size]
+        shapes.append((ends[0],) if size == 1 else (prompt, *(end - prompt for end in ends)))
+        firsts += [begin] * size
+    positions_BS = torch.arange(width, device=device).expand(num_rows, -1)
+    rows_B, firsts_B = torch.arange(num_rows, device=device), torch.tensor(firsts, device=device)
+    is_prompt_BS = positions_BS < rows_B.new_tensor(prompt_lengths)[:, None]
+    is_row_BS = positions_BS < rows_B.new_tensor(lengths)[:, None]
+    is_kept_BS = is_row_BS & ~(is_prompt_BS & (firsts_B != rows_B)[:, None])
+    places_BS = (is_kept_BS.flatten().cumsum(0) - 1).view_as(is_kept_BS)
+    places_BS = places_BS[torch.where(is_prompt_BS, firsts_B[:, None], rows_B[:, None]), positions_BS]
+    ids_T, positions_T = input_ids_BS[is_kept_BS], positions_BS[is_kept_BS]
+    if extra := -len(ids_T) % multiple:
+        ids_T = torch.cat([ids_T, ids_T.new_zeros(extra)])
+        positions_T = torch.cat([positions_T, torch.arange(extra, device=device)])
+        shapes.append((extra,))
+    before_BS = torch.nn.functional.pad(places_BS[:, :-1], (1, 0))
+    return PackedTokens(ids_T, positions_T, places_BS[is_scored_BS], before_BS[is_scored_BS], tuple(shapes))
 
 
 def prefer_packed_attention(model: PreTrainedModel) -> None:
@@ -33,24 +98,34 @@ def prefer_packed_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(PACKED)
 
 
-def packed_hidden_states(
-    model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, lengths: Sequence[int]
-) -> torch.Tensor:
-    """Return the hidden states [T, H] of concatenated rows. position_ids_T: positions, which restart at 0 with each
-    row."""
-    assert sum(lengths) == len(input_ids_T)
-    token = _lengths.set(tuple(lengths) if model.config._attn_implementation == PACKED else ())
-    try:
+def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.Tensor:
+    """Return the hidden states [T, H] of concatenated rows."""
+    assert sum(map(sum, tokens.shapes)) == len(tokens.input_ids)
+    with _in_shapes(tokens.shapes if model.config._attn_implementation == PACKED else ()):
         hidden: torch.Tensor = model.base_model(
-            input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False
+            input_ids=tokens.input_ids[None], position_ids=tokens.positions[None], use_cache=False
         ).last_hidden_state
-    finally:
-        _lengths.reset(token)
     return hidden[0]
 
 
+def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
+    The recomputation runs in the backward pass, after the forward pass has reset the shapes, on CUDA in another thread.
+    """
+    return nullcontext(), _in_shapes(_shapes.get())
+
+
+@contextmanager
+def _in_shapes(shapes: Shapes) -> Iterator[None]:
+    token = _shapes.set(shapes)
+    try:
+        yield
+    finally:
+        _shapes.reset(token)
+
+
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    return None if _lengths.get() else sdpa_mask(*args, **kwargs)
+    return None if _shapes.get() else sdpa_mask(*args, **kwargs)
 
 
 def _attend(
@@ -63,13 +138,15 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for query, key and value [1, heads, T, D]; return [1, T, heads, D]. transformers requires this
     signature."""
-    lengths = _lengths.get()
+    shapes = _shapes.get()
     if query.device.type == "cpu":  # bfloat16 attention is several times slower than float32
         with torch.autocast("cpu", enabled=False):
-            return _by_rows(module, query.float(), key.float(), value.float(), attention_mask, lengths, kwargs)
-    if lengths and torch.is_autocast_enabled(query.device.type) and (kernel := _kernel()) is not None:
-        return _by_kernel(kernel, query, key, value, lengths, kwargs)
-    return _by_rows(module, query, key, value, attention_mask, lengths, kwargs)
+            return _by_rows(module, query.float(), key.float(), value.float(), attention_mask, shapes, kwargs)
+    if shapes and torch.is_autocast_enabled(query.device.type) and (kernel := _kernel()) is not None:
+        lengths = [length for length, *responses in shapes if not responses]
+        if len(lengths) == len(shapes):
+            return _by_kernel(kernel, query, key, value, lengths, kwargs)
+    return _by_rows(module, query, key, value, attention_mask, shapes, kwargs)
 
 
 def _by_rows(
@@ -78,22 +155,56 @@ def _by_rows(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    lengths: tuple[int, ...],
+    shapes: Shapes,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    if not lengths:
+    if not shapes:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    sizes = [size for shape in shapes for size in shape]
+    # `split`, because the backward pass of a slice writes a gradient of all T tokens for each row.
+    parts = zip(*(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True)
     found = []
-    window = kwargs.get("sliding_window")
-    for begin, end in pairwise(accumulate(lengths, initial=0)):
-        part = query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end]
-        mask = None
-        if window is not None and end - begin > window:
-            places = torch.arange(end - begin, device=query.device)
-            behind = places[:, None] - places[None, :]
-            mask = ((behind >= 0) & (behind < window))[None, None]
-        found.append(sdpa_attention_forward(module, *part, mask, **kwargs)[0])
+    for shape in shapes:
+        own, *responses = (next(parts) for _ in shape)
+        found.append(_attended(module, own, 0, kwargs))
+        for piece in pieces(shape[1:]):
+            members = responses[piece]
+            queries, *others = (_stacked(tensors) for tensors in zip(*members, strict=True))
+            prompts = (prompt.expand(len(members), -1, -1, -1) for prompt in own[1:])
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(prompts, others, strict=True))
+            output = _attended(module, (queries, keys, values), shape[0], kwargs)
+            found += [row[None, :size] for row, size in zip(output, shape[1:][piece], strict=True)]
     return torch.cat(found, dim=1), None
+
+
+def pieces(lengths: Sequence[int]) -> list[slice]:
+    """Cut the responses to one prompt into runs that are padded and computed together."""
+    found, begin = [], 0
+    for place in range(1, len(lengths) + 1):
+        run = lengths[begin : place + 1]
+        if place == len(lengths) or min(run) < SIMILAR * max(run):
+            found.append(slice(begin, place))
+            begin = place
+    return found
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate [1, heads, L, D] to [rows, heads, longest L, D]."""
+    longest = max(tensor.shape[2] for tensor in tensors)
+    rows = [(tensor, longest - tensor.shape[2]) for tensor in tensors]
+    return torch.cat([torch.nn.functional.pad(row, (0, 0, 0, missing)) if missing else row for row, missing in rows])
+
+
+def _attended(module: torch.nn.Module, qkv: tuple[Any, Any, Any], begin: int, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the attention [rows, queries, heads, D] of queries at positions `begin` … to the keys of all positions up
+    to their own."""
+    end, device, mask = qkv[1].shape[2], qkv[1].device, None
+    window = kwargs.get("sliding_window") or end
+    if begin or end > window:
+        behind = torch.arange(begin, end, device=device)[:, None] - torch.arange(end, device=device)
+        mask = ((behind >= 0) & (behind < window))[None, None]
+    found: torch.Tensor = sdpa_attention_forward(module, *qkv, mask, **kwargs)[0]
+    return found
 
 
 def _by_kernel(
@@ -101,7 +212,7 @@ def _by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: tuple[int, ...],
+    lengths: Sequence[int],
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     dtype, device = torch.get_autocast_dtype(query.device.type), query.device

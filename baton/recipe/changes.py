@@ -93,6 +93,7 @@ CHANGES_BITS = (
     "rollout.max_concurrency",
     "trainer.max_tokens_per_microbatch",
     "trainer.packing",
+    "trainer.share_prompts",
     "trainer.activation_checkpointing",
     "trainer.ranks",
     "trainer.tensor_parallel",

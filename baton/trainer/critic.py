@@ -6,14 +6,13 @@ Shapes: B rows, K positions of a padded row, H width of the hidden states.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from baton.policy.logprobs import hidden_states
-from baton.policy.packing import packed_hidden_states
+from baton.policy.packing import PackedTokens, packed_hidden_states
 
 Scalar = TypeVar("Scalar", torch.Tensor, float)
 
@@ -47,13 +46,10 @@ class Critic(torch.nn.Module):
         found: torch.Tensor = self(hidden_states(self.trunk, input_ids_BS[:, :-1])[:, first - 1 :])
         return found
 
-    def of_packed(
-        self, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, places_N: torch.Tensor, lengths: Sequence[int]
-    ) -> torch.Tensor:
-        """Return a separate critic's values [N] float32 before the tokens at `places_N` of concatenated rows."""
+    def of_packed(self, tokens: PackedTokens) -> torch.Tensor:
+        """Return a separate critic's values [N] float32 before the tokens at `places` of concatenated rows."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
-        hidden = packed_hidden_states(self.trunk, input_ids_T, position_ids_T, lengths)
-        found: torch.Tensor = self(hidden[places_N - 1])
+        found: torch.Tensor = self(packed_hidden_states(self.trunk, tokens)[tokens.before])
         return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from baton.policy.adapters import without_adapters
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import TokenScores, compute_in, packed_scores, padded_scores
+from baton.policy.packing import PackedTokens, concatenated
 from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
@@ -38,15 +40,23 @@ class ModelInputs:
     """Number of tokens of each row, without the empty rows at the end."""
     routing: tuple[tuple[bytes, ...], ...]
     """Experts of each response token as reported by the engine, for each row. An empty tuple if not reported."""
+    shares: tuple[int, ...] = ()
+    """Number of consecutive rows that share each prompt, which is then computed once; empty if no rows share."""
+    multiple: int = 1
+    """Number to a multiple of which a pass over shared prompts rounds up its tokens."""
 
-    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-        """Return the concatenated rows: ids [T], positions [T], indices [N] of the policy's tokens, and row lengths."""
-        num_rows, device = len(self.lengths), self.input_ids.device
-        positions_BS = torch.arange(self.input_ids.shape[1], device=device).expand(num_rows, -1)
-        is_token_BS = positions_BS < torch.tensor(self.lengths, device=device)[:, None]
+    def packed(self) -> PackedTokens:
+        """Return the rows without padding. The tokens to score are the policy's."""
+        num_rows = len(self.lengths)
         is_policy_BS = torch.nn.functional.pad(self.policy_mask[:num_rows], (self.first, 0))
-        places_N = is_policy_BS[is_token_BS].nonzero().squeeze(-1)
-        return self.input_ids[:num_rows][is_token_BS], positions_BS[is_token_BS], places_N, list(self.lengths)
+        ids_BS = self.input_ids[:num_rows]
+        return concatenated(ids_BS, is_policy_BS, self.prompt_lengths, self.lengths, self.shares, self.multiple)
+
+    @property
+    def num_repeated(self) -> int:
+        """Number of prompt tokens that are not computed, because an earlier row has them."""
+        firsts = accumulate(self.shares, initial=0)
+        return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self, *, is_packed: bool) -> tuple[list[bytes], list[int], int]:
         """Return the experts that the engine reported, the index of each in a pass, and the number of positions.
@@ -91,7 +101,9 @@ class Passes:
     replay: RoutingReplay | None
     """Routing replay of the policy's experts; None if disabled."""
     is_packed: bool
-    """True if rows are concatenated instead of padded."""
+    """True if rows that share no prompt are concatenated instead of padded."""
+    can_share: bool = False
+    """True if rows may share their prompt (`trainer.share_prompts`)."""
     parallel: SingleRank = field(default_factory=SingleRank)
     """The group of ranks."""
 
@@ -103,36 +115,38 @@ class Passes:
     def scores(self, inputs: ModelInputs, model: PreTrainedModel | None = None, *, is_update: bool) -> TokenScores:
         """Score a microbatch's tokens: [B, K]. An update includes entropies, a shared critic hidden states."""
         model = self.model if model is None else model
+        is_packed = self.is_packed or bool(inputs.shares)
         has_bonus = is_update and self.algorithm.entropy_coef > 0
         wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}
-        if not self.is_packed:
+        if not is_packed:
             wants["with_hidden"] = self.is_shared and model is self.model
 
         def score(whole: PreTrainedModel) -> TokenScores:
-            if self.is_packed:
-                return packed_scores(whole, *inputs.packed(), **wants)  # type: ignore[arg-type]
+            if is_packed:
+                return packed_scores(whole, inputs.packed(), **wants)  # type: ignore[arg-type]
             return padded_scores(whole, inputs.input_ids, first=inputs.first, **wants)  # type: ignore[arg-type]
 
         with compute_in(torch_dtype(self.settings.dtype), self.model.device):
             scores = self.parallel.run(model, score)
-            return _unpacked(inputs, scores) if self.is_packed else scores
+            return _unpacked(inputs, scores) if is_packed else scores
 
     def values(self, inputs: ModelInputs, scores: TokenScores) -> torch.Tensor:
         """Return the critic's values [B, K]. A shared critic reads the hidden states of `scores`."""
         assert self.critic is not None
+        is_packed = self.is_packed or bool(inputs.shares)
 
         def read(critic: Critic) -> torch.Tensor:
             if critic.trunk is None:
                 assert scores.hidden is not None
                 found: torch.Tensor = critic(scores.hidden)
                 return found
-            if self.is_packed:
-                return critic.of_packed(*inputs.packed())
+            if is_packed:
+                return critic.of_packed(inputs.packed())
             return critic.of_ids(inputs.input_ids, inputs.first)
 
         with compute_in(torch_dtype(self.settings.dtype), self.model.device):
             values = self.parallel.run(self.critic, read)
-            return _laid(inputs, values) if self.is_packed else values
+            return _laid(inputs, values) if is_packed else values
 
     @torch.no_grad()
     def fixed_values(self, inputs: ModelInputs) -> FixedValues:

@@ -39,7 +39,7 @@ from baton.trainer.checkpoint import (
 )
 from baton.trainer.forward import Passes
 from baton.trainer.microbatches import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut, prepare
-from baton.trainer.model_setup import even_tokens, fit_attention, make_critic, trade_time_and_memory
+from baton.trainer.model_setup import even_tokens, fit_attention, fit_sharing, make_critic, trade_time_and_memory
 from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel.group import SingleRank
@@ -105,7 +105,9 @@ class LocalTrainer:
         self._parallel = parallel or SingleRank()
         self._share = replace(self._parallel.share, even_tokens=even_tokens(model))
         self._parallel.shard(model, reference, critic)  # moves the models to their device
-        is_packed = fit_attention(model, None if critic is None else critic.trunk, reference, settings, self._parallel)
+        trunk = None if critic is None else critic.trunk
+        is_packed = fit_attention(model, trunk, reference, settings, self._parallel)
+        can_share = fit_sharing(model, trunk, reference, settings)
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
@@ -113,7 +115,7 @@ class LocalTrainer:
         self._parallel.run(model, find_head)
         replay = RoutingReplay(model) if settings.moe_replay != "off" else None
         self.passes = Passes(
-            model, reference, critic, settings, algorithm, temperature, replay, is_packed, self._parallel
+            model, reference, critic, settings, algorithm, temperature, replay, is_packed, can_share, self._parallel
         )
         self.learners = make_learners(model, critic, settings, algorithm)
         self._offload = offload_of(self.passes, self.learners)
@@ -207,6 +209,7 @@ class LocalTrainer:
             is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self.passes.critic is not None),
             keeps_masked=algorithm.needs_model_for_advantages,
             is_packed=self.passes.is_packed,
+            shares_prompts=self.passes.can_share,
             share=self._share,
         )
 

@@ -62,6 +62,27 @@ def fit_attention(
     return is_sound
 
 
+def fit_sharing(
+    model: PreTrainedModel, trunk: PreTrainedModel | None, reference: PreTrainedModel | None, settings: TrainerSettings
+) -> bool:
+    """Set the models' attention for shared prompts if configured, and return whether it is. Raises UserError if a model
+    does not score responses to a shared prompt like separate trajectories."""
+    if not settings.share_prompts:
+        return False
+    for each in (model, trunk, reference):
+        if each is not None:
+            prefer_packed_attention(each)
+    for each in (model,) if reference is None else (model, reference):
+        with compute_in(torch_dtype(settings.dtype), model.device):
+            is_sound = packs_as_it_pads(each, shares=(1, 3, 2))
+        if not is_sound:
+            raise UserError(
+                f"trainer.share_prompts: got true, but {type(each).__name__} on {model.device} does not score "
+                "responses to a shared prompt like separate trajectories; allowed is false"
+            )
+    return True
+
+
 def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
     """Return the algorithm's critic, or None. Raises UserError if the policy cannot have a value head."""
     if algorithm.advantage != "gae":
@@ -77,7 +98,7 @@ def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
     """Enable activation checkpointing and compilation as configured. Raises UserError if they are not supported."""
     if settings.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, is_compiled=settings.compile)
     if settings.compile:
         _check_compiler(model.device)
         model.base_model.compile(dynamic=True)  # without the head, which is computed separately in pieces

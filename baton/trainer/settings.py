@@ -41,6 +41,10 @@ class TrainerSettings(Settings):
     packing: Literal["auto", "always", "never"] = "auto"
     """Concatenate trajectories without padding instead of sorting them by length and padding them. `auto` packs on CUDA
     only."""
+    share_prompts: bool = False
+    """Compute the prompt of a group once for all its trajectories in a microbatch, in each minibatch in which this
+    costs less by number of tokens. The update changes by rounding only. Requires one rank, and no `compile` or
+    `moe_replay`."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass. Saves memory, costs about a third more computation."""
 
@@ -71,6 +75,12 @@ class TrainerSettings(Settings):
             raise ValueError(
                 f"tensor_parallel: got {self.tensor_parallel} with ranks = {self.ranks}; allowed are divisors of it"
             )
+        for key in ("ranks", "compile", "moe_replay"):
+            if self.share_prompts and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"share_prompts: got true with {key} = {getattr(self, key)!r}; allowed with it is false, because "
+                    "the two were not tested together"
+                )
         if self.ranks > 1 and self.compile:
             raise ValueError("compile: got true with ranks above 1; allowed with several ranks is false")
         if self.ranks > 1 and self.moe_replay != "off":

@@ -203,8 +203,10 @@ class Update:
                 reference_kl=none if reference_kl is None else reference_kl.nats.sum(),
                 clamped_kl=none if reference_kl is None else reference_kl.is_clamped.sum(),
             )
-        num_places = micro.inputs.input_ids.numel()  # an idle microbatch counts too, because it is computed
-        value = self.totals.add(sums, distance, num_tokens=micro.num_tokens, num_places=num_places)
+        num_tokens = micro.num_tokens - micro.inputs.num_repeated
+        # An idle microbatch counts too, because it is computed.
+        num_places = num_tokens if micro.inputs.shares else micro.inputs.input_ids.numel()
+        value = self.totals.add(sums, distance, num_tokens=num_tokens, num_places=num_places)
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 
     def _value_loss(self, each: PreparedMicroBatch, scores: TokenScores) -> torch.Tensor:

@@ -109,6 +109,20 @@ def test_engine_and_trainer_agree_on_every_token_and_no_token_is_stale(small: An
         assert row["policy/clip_frac"] == 0, "one update from the proximal policy clips nothing"
 
 
+def test_a_run_with_shared_prompts_has_the_metrics_of_a_run_without(small: Any, tmp_path: Path) -> None:
+    """The gradient is scaled down, so that rounding of the gradient stays rounding of the update."""
+    found = []
+    for shared in ("false", "true"):
+        overrides = ["run.steps=2", "trainer.max_grad_norm=1e-8", f"trainer.share_prompts={shared}"]
+        found.append(steps_of(train(load(small, tmp_path / shared, *overrides)).path))
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"tokens/padding_frac"}:
+            if not name.startswith(TIMES):
+                assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+    assert [row["tokens/padding_frac"] for row in found[1]] == [0.0, 0.0], "prompts were shared"
+
+
 def test_metrics_are_those_of_the_trajectories_that_were_kept(small: Any) -> None:
     run = RunDirectory.open(small.run)
     tokenizer = load_tokenizer(str(run.tokenizer))

@@ -1,6 +1,8 @@
 """From a batch to padded microbatches: nothing lost, nothing moved, nothing trained that the policy did not write."""
 
+import math
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -10,7 +12,18 @@ from hypothesis import strategies as st
 from trainer_cases import environment, make_group, policy, random_batch
 
 from baton.trainer.algorithm import AlgorithmSettings
-from baton.trainer.microbatches import FEW_SHAPES, PASS_TOKENS, cut, first_fit, pad, under_budget
+from baton.trainer.microbatches import (
+    COPIED_TOKEN,
+    FEW_SHAPES,
+    PASS_TOKENS,
+    ROW_TOKENS,
+    cost,
+    cut,
+    first_fit,
+    pad,
+    under_budget,
+)
+from baton.trainer.parallel.balance import BatchShare
 from baton.trainer.samples import TrainingSample, batch_metrics, split_evenly, training_samples, with_advantages
 from baton.types import Batch, FinishReason
 
@@ -73,11 +86,96 @@ def test_values_of_the_policys_tokens_go_to_their_places_and_back():
 def test_packed_rows_lie_one_behind_the_other():
     response = [policy(10, 11), environment(20), policy(12)]
     group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
-    ids, positions, places, lengths = pad(training_samples([group], GRPO), CPU).inputs.packed()
-    assert lengths == [6, 3]
-    assert ids.tolist() == [2, 3, 10, 11, 20, 12, 2, 3, 13]
-    assert positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
-    assert ids[places].tolist() == [10, 11, 12, 13]
+    tokens = pad(training_samples([group], GRPO), CPU).inputs.packed()
+    assert tokens.shapes == ((6,), (3,))
+    assert tokens.input_ids.tolist() == [2, 3, 10, 11, 20, 12, 2, 3, 13]
+    assert tokens.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert tokens.input_ids[tokens.places].tolist() == [10, 11, 12, 13]
+    assert tokens.before.tolist() == [place - 1 for place in tokens.places.tolist()]
+
+
+def test_a_shared_prompt_lies_before_its_responses_once():
+    response = [policy(10, 11), environment(20), policy(12)]
+    group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
+    other = make_group(2, [1.0, 0.0], [[policy(14)], [policy(15)]], prompt_ids=(4,))
+    all_rows = training_samples([group, other], GRPO)
+    inputs = pad([*all_rows[:3], all_rows[0]], CPU, FEW_SHAPES, shares_prompts=True).inputs
+    tokens = inputs.packed()
+    assert inputs.shares == (2, 1, 1)
+    assert inputs.num_repeated == 2
+    assert tokens.shapes == ((2, 4, 1), (2,), (6,), (113,))  # the last row fills up to 128 tokens
+    assert tokens.input_ids.tolist() == [2, 3, 10, 11, 20, 12, 13, 4, 14, 2, 3, 10, 11, 20, 12, *[0] * 113]
+    assert tokens.positions.tolist() == [0, 1, 2, 3, 4, 5, 2, 0, 1, 0, 1, 2, 3, 4, 5, *range(113)]
+    assert tokens.input_ids[tokens.places].tolist() == [10, 11, 12, 13, 14, 10, 11, 12]
+    assert tokens.before.tolist() == [1, 2, 4, 1, 7, 10, 11, 13]
+
+
+def prompted(prompt: int, length: int, which: int) -> TrainingSample:
+    """A row of `length` tokens whose prompt is given by its length and first id."""
+    ids = (*range(which, which + prompt), *[0] * (length - prompt))
+    size = length - prompt
+    return TrainingSample(which, "0/0", ids, prompt, (True,) * size, (True,) * size, (0.0,) * size, (0,) * size, 0.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 20), min_size=1, max_size=6)), max_size=6),
+    st.integers(1, 120),
+)
+def test_parts_of_groups_hold_every_row_once_within_the_budget(groups, budget):
+    all_rows = [prompted(p, p + size, which) for which, (p, sizes) in enumerate(groups) for size in sizes]
+    chunks = first_fit(all_rows, budget, shares_prompts=True)
+    assert sorted(id(row) for chunk in chunks for row in chunk) == sorted(id(row) for row in all_rows)
+    for chunk in chunks:
+        inputs = pad(chunk, CPU, shares_prompts=True).inputs
+        firsts = accumulate(inputs.shares[:-1], initial=0)
+        copies = sum(
+            (size - 1) * math.ceil(COPIED_TOKEN * inputs.prompt_lengths[first])
+            for first, size in zip(firsts, inputs.shares, strict=True)
+        )
+        num_tokens = sum(map(sum, inputs.packed().shapes))
+        assert num_tokens == sum(len(row.token_ids) for row in chunk) - inputs.num_repeated
+        assert num_tokens + copies <= budget or len(chunk) == 1
+    if sum(len(row.token_ids) for row in all_rows) <= budget:  # whole groups stay together
+        assert len(chunks) <= 1
+
+
+def test_the_cost_counts_tokens_and_pairs_by_hand():
+    rows = [prompted(60, 95, 1) for _ in range(8)]
+    assert cost(rows) == PASS_TOKENS + 8 * 95
+    shared = PASS_TOKENS + 8 * ROW_TOKENS + 60 + 8 * 35
+    assert cost(rows, shares_prompts=True) == shared
+    pairs = 60 * 60 / 2 + 8 * 35 * 95  # the upper half of a mask is skipped only in a whole row
+    assert cost(rows, 1000.0, shares_prompts=True) == pytest.approx(shared + pairs * 2 / 1000.0)
+    assert cost(rows, 1000.0) == pytest.approx(PASS_TOKENS + 8 * (95 + 95 * 95 / 1000.0))
+    assert cost([rows[0], prompted(60, 61, 1)], multiples=(8, 16)) == PASS_TOKENS + 8 * 96
+    assert cost([rows[0], prompted(60, 61, 1)], is_packed=True) == PASS_TOKENS + 95 + 61
+    assert cost([prompted(1, 10_000, 1)] * 2, shares_prompts=True) == math.inf  # a mask of 1e8 entries
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "size", "even_tokens", "is_shared"),
+    [
+        (60, 35, 8, math.inf, True),
+        (60, 35, 1, math.inf, False),  # nothing to share
+        (3, 90, 8, math.inf, False),  # a row saves 3 tokens and costs 4
+        (60, 35, 2, math.inf, True),
+        (100, 300, 8, 1e9, True),  # a fifth of the tokens is saved
+        (100, 300, 8, 100.0, False),  # attention is most of the cost, and a whole mask costs more than is saved
+    ],
+)
+def test_prompts_are_shared_where_that_costs_less(prompt, response, size, even_tokens, is_shared):
+    rows = [prompted(prompt, prompt + response, which) for which in range(3) for _ in range(size)]
+    part = cut(
+        rows,
+        max_tokens_per_microbatch=100_000,
+        device=CPU,
+        shares_prompts=True,
+        share=BatchShare(even_tokens=even_tokens),
+    )
+    assert {bool(micro.inputs.shares) for micro in part.microbatches} == {is_shared}
+    if is_shared:
+        assert [micro.inputs.shares for micro in part.microbatches] == [(size,) * 3]
+    assert sum(len(micro.rows) for micro in part.microbatches) == 3 * size
 
 
 @given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 120))

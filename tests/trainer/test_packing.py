@@ -11,7 +11,7 @@ from baton.errors import UserError
 from baton.policy import packing
 from baton.policy.head import find_head
 from baton.policy.logprobs import compute_in, packed_scores, packs_as_it_pads, padded_scores
-from baton.policy.packing import PACKED, prefer_packed_attention
+from baton.policy.packing import PACKED, concatenated, prefer_packed_attention
 from baton.trainer import model_setup
 
 pytestmark = pytest.mark.numerics
@@ -47,8 +47,10 @@ def gpt2():
 def laid():
     torch.manual_seed(1)
     ids = torch.randint(2, VOCAB, (sum(LENGTHS),))
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return ids, positions, (positions > 0).nonzero().squeeze(-1)
+    rows = torch.nn.utils.rnn.pad_sequence(torch.split(ids, LENGTHS), batch_first=True)
+    places = torch.arange(max(LENGTHS)).expand_as(rows)
+    is_scored = (places > 0) & (places < torch.tensor(LENGTHS)[:, None])
+    return ids, concatenated(rows, is_scored, [1] * len(LENGTHS), LENGTHS)
 
 
 def by_themselves(model, ids, temperature):
@@ -61,11 +63,11 @@ def by_themselves(model, ids, temperature):
 @pytest.mark.parametrize("make", [tiny_model, llama, mistral, gpt2])
 def test_packed_equals_alone(make, packed_attention):
     """Sliding windows and grouped heads included; without our attention transformers' own mask does it."""
-    model, (ids, positions, places) = make(), laid()
+    model, (ids, tokens) = make(), laid()
     expected = by_themselves(model, ids, 0.8)
     if packed_attention:
         prefer_packed_attention(model)
-    found = packed_scores(model, ids, positions, places, LENGTHS, temperature=0.8, with_entropy=True)
+    found = packed_scores(model, tokens, temperature=0.8, with_entropy=True)
     torch.testing.assert_close(found.logprobs, expected, atol=1e-5, rtol=1e-5)
     assert found.entropy.shape == found.logprobs.shape
     assert packs_as_it_pads(model)
@@ -73,7 +75,7 @@ def test_packed_equals_alone(make, packed_attention):
 
 
 def test_no_mask_of_all_tokens_by_all_tokens_is_made(monkeypatch):
-    model, (ids, positions, places) = tiny_model(), laid()
+    model, (_, tokens) = tiny_model(), laid()
     prefer_packed_attention(model)
     find_head(model)  # not within what is counted
     made = []
@@ -83,16 +85,16 @@ def test_no_mask_of_all_tokens_by_all_tokens_is_made(monkeypatch):
         "sdpa_attention_forward",
         lambda m, q, k, v, mask, **kw: made.append(mask) or original(m, q, k, v, mask, **kw),
     )
-    packed_scores(model, ids, positions, places, LENGTHS, temperature=1.0)
+    packed_scores(model, tokens, temperature=1.0)
     assert made == [None] * len(LENGTHS) * 2  # rows × layers
 
 
 def test_in_bfloat16_it_is_close_and_attention_is_in_float32():
-    model, (ids, positions, places) = tiny_model(), laid()
+    model, (ids, tokens) = tiny_model(), laid()
     expected = by_themselves(model, ids, 1.0)
     prefer_packed_attention(model)
     with compute_in(torch.bfloat16, torch.device("cpu")):
-        found = packed_scores(model, ids, positions, places, LENGTHS, temperature=1.0).logprobs
+        found = packed_scores(model, tokens, temperature=1.0).logprobs
         assert packs_as_it_pads(model)
     assert 0 < (found - expected).abs().mean() < 0.05
 
@@ -121,7 +123,7 @@ def test_what_is_handed_to_torchs_kernel_for_rows_of_different_lengths(window):
     key, value = torch.randn(2, 1, 2, sum(LENGTHS), 8).unbind()
     module = llama().model.layers[0].self_attn
     kwargs = {"scaling": 8**-0.5, "sliding_window": window}
-    by_rows, _ = packing._by_rows(module, query, key, value, None, tuple(LENGTHS), kwargs)
+    by_rows, _ = packing._by_rows(module, query, key, value, None, tuple((length,) for length in LENGTHS), kwargs)
     with torch.autocast("cpu", torch.bfloat16):
         by_kernel, _ = packing._by_kernel(kernel, query, key, value, tuple(LENGTHS), kwargs)
     assert by_kernel.shape == by_rows.shape == (1, sum(LENGTHS), 4, 8)
@@ -141,3 +143,15 @@ def test_a_checkpoint_knows_nothing_of_it(tmp_path):
     trainer.save(tmp_path / "a")
     assert trainer.model.config._attn_implementation == PACKED
     assert PACKED not in (tmp_path / "a" / "config.json").read_text()
+
+
+def test_activations_are_recomputed_with_the_rows_of_the_forward_pass():
+    """The recomputation runs in the backward pass, when the forward pass is over."""
+    batch, found = random_batch(1), []
+    for settings in ({}, {"packing": "always"}, {"packing": "always", "activation_checkpointing": True}):
+        trainer = make_trainer(**settings)
+        trainer.step(batch)
+        found.append({name: p.grad for name, p in trainer.model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+        assert torch.equal(found[2][name], found[1][name])
