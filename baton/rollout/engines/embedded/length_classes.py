@@ -48,20 +48,15 @@ class LengthClasses:
         """Ascending index of the first slot after each class but the last."""
 
     def ranges(self, length_W: Ints) -> list[SlotRange]:
-        """Return the slots of each class and its scanned positions, or a single range if classes save nothing.
+        """Return the slots of each class and its scanned positions; empty if classes save nothing.
 
         length_W: number of positions that the row of each slot attends to.
         """
-        width, ranges, begin = len(length_W), list[SlotRange](), 0
-        for end in (*(end for end in self.ends if end < width), width):
-            kv_length = self._rounded(length_W[begin:end].max())
-            if ranges and ranges[-1].kv_length == kv_length:
-                ranges[-1] = SlotRange(ranges[-1].begin, end, kv_length)
-            else:
-                ranges.append(SlotRange(begin, end, kv_length))
-            begin = end
-        whole = SlotRange(0, width, max(r.kv_length for r in ranges))
-        return ranges if self._cost(ranges) < self._cost([whole]) else [whole]
+        ends = [*(end for end in self.ends if end < len(length_W)), len(length_W)]
+        longest = np.maximum.reduceat(length_W, [0, *ends[:-1]])
+        lengths = self._kv_lengths[np.searchsorted(self._kv_lengths, longest)].tolist()
+        ranges = [SlotRange(*found) for found in zip((0, *ends), ends, lengths, strict=False)]
+        return ranges if self._cost(ranges) < len(length_W) * max(lengths) else []
 
     def order(self, length_W: Ints) -> Ints | None:
         """Choose the classes again. Return the new order of the rows, or None if they stay where they are.
@@ -72,16 +67,14 @@ class LengthClasses:
         chosen, end_C, best = self._best_classes(index_W)
         class_W = np.searchsorted(chosen, index_W)
         moved = np.flatnonzero(class_W != np.searchsorted(end_C, np.arange(len(length_W)), side="right"))
-        saved = self._cost(self.ranges(length_W)) - best
+        now = self._cost(self.ranges(length_W)) or len(length_W) * int(self._kv_lengths[index_W.max()])
         copied = length_W[moved].sum() * _COPY_COST + (self._class_cost if len(moved) else 0)
-        if saved * _HORIZON_STEPS <= copied:
+        if (now - best) * _HORIZON_STEPS <= copied:
             return None
         self.ends = tuple(end_C[:-1].tolist())
-        if not len(moved):
-            return None
         order = np.arange(len(length_W))
         order[moved] = moved[np.argsort(class_W[moved], kind="stable")]
-        return order
+        return order if len(moved) else None
 
     def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
         """Return the scanned positions of the cheapest classes, as indices; their ends if the rows were sorted; and the
@@ -96,8 +89,5 @@ class LengthClasses:
         chosen = np.unique([min(first[best], last), min(second[best], last), last])
         return chosen, end_N[chosen], int(cost[best])
 
-    def _rounded(self, length: int) -> int:
-        return int(self._kv_lengths[np.searchsorted(self._kv_lengths, length)])
-
     def _cost(self, ranges: Sequence[SlotRange]) -> int:
-        return sum((r.end - r.begin) * r.kv_length for r in ranges) + self._class_cost * (len(ranges) - 1)
+        return sum((r.end - r.begin) * r.kv_length for r in ranges) + self._class_cost * max(0, len(ranges) - 1)

@@ -184,20 +184,19 @@ class Network:
         position_W: position of each id in its slot. kv_length: number of positions to scan; classes of shorter rows
         scan fewer.
         """
-        ranges = None
-        if self.classes is not None and self.classes.ends:
-            ranges = self.classes.ranges(position_W.numpy() + 1)
-        return self.decode_ranges(ids_W, position_W, kv_length, ranges if ranges and len(ranges) > 1 else None)
+        classes = self.classes
+        ranges = classes.ranges(position_W.numpy() + 1) if classes is not None and classes.ends else ()
+        return self.decode_ranges(ids_W, position_W, kv_length, ranges)
 
     def decode_ranges(
-        self, ids_W: Tensor, position_W: Tensor, kv_length: int, ranges: Sequence[SlotRange] | None = None
+        self, ids_W: Tensor, position_W: Tensor, kv_length: int, ranges: Sequence[SlotRange] = ()
     ) -> Tensor:
         """Decode in the given ranges of slots; without them, or by row, as if all slots were one range."""
         with torch.inference_mode():
             self.cache.focus(len(ids_W), kv_length, position_W)
             rows = Rows.of(position_W, kv_length) if self._attends_by_row else ranges
             output = self.model(
-                **({} if rows is None else {"rows": rows}),
+                **({"rows": rows} if rows else {}),
                 input_ids=ids_W[:, None],
                 attention_mask=self._masks.additive(position_W[:, None, None, None], kv_length),
                 position_ids=position_W[:, None],

@@ -51,11 +51,10 @@ class Rows:
 
 def can_attend_by_class(model: PreTrainedModel) -> bool:
     """Return whether the model uses `sdpa` attention that can be replaced, and passes keywords to it."""
-    parameters = inspect.signature(model.forward).parameters.values()
     return (
         model.config._attn_implementation == "sdpa"
         and model._can_set_attn_implementation()
-        and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     )
 
 
@@ -83,7 +82,7 @@ def _attention(
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return found
     if not isinstance(rows, Rows):
-        return attend_by_class(module, query, key, value, attention_mask, rows, **kwargs), None
+        return attend_by_class(module, (query, key, value, attention_mask), rows, **kwargs), None
     window = kwargs.get("sliding_window")
     attended = varlen_attn(
         query[:, :, 0].contiguous(),
@@ -104,20 +103,13 @@ def _attention(
 
 
 def attend_by_class(
-    module: Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    ranges: Sequence[SlotRange],
-    **kwargs: Any,
+    module: Module, states: tuple[Tensor, Tensor, Tensor, Tensor | None], ranges: Sequence[SlotRange], **kwargs: Any
 ) -> Tensor:
-    """Compute `sdpa` attention of each range over its own positions. attention_mask: [W, 1 or heads, 1, L]."""
-    assert attention_mask is not None, "decode always has a mask"
-    attended = [
-        sdpa_attention_forward(
-            module, query[b:e], key[b:e, :, :n], value[b:e, :, :n], attention_mask[b:e, ..., :n], **kwargs
-        )[0]
+    """Compute `sdpa` attention of each range over its own positions. states: query, key, value, mask [W, 1, 1, L]."""
+    query, key, value, mask = states
+    assert mask is not None, "decode always has a mask"
+    found = [
+        sdpa_attention_forward(module, query[b:e], key[b:e, :, :n], value[b:e, :, :n], mask[b:e, ..., :n], **kwargs)[0]
         for b, e, n in ranges
     ]
-    return torch.cat(attended)
+    return torch.cat(found)
