@@ -11,6 +11,7 @@ import json
 import platform
 import random
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +40,12 @@ RESULTS = Path(__file__).parent / "results" / "shared_prompts.json"
 QUICKSTART = Path(__file__).parents[2] / "models" / "quickstart"
 CASES: dict[str, tuple[str, str, int, int, tuple[int, int]]] = {
     # name: model, data type, groups, prompt tokens, least and most response tokens
-    "smollm2": ("smollm2", "float32", 2, 60, (35, 35)),
-    "smollm2, bfloat16": ("smollm2", "bfloat16", 2, 60, (35, 35)),
-    "smollm2, bfloat16, mixed lengths": ("smollm2", "bfloat16", 2, 60, (6, 64)),
+    "smollm2": ("smollm2", "float32", 1, 60, (35, 35)),
+    "smollm2, bfloat16": ("smollm2", "bfloat16", 1, 60, (35, 35)),
+    "smollm2, bfloat16, mixed lengths": ("smollm2", "bfloat16", 1, 60, (6, 64)),
     "quickstart": ("quickstart", "float32", 16, 60, (35, 35)),
     "quickstart, mixed lengths": ("quickstart", "float32", 16, 60, (6, 64)),
-    "quickstart, its own lengths": ("quickstart", "float32", 32, 11, (4, 20)),
+    "quickstart, short rows": ("quickstart", "float32", 32, 11, (4, 20)),
 }
 GROUP_SIZE = 8
 
@@ -77,7 +78,7 @@ def random_batch(step: int, num_groups: int, prompt: int, lengths: tuple[int, in
 
 
 def measured(name: str, rounds: int) -> dict[str, Any]:
-    """Return the processor seconds of `rounds` steps of each kind, after one of each that does not count."""
+    """Return the processor seconds of `rounds` steps of each kind, in turn."""
     model_name, dtype, num_groups, prompt, lengths = CASES[name]
     model = random_model(model_name)
     trainer = LocalTrainer(
@@ -91,16 +92,16 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         max_new_tokens=lengths[1],
     )
     seconds: dict[str, list[float]] = {"separate": [], "shared": []}
-    losses: dict[str, list[float]] = {"separate": [], "shared": []}
-    for step in range(1, 2 * rounds + 3):
+    entropies: dict[str, list[float]] = {"separate": [], "shared": []}
+    for step in range(1, 2 * rounds + 1):
         kind = ("separate", "shared")[step % 2]
         trainer.passes = replace(trainer.passes, can_share=kind == "shared")
         batch = random_batch(step, num_groups, prompt, lengths, model.config.vocab_size)
         begin = time.process_time()
         metrics = trainer.step(batch)
-        if step > 2:
-            seconds[kind].append(round(time.process_time() - begin, 4))
-            losses[kind].append(metrics["policy/entropy"])
+        seconds[kind].append(round(time.process_time() - begin, 4))
+        entropies[kind].append(metrics["policy/entropy"])
+        print(name, kind, seconds[kind][-1], file=sys.stderr, flush=True)
     least = {kind: min(values) for kind, values in seconds.items()}
     rows = [t for group in batch.groups for t in (m.trajectory for m in group.members)]
     num_separate = sum(prompt + row.num_tokens for row in rows)
@@ -112,7 +113,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         "processor_s": seconds,
         "least_s": least,
         "ratio": least["separate"] / least["shared"],
-        "mean_entropy": {kind: sum(values) / len(values) for kind, values in losses.items()},
+        "mean_entropy": {kind: sum(values) / len(values) for kind, values in entropies.items()},
     }
 
 
@@ -127,12 +128,12 @@ def main() -> None:
     for name in given.cases:
         case = measured(name, given.rounds)
         print(json.dumps(case), flush=True)
-        found = [*(one for one in found if one["case"] != name), case]
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=30, check=True)
         cpu = Path("/proc/cpuinfo").read_text().split("model name", 1)[1].splitlines()[0].strip("\t :")
         facts = {"commit": git.stdout.strip(), "hardware": cpu, "torch": torch.__version__, "threads": 1}
         facts["python"] = platform.python_version()
-        RESULTS.write_text(json.dumps({**facts, "cases": found}, indent=1) + "\n")
+        found = [*(one for one in found if one["case"] != name), case | facts]
+        RESULTS.write_text(json.dumps({"cases": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
