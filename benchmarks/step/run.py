@@ -56,7 +56,7 @@ WORKLOADS = {
         HERE / "results",
     ),
     "smollm2": Workload(
-        "recipes/smollm2-chain-sum.toml",
+        "recipes/smollm2-sums.toml",
         ("trainer.lr=1e-8", "eval.greedy=false"),
         128,
         ((0, 32, "float32"), (0, 32, "bfloat16")),

@@ -39,7 +39,7 @@ def test_every_shipped_recipe_has_a_name() -> None:
         "quickstart-warmstart",
         "smollm2-calculator",
         "smollm2-calculator-warmstart",
-        "smollm2-chain-sum",
+        "smollm2-sums",
         "sokoban",
         "sokoban-3b-lora",
         "sokoban-4b",
