@@ -118,11 +118,11 @@ class OtherNoise(EmbeddedEngine):
 class WordsOfAnother(_Forging):
     """Hands in the same words for everybody."""
 
-    _kept: Report | None = None
+    _first: Report | None = None
 
     def forged(self, report: Report) -> Report:
-        self._kept = self._kept or report
-        return msgspec.structs.replace(self._kept, lease_id=report.lease_id)
+        self._first = self._first or report
+        return msgspec.structs.replace(self._first, lease_id=report.lease_id)
 
 
 def train(wanted: Recipe, kinds: Mapping[str, type[EmbeddedEngine]]) -> dict[str, torch.Tensor]:
