@@ -1,4 +1,4 @@
-"""The hub reads what a worker sent before its connection was lost, and waits for no more."""
+"""The hub reads what a worker sent before its connection was lost, and a worker gives it the time to do so."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from baton.errors import Fault
 from baton.swarm.hub.peers import Outgoing
 from baton.swarm.hub.worker_connection import WorkerConnection
 from baton.swarm.messages import encode
+from baton.swarm.worker import hub_connection
 
 LAST_WORDS = Fault("EngineFault", "RuntimeError: out of memory")
 
@@ -56,3 +57,27 @@ def test_messages_that_arrived_before_a_lost_connection_are_read(is_lost, read):
             return await play()
 
     assert asyncio.run(bounded()) == read
+
+
+def test_after_its_fault_a_worker_leaves_the_closing_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that is closed with unread messages is reset, and the hub may then not read the Fault."""
+    monkeypatch.setattr(hub_connection, "FAULT_DEADLINE_S", 0.05)
+    sent: list[bytes] = []
+
+    class Socket:
+        async def send_bytes(self, data: bytes) -> None:
+            sent.append(data)
+
+    async def play() -> None:
+        connection = hub_connection.HubConnection(Socket())
+        connection.send(LAST_WORDS)
+        sender = asyncio.create_task(connection.send_all())
+        while not sent:
+            await asyncio.sleep(0)
+        assert not sender.done()  # with it, the worker would close the connection
+        async with asyncio.timeout(60):
+            with pytest.raises(hub_connection.ConnectionLost, match="out of memory"):
+                await sender
+
+    asyncio.run(play())
+    assert sent == [encode(LAST_WORDS)]

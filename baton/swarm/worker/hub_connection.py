@@ -12,6 +12,8 @@ from baton.errors import DeadlineExceeded, Fault, WeightsFault
 from baton.swarm.messages import SILENT_HEARTBEATS, FromHub, FromWorker, Malformed, decode_from_hub, encode
 
 SEND_DEADLINE_S = 30.0
+FAULT_DEADLINE_S = 10.0
+"""Seconds in which the hub should read a Fault and close the connection."""
 
 
 class ConnectionLost(Exception):
@@ -54,13 +56,16 @@ class HubConnection:
             raise ConnectionLost(f"the hub sent an invalid message: {error}") from error
 
     async def send_all(self) -> None:
-        """Send queued messages until cancelled. Raises ConnectionLost after a Fault, which is the last message of a
-        worker."""
+        """Send queued messages until cancelled. Raises ConnectionLost if the hub does not close the connection after a
+        Fault, which is the last message of a worker."""
         while True:
             message = await self._outgoing.get()
             async with asyncio.timeout(SEND_DEADLINE_S):
                 await self._socket.send_bytes(encode(message))
             if isinstance(message, Fault):
+                # the hub closes the connection when it has read the Fault. To close it here would reset it if messages
+                # of the hub are unread, and a reset can discard the Fault
+                await asyncio.sleep(FAULT_DEADLINE_S)
                 raise ConnectionLost(message.text)
 
     async def drain(self) -> None:
