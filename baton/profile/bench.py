@@ -385,7 +385,7 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
     engine = FakeEngine(engine_settings, PolicyVersion("flat", 0), lambda g, s: 10**9)
     port = FlatTransport(engine, lengths)
     worker = WorkerClient(port)
-    sides = [ModeBench(name, s, port, worker, _NumberedPrompts(), {}) for name, s in settings.items()]
+    sides = [ModeBench(name, s, port, worker, NumberedPrompts(), {}) for name, s in settings.items()]
     return measure(sides, port, lengths, "steps", steps)
 
 
@@ -397,7 +397,7 @@ def _most_in_flight(rules: Rules) -> int:
     return int(groups) * rules.group_size
 
 
-class _NumberedPrompts:
+class NumberedPrompts:
     """A source of prompts without content."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@
                 ▲            │
                 └─ Retry ◀── FetchFailed: wait, longer each time, and retry while the version is wanted
 
-Only the latest wanted version counts. A repeated, late or reordered announcement, or an
+A worker keeps one wanted version, not a queue of announcements. A repeated, late or reordered announcement, or an
 announcement during a fetch, therefore does no harm, and no failure is permanent. The engine serves the old version
 until the new version is complete and verified.
 """

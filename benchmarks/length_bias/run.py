@@ -16,17 +16,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from baton.profile.bench import NoJudges, ScriptedLengths
+from baton.profile.bench import FlatTransport, NoJudges, NumberedPrompts, ScriptedLengths
 from baton.records.journal import StreamCursor
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.settings import RolloutSettings
-from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
-from baton.types import FromHub, Group, Lease, PolicyVersion, Prompt, SamplingParams
+from baton.types import Group, PolicyVersion, SamplingParams
 from benchmarks.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,39 +45,12 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-class NumberedPrompts:
-    """A source of prompts without content."""
-
-    def __init__(self) -> None:
-        self.position: dict[str, int] = {}
-
-    def take(self) -> tuple[Prompt, tuple[int, ...]]:
-        """Return the next prompt and its only token."""
-        return Prompt("", "", ()), (1,)
-
-
-class ScriptedTransport(LocalTransport):
-    """A transport that sets the length of each response."""
-
-    def __init__(self, engine: FakeEngine, lengths: ScriptedLengths) -> None:
-        super().__init__(engine)
-        self._lengths = lengths
-
-    def send(self, message: FromHub) -> None:
-        """Send a message, with the scripted length if it is a lease."""
-        if isinstance(message, Lease):
-            trajectory = message.trajectory
-            length = self._lengths.length(trajectory.group_id, trajectory.sample_index)
-            message = msgspec.structs.replace(message, sampling=SamplingParams(length))
-        super().send(message)
-
-
 def simulate(settings: RolloutSettings, lengths: ScriptedLengths) -> dict[str, Any]:
     """Run one arm; return its batches and its decode steps."""
     engine_settings = EngineSettings(slots=SLOTS, max_context_tokens=lengths.longest + 8)
     engine = FakeEngine(engine_settings, PolicyVersion("bias", 0), lambda group, sample: 10**9)
     sampling = SeededSampling(SamplingParams(1), noise_seed=1)
-    worker = WorkerClient(ScriptedTransport(engine, lengths))
+    worker = WorkerClient(FlatTransport(engine, lengths))
     controller = RolloutController(worker, settings.rules(), NumberedPrompts(), NoJudges(), sampling)
     controller.begin(0, StreamCursor(0, {}))
     controller.publish({}, PolicyVersion("bias", 0))

@@ -15,7 +15,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -28,6 +31,23 @@ from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.types import FromWorker, Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 
 VOCABULARY = 80
+
+other_architectures = pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=80, n_embd=64, n_layer=2, n_head=4, n_positions=100),
+        MistralConfig(
+            vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=16,
+        ),
+        Gemma3TextConfig(
+            vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"],
+        ),
+    ],
+    ids=["learned positions", "sliding windows", "sliding and full layers"],
+)  # fmt: skip
+"""For tests with a parameter `config`: positions and attention that the models of the fixtures do not have."""
 
 
 @dataclass

@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from engine_cases import other_architectures
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, MistralConfig, Qwen3NextConfig, T5Config
+from transformers import AutoModelForCausalLM, Qwen3NextConfig, T5Config
 
 from baton.errors import UserError
 from baton.rollout.engine import EngineSettings
@@ -191,21 +192,7 @@ def test_prefill_shapes_follow_from_the_length_alone_and_hold_it():
         assert padded % 16 == 0
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GPT2Config(vocab_size=80, n_embd=64, n_layer=2, n_head=4, n_positions=100),
-        MistralConfig(
-            vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, sliding_window=16,
-        ),
-        Gemma3TextConfig(
-            vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"],
-        ),
-    ],
-    ids=["learned positions", "sliding windows", "sliding and full layers"],
-)  # fmt: skip
+@other_architectures
 def test_other_architectures_equal_their_plain_forward(config, tokenizer, driver):
     """98 ids are padded to 128, past the 100 positions that the first of them has."""
     torch.manual_seed(0)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GPT2Config, MistralConfig
+from engine_cases import other_architectures
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import KeptPrefixes, Prefix
@@ -173,21 +174,7 @@ def test_members_of_a_group_share_the_prompt_and_extend_it_separately(embedded, 
     assert prefilled(engine, lambda: driver.run(engine, later))[1] == 8 * 11
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GPT2Config(vocab_size=80, n_embd=64, n_layer=2, n_head=4, n_positions=100),
-        MistralConfig(
-            vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, sliding_window=16,
-        ),
-        Gemma3TextConfig(
-            vocab_size=80, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"],
-        ),
-    ],
-    ids=["learned positions", "sliding windows", "sliding and full layers"],
-)  # fmt: skip
+@other_architectures
 def test_turns_of_other_architectures_equal_their_plain_forward(config, tokenizer, driver):
     """The last observation crosses the 16 ids of a window, and its padding the 100 positions of the context."""
     torch.manual_seed(0)
