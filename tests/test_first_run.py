@@ -46,7 +46,7 @@ def test_a_preview_returns_four_responses_to_each_prompt_and_the_needs(shown: Ca
     assert all(s.parts == {"evenness": s.reward} for s in samples)
     assert re.match(r"before training: of 8 responses \d+ % state an answer, ", lines[0])
     assert lines[-2].startswith("generation of a step: ")
-    assert lines[-1].startswith("memory: trainer ")
+    assert lines[-1].startswith("memory: the trainer ")
     assert not Path("runs").exists()
 
 

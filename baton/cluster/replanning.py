@@ -13,7 +13,7 @@ from baton.cluster.placement import ProcessSpec, place
 from baton.cost.efficiency import CalibrationSettings, Efficiencies
 from baton.errors import BatonError, UserError
 from baton.planner.instance import Inputs
-from baton.planner.replan import ReplanOption, replan
+from baton.planner.replan import ReplanOption, least_moves, replan
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload, recipe_workload, workload_of_run
@@ -65,7 +65,7 @@ class Replanner:
             kept = [option for option in options if set(option.plan.training.gpu_ids) == trainer_gpus]
             if not kept:
                 return ReplanResult(None, "no new plan keeps the trainer on its GPUs: the current workers continue")
-            chosen = self._least_moves(kept)
+            chosen = least_moves(kept, SLACK)
             workers = place(chosen.plan, named, first_worker=self._next_worker).workers
         except BatonError as error:
             return ReplanResult(None, f"there is no new plan, so the current workers continue: {error}")
@@ -79,7 +79,7 @@ class Replanner:
 
     def replan_all(self, machines: Sequence[Machine]) -> str:
         """Make a plan for a trainer that restarts; return a line for the user. Raises UserError if there is no plan."""
-        chosen = self._least_moves(self._options(machines))
+        chosen = least_moves(self._options(machines), SLACK)
         self.plan, self._next_worker = chosen.plan, max(self._next_worker, len(chosen.plan.replicas))
         return f"new plan ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} per step expected"
 
@@ -96,13 +96,6 @@ class Replanner:
             cross_types=False,
         )
         return replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
-
-    def _least_moves(self, options: Sequence[ReplanOption]) -> ReplanOption:
-        """Among the options that are slower than the fastest by at most `SLACK`, return the option that moves the
-        fewest GPUs."""
-        fastest = min(option.plan.breakdown.step_s for option in options)
-        near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + SLACK)]
-        return min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
 
 
 def workload_of(recipe: Recipe) -> Workload:

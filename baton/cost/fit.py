@@ -117,7 +117,7 @@ def with_beside(
         Measurement(
             "decode_beside",
             engines * work.max_batch,
-            round(read_context_tokens(work, work.max_batch)),
+            round(read_context_tokens(model, work, place, work.max_batch)),
             token_s,
             token_s,
         ),

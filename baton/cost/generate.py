@@ -15,6 +15,7 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency
 from baton.specs.cluster import Gpu
@@ -23,6 +24,9 @@ from baton.specs.workload import Workload
 
 DRAIN_POINTS = 48
 """Number of points of the numerical integrals over positions."""
+CLASS_VALUES = 2**16
+"""Cost of one more length class in a decode step of the embedded engine on a CPU, in values of keys that are scanned in
+the same time: about 30 µs per layer."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
@@ -158,7 +162,7 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
     prompt /= work.group_size if work.shared_prefill else 1
     efficiency = place.efficiency
     prompt += efficiency.prefill_overhead_s * prefills_per_trajectory(work, batch)
-    step = decode_s(model, work, place, tp, layers, batch, read_context_tokens(work, batch))
+    step = decode_s(model, work, place, tp, layers, batch, read_context_tokens(model, work, place, batch))
     # the engine starts whole steps while a slot waits for its next trajectory
     empty_s = step * math.ceil(efficiency.handover_s / step)
     per_token = step / batch + (empty_s / batch + prompt + efficiency.trajectory_overhead_s) / work.output.mean
@@ -177,19 +181,42 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
     return ReplicaCost(tp, pp, layers, batch, 1 / per_token, pause, used)
 
 
-def read_context_tokens(work: Workload, batch: float) -> float:
+def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, batch: float) -> float:
     """Return the mean number of positions that a decode step of a full batch reads per trajectory.
 
     In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, it reads
-    as many positions as the longest running trajectory has. A trajectory observed at a random time is beyond position x
-    with probability ∫_x^∞ P(L > y) dy / E[L].
+    as many positions as the longest running trajectory of its length class has. A trajectory observed at a random time
+    is beyond position x with probability ∫_x^∞ P(L > y) dy / E[L].
     """
     if not work.engine_context_tokens:
         return work.live_context_tokens
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
     alive = np.asarray(work.output.survival(list((edges[1:] + edges[:-1]) / 2)))
     beyond = np.cumsum(alive[::-1])[::-1] / max(1e-12, alive.sum())
-    return work.prompt.mean + float(np.sum(1 - (1 - beyond) ** batch) * (edges[1] - edges[0]))
+    longest = float(np.sum(1 - (1 - beyond) ** batch) * (edges[1] - edges[0]))
+    rows_N = batch * (1 - np.append(beyond[1:], 0.0))
+    return scanned_tokens(work.prompt.mean + np.minimum(edges[1:], longest), rows_N, class_cost_tokens(model, place))
+
+
+def class_cost_tokens(model: ModelSpec, place: DeviceClass) -> float:
+    """Return the cost of one more length class, in positions of one row. Only engines on a CPU have classes."""
+    return 2 * CLASS_VALUES / model.kv_values_per_token if place.gpu.name == "CPU" else math.inf
+
+
+def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], class_cost: float) -> float:
+    """Return the mean number of positions that a row of a fixed cache reads, and the cost of classes per row.
+
+    The rows are divided into the one to three classes whose sum is least. length_N: ascending lengths that may end a
+    class. rows_N: number of rows up to each length.
+    """
+    last = len(length_N) - 1
+    if math.isinf(class_cost):
+        return float(length_N[last])
+    first, second = np.triu_indices(last + 1)
+    read = rows_N[first] * length_N[first] + (rows_N[second] - rows_N[first]) * length_N[second]
+    read += (rows_N[last] - rows_N[second]) * length_N[last]
+    read += class_cost * ((first < second) * 1 + (second < last))
+    return float(read.min() / rows_N[last])
 
 
 def prefills_per_trajectory(work: Workload, batch: float) -> float:

@@ -1,5 +1,5 @@
-"""The cost of a train step on a pipeline of stages (FLOPs, pipeline bubble, communication, optimiser, memory), and of
-publication.
+"""The time of a train step on a pipeline of stages (FLOPs, pipeline bubble, communication, optimiser), and of
+publication. Its memory is in `memory.py`.
 
 Each stage s has a GPU type, a data-parallel width dp and a tensor-parallel width tp. With M microbatches per update and
 S stages, a step takes
@@ -7,8 +7,7 @@ S stages, a step takes
     max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
 
 under a 1F1B schedule, whose speed is that of the slowest stage. A microbatch has as many tokens per data-parallel rank
-as the longest trajectory. Memory per parameter is 2 bytes (weights, bf16) + 4 (gradient, fp32) + 12 / dp (fp32 master
-weights and two moments, which data-parallel ranks shard). AReaL (2505.24298), table 3.
+as the longest trajectory. AReaL (2505.24298), table 3.
 
 All functions take numpy arrays of equal length for tp, dp and layers, so a search evaluates many candidates at once.
 """
@@ -22,27 +21,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.generate import DeviceClass
+from baton.cost.memory import Array, RankShape, table_params
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 Floats = NDArray[np.float64]
-Array = Any
-"""A number or an array of numbers."""
-
-OPTIMIZER_BYTES, RESIDENT_BYTES = 12.0, 6.0
 UPDATE_TRAFFIC_BYTES = 32.0
 """Bytes that AdamW reads and writes per parameter: 4 of the gradient, 12 + 12 of master weights and moments, 2 of
 the weights; rounded up."""
 GRADIENT_BYTES = 6.0
 """Bytes sent per parameter: gradients are reduced in fp32, weights are gathered in bf16."""
-KEPT_BYTES = 34.0
-"""Bytes of activations per layer, token and hidden unit without recomputation (Korthikanti et al., 2205.05198)."""
-LOGIT_CHUNK_TOKENS = 1024
-"""Number of tokens per chunk of logits."""
 
 
 class StageTerms(msgspec.Struct, frozen=True):
-    """Coefficients of a stage's time and memory, which are linear in its layers. Arrays over candidates."""
+    """Coefficients of a stage's time, which is linear in its layers, and what determines its memory. Arrays over
+    candidates."""
 
     per_layer_s: Array
     """Time per layer for the whole batch: compute and tensor-parallel sums."""
@@ -51,13 +44,7 @@ class StageTerms(msgspec.Struct, frozen=True):
     """Bytes that are sent to the next stage, per train step and node of the stage."""
     gradients_per_layer_s: Array
     optimizer_per_layer_s: Array
-    params_bytes_per_param: Array
-    """Bytes per parameter on one GPU."""
-    act_bytes_per_layer: Array
-    """Bytes of activations per layer on one GPU, for one microbatch in flight."""
-    fixed_bytes: Array
-    """Bytes on one GPU for the layer being computed."""
-    logits_bytes: Array
+    rank: RankShape
 
 
 def forward_passes(work: Workload, backward: float = 2.0) -> float:
@@ -102,47 +89,22 @@ def stage_terms(
     update = UPDATE_TRAFFIC_BYTES * work.updates * models * model.layer_params / (tp * dp)
     nodes = np.maximum(1.0, np.ceil(tp * dp / node_gpus))
     crossings = 2 * work.epochs * models + work.has_proximal_forward + work.has_reference + work.has_critic
-    token_bytes = work.longest_tokens * model.hidden / tp
-    kept = 2.0 if work.recompute else KEPT_BYTES
     return StageTerms(
         per_layer_s=passes * layer_flops(model, work) / rate + reduce_s,
         head_s=passes * work.trained_tokens * model.head_flops_per_token / rate,
         boundary_tokens_bytes=crossings * work.trained_tokens * model.hidden * 2 / nodes,
         gradients_per_layer_s=gradients,
         optimizer_per_layer_s=update / (gpu.hbm_bytes_per_s * eff.decode),
-        params_bytes_per_param=models * (RESIDENT_BYTES + OPTIMIZER_BYTES / dp) / tp + work.has_reference * 2.0 / tp,
-        act_bytes_per_layer=kept * token_bytes,
-        fixed_bytes=KEPT_BYTES * token_bytes,
-        # fp32 logits and their gradient
-        logits_bytes=8.0 * min(work.longest_tokens, LOGIT_CHUNK_TOKENS) * model.vocab / tp,
+        rank=RankShape(
+            tokens=max(work.longest_tokens, work.microbatch_tokens),
+            shards=dp,
+            split=tp,
+            recomputes=work.recompute,
+            whole_gradients=not work.shard_gradients,
+            has_critic=work.has_critic,
+            reference_bytes=2.0 if work.has_reference else 0.0,
+        ),
     )
-
-
-def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
-    """Return the vocabulary parameters of a stage: the input embedding on the first stage, the output head on the
-    last. Tied weights count once."""
-    both = np.logical_and(is_first, is_last) & model.is_tied
-    return model.embedding_params * (np.asarray(is_first, float) + np.asarray(is_last, float) - np.asarray(both, float))
-
-
-def stage_bytes(
-    model: ModelSpec, terms: StageTerms, layers: Array, is_first: Array, is_last: Array, in_flight: Array
-) -> Array:
-    """Return the bytes of memory used on one GPU of a stage. `in_flight` is the number of microbatches whose
-    activations are kept."""
-    params = np.asarray(layers) * model.layer_params + table_params(model, is_first, is_last) + model.other_params
-    logits = terms.logits_bytes * np.asarray(is_last, float)
-    activations = np.asarray(layers) * terms.act_bytes_per_layer * in_flight
-    return params * terms.params_bytes_per_param + activations + terms.fixed_bytes + logits
-
-
-def most_layers(
-    model: ModelSpec, terms: StageTerms, limit_bytes: float, is_first: Array, is_last: Array, in_flight: Array
-) -> Array:
-    """Return the number of layers that fit on a stage; negative if its vocabulary parameters alone do not fit."""
-    none = stage_bytes(model, terms, 0, is_first, is_last, in_flight)
-    each = model.layer_params * terms.params_bytes_per_param + terms.act_bytes_per_layer * in_flight
-    return np.floor((limit_bytes - none) / each)
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:

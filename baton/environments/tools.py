@@ -11,7 +11,6 @@ A turn without a call ends the episode. An unreadable call and an exception of a
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
@@ -24,7 +23,7 @@ import msgspec
 
 from baton.environments.calls import EnvironmentSpec, ToolFormat
 from baton.errors import UserError
-from baton.rewards.functions import import_function
+from baton.rewards.functions import import_function, waited
 
 FAMILIES = ("hermes", "llama3", "mistral")
 CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -215,12 +214,3 @@ class ToolEnvironment:
             return result if isinstance(result, str) else json.dumps(result, default=str), True
         except Exception as error:  # noqa: BLE001 - reported to the policy, as TRL does
             return f"error: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS], False
-
-
-def waited(result: Any) -> Any:
-    """Return the result of a call of a function that may be async."""
-
-    async def outcome() -> Any:
-        return await result
-
-    return asyncio.run(outcome()) if inspect.isawaitable(result) else result

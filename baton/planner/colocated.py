@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from baton.cost.memory import state_bytes_per_param
 from baton.cost.train import stage_terms
 from baton.errors import UserError
 from baton.planner.assign import seat
@@ -66,7 +67,7 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
             tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
             terms = stage_terms(model, inputs.work, pool.place, max(pool.sizes), tp, dp)
             share = float(table.shares[row, k]) / int(table.stages[row, k])
-            found[k] = model.params * share * float(terms.params_bytes_per_param)
+            found[k] = model.params * share * float(state_bytes_per_param(model, terms.rank))
     return found
 
 

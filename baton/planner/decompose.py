@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms
+from baton.cost.memory import most_layers, rank_phases
+from baton.cost.train import StageTerms, microbatches, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs
@@ -329,7 +330,8 @@ def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: I
         terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
         is_last = place == len(family.order) - 1
         first, last = alone & (place == 0), alone & is_last
-        most = most_layers(inputs.model, terms, pool.place.memory_limit_bytes, first, last, in_flight)
+        phases = rank_phases(inputs.model, terms.rank, first, last, in_flight)
+        most = most_layers(phases, pool.place.memory_limit_bytes)
         own = family.layers[place][alive] - (
             family.head_layers[alive] / family.stages[place][alive] if is_last else 0.0
         )

@@ -7,7 +7,8 @@ from typing import NoReturn
 import numpy as np
 
 from baton.cost.generate import context_bytes, replica_layers, weight_bytes
-from baton.cost.train import microbatches, stage_bytes, stage_terms
+from baton.cost.memory import rank_phases, stage_bytes
+from baton.cost.train import microbatches, stage_terms
 from baton.errors import UserError
 from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, tensor_widths
@@ -63,7 +64,7 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
             terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
             layers = -(-model.num_layers // stages)
             flight = min(stages, float(microbatches(work, dp)))
-            need = float(stage_bytes(model, terms, layers, np.array(stages == 1), np.array(True), flight))
+            need = float(stage_bytes(rank_phases(model, terms.rank, stages == 1, True, flight), layers))
             best = min(best or (need, tp, stages, dp), (need, tp, stages, dp))
     assert best is not None, "a pool holds at least one GPU"
     need, tp, stages, dp = best

@@ -8,7 +8,8 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from baton.cost.train import microbatches, stage_bytes, stage_terms
+from baton.cost.memory import rank_phases, stage_bytes
+from baton.cost.train import microbatches, stage_terms
 from baton.planner.assign import GpuAssignment, pipeline_order, seat
 from baton.planner.exact import Solution
 from baton.planner.instance import Inputs
@@ -145,9 +146,8 @@ def _stage_memory(
     widest = int(table.dp[row].max())
     terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
     in_flight = min(depth, float(microbatches(inputs.work, widest)))
-    return float(
-        stage_bytes(inputs.model, terms, layers, np.array(place == 0), np.array(place == depth - 1), in_flight)
-    )
+    phases = rank_phases(inputs.model, terms.rank, place == 0, place == depth - 1, in_flight)
+    return float(stage_bytes(phases, layers))
 
 
 def _rated_training(inputs: Inputs, problem: AssignmentProblem, row: int, seats: GpuAssignment) -> Training:

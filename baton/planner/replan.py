@@ -91,10 +91,16 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
         options.append(ReplanOption(name, plan, moved(before, jobs(plan), there)))
     if not options:
         refuse_division(problem, inputs.model)
+    lost, added = tuple(sorted(set(before) - there)), tuple(sorted(there - set(before)))
+    return Replanned(least_moves(options, slack), tuple(options), lost, added)
+
+
+def least_moves(options: Sequence[ReplanOption], slack: float) -> ReplanOption:
+    """Among the options that are slower than the fastest by at most `slack`, return the option that moves the fewest
+    GPUs."""
     fastest = min(option.plan.breakdown.step_s for option in options)
     near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + slack)]
-    chosen = min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
-    return Replanned(chosen, tuple(options), tuple(sorted(set(before) - there)), tuple(sorted(there - set(before))))
+    return min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
 
 
 def jobs(plan: Plan) -> dict[str, str]:

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.cost.train import StageTerms, microbatches, most_layers, stage_terms, tail_s
+from baton.cost.memory import most_layers, rank_phases
+from baton.cost.train import StageTerms, microbatches, stage_terms, tail_s
 from baton.planner.pools import Pools
 from baton.planner.problem import Floats, Ints, TrainTable, tensor_widths
 from baton.specs.model import ModelSpec
@@ -242,7 +243,7 @@ def _kinds(
                     counts[which],
                     boundary + (term.head_s if which == 2 else 0.0),
                     np.asarray(term.per_layer_s, dtype=float),
-                    most_layers(model, term, limit, (which == 0) | both, which == 2, in_flight),
+                    most_layers(rank_phases(model, term.rank, (which == 0) | both, which == 2, in_flight), limit),
                 )
                 for which in range(3)
             ]

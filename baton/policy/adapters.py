@@ -28,6 +28,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
     """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
 
+    The adapters are float32, whatever the model's dtype, and have values also if the model is on the meta device.
     Raises UserError when PEFT is missing, or when a name in `targets` matches no layer.
     """
     _check_peft()
@@ -48,12 +49,43 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         revision=None if is_local else revision or None,
     )
     try:
-        model.add_adapter(config, _NAME)
+        with _apart_from_base():
+            model.add_adapter(config, _NAME)
     except ValueError as error:
         raise UserError(f"lora.targets: got {settings.targets!r}: {error}") from error
+    if model.device.type == "meta":
+        _create_values(model, seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+        if parameter.requires_grad and model.device.type != "meta":
+            parameter.data = parameter.data.to(model.device)
     model.eval()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _apart_from_base() -> Iterator[None]:
+    """Have PEFT create adapters in float32 on the CPU instead of casting and moving them to their layer's weight."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    name = "_move_adapter_to_device_of_base_layer"
+    move = getattr(BaseTunerLayer, name)
+    setattr(BaseTunerLayer, name, lambda *arguments, **more: None)
+    try:
+        yield
+    finally:
+        setattr(BaseTunerLayer, name, move)
+
+
+def _create_values(model: PreTrainedModel, seed: int) -> None:
+    """Replace the adapters of a model on the meta device by those that PEFT creates on the CPU from the same seed."""
+    torch.manual_seed(seed)
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for module in layers:
+        if _NAME not in module.lora_A:
+            continue
+        for side in (module.lora_A, module.lora_B):
+            side[_NAME] = torch.nn.Linear(side[_NAME].in_features, side[_NAME].out_features, bias=False)
+        module.reset_lora_parameters(_NAME, init_lora_weights=True)
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
@@ -175,10 +207,10 @@ class BaseWeights:
         """The copied base weights."""
         return list(self._kept.values())
 
-    @torch.inference_mode()
-    def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return W_0 + B A in float32 for each weight with an adapter. own: the engine's weights, whose names the
-        result has. tensors: the published adapter.
+    def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return name and value of W_0 + B A for each weight with an adapter, one after another. The sum is computed in
+        float32 and cast to the weight's dtype. own: the engine's weights, whose names the result has. tensors: the
+        published adapter.
 
         Raises EngineFault if the name or shape of an adapter matches no weight; then nothing has changed.
         """
@@ -193,9 +225,11 @@ class BaseWeights:
                 )
         for module in modules:
             self._kept.setdefault(module, own[f"{module}.weight"].detach().clone())
-        found = {}
-        for module in modules:
-            base = self._kept[module].float()
-            low, high = (tensors[module + end].to(base.device).float() for end in (_A, _B))
-            found[f"{module}.weight"] = base + high @ low
+        return ((f"{module}.weight", self._merge(module, tensors)) for module in modules)
+
+    @torch.inference_mode()
+    def _merge(self, module: str, tensors: Mapping[str, Any]) -> torch.Tensor:
+        base = self._kept[module]
+        low, high = (tensors[module + end].to(base.device).float() for end in (_A, _B))
+        found: torch.Tensor = (base.float() + high @ low).to(base.dtype)
         return found

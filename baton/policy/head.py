@@ -25,6 +25,10 @@ _ENTROPY_ROWS = 4096
 """Maximum number of tokens whose probabilities [tokens, V] are in memory at the same time while the entropy is
 summed."""
 
+_PRODUCT_ROWS = 8192
+"""Rows of the head's gradient that are computed at a time on CUDA, where the product is a tensor of its own before it
+is added."""
+
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Key of a model's configuration whose value scales the logits (Cohere, Falcon-H1, Granite) → 1 if the logits are
 multiplied by the value, −1 if they are divided."""
@@ -240,7 +244,10 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
     """Add of_productsᵀ · hidden to `total_VH` in float32. On CUDA the two factors have the dtype of the forward
     pass."""
     if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
-        total_VH += torch.mm(of_products.to(hidden.dtype).T, hidden, out_dtype=torch.float32)
+        factor = of_products.to(hidden.dtype)
+        for begin in range(0, len(total_VH), _PRODUCT_ROWS):
+            rows = slice(begin, begin + _PRODUCT_ROWS)
+            total_VH[rows] += torch.mm(factor[:, rows].T, hidden, out_dtype=torch.float32)
     else:
         total_VH.addmm_(of_products.T, hidden.float())
 

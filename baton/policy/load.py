@@ -21,7 +21,10 @@ from transformers import (
 
 from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
-from baton.policy.settings import DTypeName
+from baton.policy.settings import DTypeChoice, dtype_on
+from baton.policy.stored_tensors import StoredTensors, stored_model
+from baton.policy.tensors import policy_tensors
+from baton.policy.threads import keep_positions_exact
 from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, model_directory, split_revision
 
 logger = logging.getLogger(__name__)
@@ -54,9 +57,56 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
     model.name_or_path = path  # with the revision, which the checkpoint of an adapter records
+    keep_positions_exact(model)
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """Construct the model of `path` with parameters on the meta device, for `fill_model`; set eval mode.
+
+    Buffers that no file contains have their values, on the CPU. Raises UserError when `path` has no causal LM.
+    """
+    check_model_path(path, holding="config.json" if base_of_adapter(Path(path)) is None else "adapter_config.json")
+    base, meta = base_of_adapter(Path(path)) or path, torch.device("meta")
+    check_model_path(base)
+    try:
+        with meta:
+            model = load_skeleton(model_directory(base), dtype=dtype, device=meta, attention=attention)
+    except UserError as error:
+        raise UserError(f"model.path: {path!r}: {error}") from error
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that only buffers are computed
+    model.initialize_weights()  # type: ignore[no-untyped-call]
+    model.name_or_path, model.config.dtype = base, dtype
+    return model
+
+
+def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors:
+    """Return the tensors of a model's files by their names in `model`, of which each rank may read its shards.
+
+    They are loaded into host memory as a whole if `path` is an adapter, if the files are not safetensors, if they are
+    arranged in another way than `file_layout` knows, or if they have more tensors and `is_exact` is set.
+
+    Raises UserError when no model can be loaded from `path`.
+    """
+    found = None
+    if base_of_adapter(Path(path)) is None:
+        check_model_path(path)
+        try:
+            found = stored_model(model_directory(path), model, is_exact=is_exact)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
+    if found is not None:
+        return found
+    logger.warning(
+        "%s: the files are not arranged as %s is, so each process loads all of them", path, type(model).__name__
+    )
+    return StoredTensors.of(policy_tensors(load_model(path, dtype=torch.float32, device=torch.device("cpu"))))
 
 
 def check_weight_files(path: str) -> None:
@@ -115,6 +165,14 @@ def _say_eager(kind: str) -> None:
     logger.warning("transformers has no SDPA attention for %s: using eager attention (model.attention)", kind)
 
 
+def save_configuration(model: PreTrainedModel, directory: Path) -> None:
+    """Write the configuration of a model whose weights are written in float32."""
+    model.config.dtype, model.config.architectures = "float32", [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
 def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
     """Write a model's configuration and its tokenizer, without weights."""
     model.config.save_pretrained(directory)
@@ -139,6 +197,7 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"the model's configuration does not give a causal LM: {first_line(error)}") from error
+    keep_positions_exact(model)
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -182,9 +241,16 @@ def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def torch_dtype(name: DTypeName) -> torch.dtype:
-    """Return the torch dtype of a recipe's dtype name."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+def torch_dtype(name: DTypeChoice, device: torch.device | None = None) -> torch.dtype:
+    """Return the torch dtype of a recipe's dtype name. "auto" requires the device that computes."""
+    assert name != "auto" or device is not None, 'dtype "auto" has no meaning without a device'
+    kind = "cpu" if device is None else device.type
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype_on(kind, name)]
+
+
+def device_type(name: str) -> str:
+    """Return the type of a recipe's device, such as "cuda", which need not exist on this machine."""
+    return torch_device(name).type if name == "auto" else name.partition(":")[0]
 
 
 def torch_device(name: str, key: str = "model.device") -> torch.device:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -125,16 +126,15 @@ def prefer_float32_attention(model: PreTrainedModel) -> None:
         prefer_packed_attention(model)
 
 
-def checkpoint_activations(model: PreTrainedModel, *, is_compiled: bool = False) -> None:
+def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each block's activations in the backward pass instead of keeping them.
 
-    `is_compiled`: the model will be compiled; torch then accepts no `context_fn`, and a graph keeps the row shapes.
     Raises UserError for a model whose blocks do not support this.
     """
     # Newer releases of transformers renamed the method.
     enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False} | ({} if is_compiled else {"context_fn": recomputing}))
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    enable({"use_reentrant": False, "context_fn": recomputing})
+    blocks = _blocks(model)
     if not blocks:
         raise UserError(
             f"trainer.activation_checkpointing: {type(model).__name__} has no blocks that can recompute their "
@@ -144,6 +144,36 @@ def checkpoint_activations(model: PreTrainedModel, *, is_compiled: bool = False)
     # enable dropout in the blocks' modules.
     for block in blocks:
         block.training = True
+
+
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Compile each block with torch. Blocks of one kind share their compiled code; the attention of `packing.py` runs
+    between its parts. A model whose blocks transformers does not mark is compiled as a whole, without its head.
+    """
+    blocks = _blocks(model)
+    for block in blocks:
+        if block.gradient_checkpointing:
+            # Inside the checkpoint: torch compiles no checkpoint with a `context_fn`, and a block that is recomputed
+            # must save the tensors that its forward pass saved.
+            block._gradient_checkpointing_func = partial(_compiled, block._gradient_checkpointing_func)
+        else:
+            block.compile(dynamic=True)
+    if not blocks:
+        model.base_model.compile(dynamic=True)
+
+
+def _compiled(checkpoint: Any, block: partial[Any], *arguments: Any) -> Any:
+    """Checkpoint the forward pass of a block, which transformers passes as a `partial` of its class's function."""
+    return checkpoint(partial(_compiled_function(block.func), *block.args, **block.keywords), *arguments)
+
+
+@cache
+def _compiled_function(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)
+
+
+def _blocks(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _can_keep(model: PreTrainedModel) -> bool:

@@ -128,6 +128,7 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return None if _shapes.get() else sdpa_mask(*args, **kwargs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each pass has other lengths, which would be compiled again
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -11,6 +11,14 @@ from baton.settings import Settings
 DTypeName = Literal["float32", "bfloat16"]
 """Supported dtypes. float16 is two hundred times slower than bfloat16 on a CPU and needs loss scaling on a GPU."""
 
+DTypeChoice = Literal["auto", "float32", "bfloat16"]
+"""A dtype, or "auto": bfloat16 on CUDA, float32 on a CPU."""
+
+
+def dtype_on(device_type: str, choice: DTypeChoice) -> DTypeName:
+    """Return the dtype that `choice` means on a type of device, such as "cuda"."""
+    return choice if choice != "auto" else "bfloat16" if device_type == "cuda" else "float32"
+
 
 class ModelSettings(Settings):
     """[model] The policy to train."""

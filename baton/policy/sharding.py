@@ -1,8 +1,11 @@
 """Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers all parameters of a block to compute
 the block.
 
-Parameters, gradients and optimiser state are DTensors, split along their first dimension. The results are those of one
-process, except for the order in which gradients are summed.
+Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32 the results are
+those of one process, except for the order in which gradients are summed.
+
+In bfloat16 a block is gathered in bfloat16, so its embeddings, norms and residual stream are bfloat16 too, where one
+process has float32 parameters and rounds them in each linear layer. Gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -28,15 +31,24 @@ class Sharded(torch.nn.Module):
     wrapper.
     """
 
-    def __init__(self, module: torch.nn.Module, mesh: DeviceMesh) -> None:
-        """Shard a module in place. Gradients are summed over ranks, not averaged, because each rank divides its loss by
-        a number of tokens or samples of all ranks."""
+    def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
+        """Shard a module in place, over one dimension of a mesh, or over the second of two with copies along the first.
+
+        Gradients are summed over ranks, not averaged, because each rank divides its loss by a number of tokens or
+        samples of all ranks. `dtype`: dtype in which parameters are gathered; the parts that the module names in
+        `float32_parts` are gathered in float32.
+        """
         super().__init__()
         self.module = module
+        policy = MixedPrecisionPolicy()
+        if dtype is not torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            for name in getattr(module, "float32_parts", ()):
+                fully_shard(module.get_submodule(name), mesh=mesh)
         for block in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
         # Reshard after forward, because parameters that stay gathered would have old values after an optimiser step.
-        fully_shard(self, mesh=mesh, reshard_after_forward=True)
+        fully_shard(self, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for part in self.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)
@@ -77,29 +89,27 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a tensor in the layout of `like`. Every rank must have the whole tensor, so no communication is needed."""
-    tensor = tensor.to(like.device)
-    if not isinstance(like, DTensor) or tensor.ndim == 0:
-        return tensor
-    own = tensor
+Box = tuple[slice, ...]
+"""A part of a tensor: first index and end in each dimension."""
+
+
+def box_of(tensor: torch.Tensor) -> Box:
+    """Return the part of a sharded tensor that this rank holds. A plain tensor is held completely."""
+    box = [slice(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return tuple(box)
+    mesh = tensor.device_mesh
     # Tensor parallelism, which is the last dimension of the mesh, splits the tensor first. FSDP shards the result.
     for place, count, index in reversed(
-        list(zip(like.placements, like.device_mesh.shape, like.device_mesh.get_coordinate() or (), strict=True))
+        list(zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=True))
     ):
         if place.is_replicate():
             continue
         dim = cast(Shard, place).dim
-        parts = own.chunk(count, dim)
-        own = parts[index] if index < len(parts) else own.narrow(dim, 0, 0)
-    return DTensor.from_local(
-        own.contiguous(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.contiguous().stride(),
-    )
+        begin, end = box[dim].start, box[dim].stop
+        size = -((begin - end) // count)  # rounded up, as torch.chunk does
+        box[dim] = slice(min(begin + index * size, end), min(begin + (index + 1) * size, end))
+    return tuple(box)
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import EngineFault
 from baton.policy.adapters import adapter_tensors, has_adapters, raw_tensors
-from baton.policy.digest import identity_digest
+from baton.policy.digest import Identity, identity_digest
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -78,6 +78,11 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return blake3(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
+def identity(name: str, tensor: torch.Tensor) -> Identity:
+    """Return what identifies a published tensor: name, dtype, shape and `tensor_digest`."""
+    return name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor)
+
+
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the digest of published weights, computed from name, dtype, shape and `tensor_digest` of each tensor."""
-    return identity_digest((n, dtype_name(t.dtype), tuple(t.shape), tensor_digest(t)) for n, t in tensors.items())
+    """Return the digest of published weights, computed from the `identity` of each tensor."""
+    return identity_digest(identity(name, tensor) for name, tensor in tensors.items())

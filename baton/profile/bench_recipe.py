@@ -36,7 +36,8 @@ def bench_rollout(
     tokenizer = load_tokenizer(recipe.model.path)
     encoder = PromptEncoder(tokenizer, recipe.task)
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, tool_format=encoder.tool_format)
-    device, dtype = torch_device(recipe.model.device), torch_dtype(recipe.engine.dtype)
+    device = torch_device(recipe.model.device)
+    dtype = torch_dtype(recipe.engine.dtype, device)
     model = load_model(recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("bench", 0), ())
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}

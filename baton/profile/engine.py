@@ -68,10 +68,11 @@ def keep_busy(recipe: Recipe) -> None:
 
 def _engine(recipe: Recipe) -> EmbeddedEngine:
     """Build the recipe's engine without end tokens, so that a trajectory ends only at its maximum length."""
+    device = torch_device(recipe.model.device)
     model = load_model(
         recipe.model.path,
-        dtype=torch_dtype(recipe.engine.dtype),
-        device=torch_device(recipe.model.device),
+        dtype=torch_dtype(recipe.engine.dtype, device),
+        device=device,
         attention=recipe.model.attention,
     )
     tokenizer = load_tokenizer(recipe.model.path)

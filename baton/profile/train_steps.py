@@ -35,6 +35,7 @@ from baton.rollout.controller import RolloutController
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.assemble import build_engine, build_port, build_trainer
+from baton.run.resume import with_dtypes
 from baton.run.tokenization import PromptEncoder, TokenizedPrompts
 from baton.specs.workload import Workload, measured
 from baton.tasks.stream import PromptStream, TaskMixture
@@ -215,8 +216,11 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
 def _trainer(recipe: Recipe) -> Trainer:
     """Build the recipe's trainer with one rank, and with a learning rate so low that the weights hardly change."""
     alone: dict[str, object] = {"ranks": 1, "tensor_parallel": 1}
+    # The batches have invented behavior logprobs, so the mismatch has no meaning.
+    alone |= {"max_mismatch_kl": (math.inf, math.inf), "max_logprob_diff": (math.inf, math.inf)}
     still = recipe.trainer.model_copy(update={**alone, "lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
-    return build_trainer(recipe.model_copy(update={"trainer": still}), load_tokenizer(recipe.model.path))
+    recipe = with_dtypes(recipe.model_copy(update={"trainer": still}))
+    return build_trainer(recipe, load_tokenizer(recipe.model.path))
 
 
 def _step_s(trainer: Trainer, batch: Batch) -> float:

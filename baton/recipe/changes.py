@@ -57,6 +57,8 @@ MAY_CHANGE = (
     "weights.chunk_mb",
     "weights.keyframe_every",
     "inspection",
+    "trainer.max_mismatch_kl",
+    "trainer.max_logprob_diff",
 )
 """Keys, and whole sections, that a resumed run may change without any effect on its results."""
 MUST_NOT_CHANGE = "environments.max_observation_chars"
@@ -86,6 +88,7 @@ FROM_NEXT_STEP = (
 
 CHANGES_BITS = (
     "run.threads",
+    "run.deterministic",
     "model.device",
     "engine.slots",
     "engine.max_context_tokens",
@@ -97,6 +100,7 @@ CHANGES_BITS = (
     "trainer.activation_checkpointing",
     "trainer.ranks",
     "trainer.tensor_parallel",
+    "trainer.shard_size",
     "trainer.shard_gradients",
 )
 """Keys that a resumed run may change, with rounding differences in its results."""

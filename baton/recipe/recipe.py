@@ -115,7 +115,11 @@ class Recipe(Settings):
     def choices(self) -> dict[str, tuple[str, ...]]:
         """Return the run's values on the axes of `support.toml`, for the axes that the recipe determines."""
         trainer, swarm = self.trainer, self.swarm
-        shapes = {"tensor_parallel": trainer.tensor_parallel > 1, "ranks": trainer.ranks > 1}
+        shapes = {
+            "tensor_parallel": trainer.tensor_parallel > 1,
+            "copies": (trainer.shard_size or trainer.ranks) < trainer.ranks,
+        }
+        shapes["ranks"] = trainer.ranks > 1
         shapes |= {"compiled": trainer.compile, "one_process": True}
         tasks = (*self.task, *self.eval.task)
         sources = dict.fromkeys("episodes" if t.environment else "gym" if t.path is None else "file" for t in tasks)
@@ -129,6 +133,12 @@ class Recipe(Settings):
             "algorithm": (self.algorithm.name,),
             "environment": tuple(sources),
         }
+
+    @property
+    def deterministic(self) -> bool | None:
+        """Whether torch uses deterministic algorithms; None means only without CUDA."""
+        asked = self.run.deterministic
+        return True if asked is None and self.rollout.mode == "sync" else asked
 
     def rules(self) -> Rules:
         """Return the scheduler's rules, including the rules that a swarm adds."""

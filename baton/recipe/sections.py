@@ -23,6 +23,9 @@ class RunSettings(Settings):
     """Number of train steps."""
     threads: int = Field(default=0, ge=0)
     """Number of torch threads on the CPU; 0 uses all cores."""
+    deterministic: bool | None = None
+    """Use torch's deterministic algorithms, which are slower on CUDA. The default is true in `sync`, where equal runs
+    give equal bits, and without CUDA; in the other modes it is false on CUDA."""
 
     @property
     def path(self) -> Path:

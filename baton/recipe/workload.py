@@ -60,6 +60,8 @@ def recipe_workload(recipe: Recipe) -> Workload:
         has_reference=algorithm.has_loss_kl or algorithm.has_reward_kl,
         has_critic=algorithm.advantage == "gae" and algorithm.critic == "separate",
         recompute=recipe.trainer.activation_checkpointing,
+        shard_gradients=recipe.trainer.shard_gradients,
+        microbatch_tokens=recipe.trainer.max_tokens_per_microbatch,
         reprefills=rules.on_new_version == "resume",
         weight_bytes=width,
         kv_bytes=width,

@@ -21,7 +21,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from numbers import Real
@@ -119,16 +119,19 @@ def is_async(function: RewardFunction) -> bool:
 def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
     """Call a function, async or not, in a thread without an event loop; otherwise as `call_function`."""
     try:
-        result = _call(function, signature, calls)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
+        result = waited(_call(function, signature, calls))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function is the user's and may raise anything
         return failed(calls, FailureCause.RAISED, f"raised {describe_error(error, function)}")
     return _outcomes(result, signature, calls)
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+def waited(result: Any) -> Any:
+    """Return the result of a call of a function that may be async."""
+
+    async def outcome() -> Any:
+        return await result
+
+    return asyncio.run(outcome()) if inspect.isawaitable(result) else result
 
 
 async def call_function(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:

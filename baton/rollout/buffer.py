@@ -38,6 +38,11 @@ class Buffer:
         """Open groups in the order of submission."""
         self._complete: dict[int, int] = {}
         """Complete groups in the order of completion, each with the oldest version among its tokens."""
+        self._refused: tuple[int, int] | None = None
+        """Version and number of changes at which `take` last found too few groups."""
+        self._num_changes = 0
+        self._first_incomplete = -1
+        """With `consume = "submission"`, a group that `take` last waited for."""
 
     def __len__(self) -> int:
         """Return the number of open groups, complete or not."""
@@ -58,19 +63,24 @@ class Buffer:
         assert group_id in self._open, f"group {group_id} was completed but is not open"
         assert group_id not in self._complete, f"group {group_id} was completed twice"
         self._complete[group_id] = oldest_version
+        self._num_changes += 1
 
     def reopened(self, group_id: int) -> None:
         """Mark a complete group as incomplete, because one of its members will be generated again."""
         del self._complete[group_id]
+        self._num_changes += 1
 
     def closed(self, group_id: int) -> None:
         """Remove a group."""
         del self._open[group_id]
         self._complete.pop(group_id, None)
+        self._num_changes += 1
 
     def take(self, version: int) -> TakeResult:
         """Remove and return the batch of the train step from `version` to `version + 1`, if enough groups are
         complete."""
+        if self._refused == (version, self._num_changes):
+            return TakeResult((), ())  # nothing has changed, and the scheduler asks after every event
         floor = version - self._max_staleness
         expired: tuple[int, ...] = ()
         if self._stale == "drop":
@@ -79,6 +89,7 @@ class Buffer:
                 self.closed(group_id)
         chosen = self._choice()
         if len(chosen) < self._batch_groups:
+            self._refused = version, self._num_changes
             return TakeResult((), expired)
         for group_id in chosen:
             assert self._stale != "drop" or self._complete[group_id] >= floor, f"group {group_id} is too old to train"
@@ -98,7 +109,11 @@ class Buffer:
 
     def _first_in_order(self) -> Iterable[int]:
         """Yield complete groups in the order of submission, up to the first group that is incomplete."""
+        waits_for = self._first_incomplete
+        if waits_for in self._open and waits_for not in self._complete:
+            return
         for group_id in self._open:
             if group_id not in self._complete:
+                self._first_incomplete = group_id
                 return
             yield group_id

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from pydantic import Field, model_validator
 
+from baton.policy.settings import DTypeChoice
 from baton.settings import Settings
 from baton.types import FromWorker, Lease, PolicyVersion
 
@@ -61,8 +62,9 @@ class EngineSettings(Settings):
     max_context_tokens: int = 1024
     """Maximum tokens of prompt and response together. The KV cache is allocated for slots × max_context_tokens at
     start."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights and the KV cache."""
+    dtype: DTypeChoice = "auto"
+    """Dtype of the weights and the KV cache: bfloat16 or float32; `auto` is bfloat16 if `model.device` is CUDA, else
+    float32."""
     report_every_tokens: int = 256
     """Maximum tokens between two reports of a trajectory. If a worker dies, at most this many tokens are lost per
     trajectory."""

@@ -1,42 +1,91 @@
-"""Adapts over-provision in mode `partial` to measurements (overprovision = "auto").
+"""Chooses over-provision in mode `partial` from measurements of the run (overprovision = "auto").
 
 Over-provision is the number of open groups divided by the number of groups in a batch. More open groups fill the slots
-that become empty while the longest trajectories of a batch finish. They cost one prefill per resumed trajectory, and
-some tokens become too old to be trained. Over-provision therefore increases by one step while slots are empty, and
-decreases by one step when the costs exceed the gain.
+that become empty while the longest trajectories of a batch finish. They cost a prefill per resumed trajectory, wider
+decode steps, and tokens that become too old to be trained. Gain and cost depend on the lengths and on the engine, so
+occupancy alone does not determine the best value. `OverprovisionSearch` measures the rate of useful tokens at one level
+and at the levels beside it, and moves to the best of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-STEP = 0.25
+LEVELS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
+SETTLING = 2
+"""Number of batches after a change that are not measured, because their groups were opened under another level."""
+MEASURED = 2
+"""Number of batches of one measurement."""
+CLOSE = 0.02
+"""Least relative gain for which the next higher level is chosen, because more open groups make tokens older."""
 BUSY = 0.95
 """Occupancy above which more open groups do not increase throughput."""
-MAX_MASKED = 0.1
-"""Maximum acceptable share of a batch's tokens that are too old to be trained."""
-PREFILL_COST = 0.25
-"""Cost of a prefilled token relative to a decoded one: between 0.15 and 0.3 for 1 to 30 M parameters on a CPU
-(benchmarks/engine), less on a GPU."""
+CHANGED = 0.3
+"""Relative change of the rate at one level after which all other levels are measured again."""
+MEMORY = 64
+"""Number of batches after which a level is measured again."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchMeasurement:
-    """Measurements of one batch that determine the next over-provision."""
+@dataclass(slots=True)
+class SlotUse:
+    """What the slots have done since the start of the process."""
 
-    occupancy: float
-    """Share of slot time in which a trajectory was leased, between the deliveries of two batches."""
-    masked_frac: float
-    """Share of the batch's tokens that are too old to be trained."""
-    reprefilled_frac: float
-    """Number of tokens prefilled again by resumes, divided by the number of generated tokens."""
+    useful_tokens: int = 0
+    """Number of generated tokens, minus those that were masked, dropped or lost."""
+    busy_slot_s: float = 0.0
+    """Slot-seconds of occupied slots."""
+    slot_s: float = 0.0
+    """Slot-seconds of all slots while at least one trajectory was leased."""
 
 
-def next_overprovision(now: float, measured: BatchMeasurement, most: float) -> float:
-    """Return the over-provision of the next batch: between 1 and `most`, and at most one step from `now`."""
-    is_costly = measured.masked_frac > MAX_MASKED or measured.reprefilled_frac * PREFILL_COST > 1 - measured.occupancy
-    if measured.masked_frac > MAX_MASKED or (is_costly and measured.occupancy >= BUSY):
-        return max(1.0, now - STEP)
-    if measured.occupancy < BUSY and not is_costly:
-        return min(most, now + STEP)
-    return now
+@dataclass(slots=True)
+class OverprovisionSearch:
+    """The search of one run."""
+
+    level: float
+    most: float
+    """Upper bound of the level."""
+    _batches: int = 0
+    _wait: int = SETTLING + 1
+    """Number of requests for a batch until the measurement begins or ends."""
+    _before: SlotUse | None = None
+    """The use of the slots at the beginning of the measurement; None while the level is new."""
+    _rates: dict[float, tuple[float, int]] = field(default_factory=dict)
+    """Level → (useful tokens per slot-second, number of batches at the end of the measurement)."""
+    _measured: dict[float, int] = field(default_factory=dict)
+    """Level → number of batches at the end of its last measurement."""
+
+    def next(self, now: SlotUse) -> float:
+        """Return the level of the next batch: the present level or one of its neighbours. Call once per batch."""
+        self._batches += 1
+        self._wait -= 1
+        if self._wait > 0:
+            return self.level
+        self._wait, before, self._before = MEASURED, self._before, now
+        if before is None:
+            return self.level
+        slot_s = max(1e-9, now.slot_s - before.slot_s)
+        rate = (now.useful_tokens - before.useful_tokens) / slot_s
+        known, _ = self._rates.get(self.level, (rate, 0))
+        if abs(rate - known) > CHANGED * known:
+            self._rates.clear()
+        self._measured[self.level] = self._batches
+        self._rates[self.level] = rate, self._batches
+        chosen = self._choose(is_full=(now.busy_slot_s - before.busy_slot_s) / slot_s >= BUSY)
+        if chosen != self.level:
+            self.level, self._wait, self._before = chosen, SETTLING, None
+        return self.level
+
+    def _choose(self, *, is_full: bool) -> float:
+        """Return the best of the present level and its measured neighbours, or a neighbour that is to be measured."""
+        levels = [level for level in LEVELS if level <= self.most]
+        at = levels.index(self.level)
+        near = [self.level, *levels[at + 1 : at + 2 - is_full], *levels[max(0, at - 1) : at]]
+        known = [level for level in near if level in self._rates]
+        best = max(known, key=lambda level: self._rates[level][0] * (1 - CLOSE) ** levels.index(level))
+        if best != self.level:
+            return best
+        oldest = self._batches - MEMORY
+        to_measure = [level for level in near if level not in self._rates or self._rates[level][1] < oldest]
+        # the one that was left longest ago, so that changing rates do not lead to the same side again and again
+        return min(to_measure, key=lambda level: self._measured.get(level, 0), default=self.level)

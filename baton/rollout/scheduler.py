@@ -31,7 +31,7 @@ from typing import assert_never
 from baton.errors import UserError
 from baton.rollout import events as ev
 from baton.rollout.buffer import Buffer
-from baton.rollout.overprovision import next_overprovision
+from baton.rollout.overprovision import OverprovisionSearch, SlotUse
 from baton.rollout.scheduler_state import Ledger, StepCounts, TrackedGroup, TrackedTrajectory, TrajectoryState
 from baton.rollout.settings import FILTERED_LIMIT, Rules
 
@@ -51,6 +51,8 @@ class RolloutScheduler:
         self.version = version
         """Policy version of the trainer: the number of delivered batches, minus one during a train step."""
         self.overprovision = rules.overprovision
+        self._search = OverprovisionSearch(rules.overprovision, rules.most_overprovision)
+        self._busy_slot_s = self._slot_s = 0.0
         self.ledger = Ledger()
         self.step = StepCounts()
         """Counters since the last call of `take_step_counts`."""
@@ -61,7 +63,8 @@ class RolloutScheduler:
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
         self._slots = self._max_leases = 0
         self._pending: list[tuple[bool, int, int]] = []
-        """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids."""
+        """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids. Of a
+        revoked trajectory, an outdated entry may remain, which is skipped."""
         self._dropped: deque[tuple[int, int]] = deque()
         """Dropped groups whose prompts will be tried again: (group id, attempts including the dropped one)."""
         self._leased: dict[tuple[int, int], None] = {}
@@ -105,6 +108,9 @@ class RolloutScheduler:
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
             self.step.pass_time(elapsed_s, len(self._leased), self._slots)
+            if self._leased:
+                self._busy_slot_s += elapsed_s * min(len(self._leased), self._slots)
+                self._slot_s += elapsed_s * self._slots
             self._last_s = event.at_s
         return [*self._apply_event(event), *self._deliver(), *self._assign()]
 
@@ -177,6 +183,8 @@ class RolloutScheduler:
                 assert not self._is_requested, "a batch is requested twice"
                 assert self._delivered == self.version, "a batch is requested before the last batch has been trained"
                 self._is_requested = True
+                if self.rules.is_adaptive:
+                    self.overprovision = self._search.next(self._totals())
             case ev.DispatchPaused():
                 self._is_paused = True
                 yield from self._abort_all()
@@ -193,9 +201,6 @@ class RolloutScheduler:
             if not group.num_unscored:
                 self._buffer.reopened(event.group_id)
             group.num_unscored += 1
-        if trajectory.state is TrajectoryState.PENDING:
-            self._pending = [item for item in self._pending if item[1:] != (event.group_id, event.sample_index)]
-            heapq.heapify(self._pending)
         yield from self._begin_again(trajectory, event.cause)
         yield from self._load_when_free()
 
@@ -275,8 +280,13 @@ class RolloutScheduler:
         while len(self._leased) < most and (self._pending or self._may_open()):
             if not self._pending:
                 yield from self._open()
-            _, group_id, sample_index = heapq.heappop(self._pending)
-            trajectory = self._trajectory(group_id, sample_index)
+            has_no_tokens, group_id, sample_index = heapq.heappop(self._pending)
+            group = self._groups.get(group_id)
+            trajectory = None if group is None else group.members[sample_index]
+            if trajectory is None or trajectory.state is not TrajectoryState.PENDING:
+                continue
+            if has_no_tokens == bool(trajectory.num_tokens):
+                continue
             trajectory.state = TrajectoryState.LEASED
             self._leased[group_id, sample_index] = None
             if trajectory.num_tokens and not trajectory.begins_turn:
@@ -338,9 +348,6 @@ class RolloutScheduler:
         self.step.carried_groups = len(self._buffer)
         if self.rules.mode == "partial":
             yield from self._abort_all()
-        if self.rules.is_adaptive:
-            most = self.rules.most_overprovision
-            self.overprovision = next_overprovision(self.overprovision, self.step.measured(), most)
         yield ev.Deliver(self._delivered, take.group_ids)
 
     def _drop(self, group: TrackedGroup) -> Iterator[ev.Command]:
@@ -363,6 +370,11 @@ class RolloutScheduler:
     def _abort_all(self) -> Iterator[ev.Command]:
         for key in sorted(self._leased):
             yield ev.AbortTrajectory(*key)
+
+    def _totals(self) -> SlotUse:
+        ledger = self.ledger
+        wasted = ledger.masked + ledger.dropped + ledger.lost.total()
+        return SlotUse(ledger.generated - wasted, self._busy_slot_s, self._slot_s)
 
     def _load_when_free(self) -> Iterator[ev.Command]:
         """Load the published version if no trajectory is leased under the previous one."""

@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.rollout.overprovision import BatchMeasurement
-
 QUANTILES = 4
 """Number of metrics `staleness/length_q…`, one per quantile of trajectory length."""
 
@@ -178,14 +176,6 @@ class StepCounts:
                 oldest, latest = member.versions[0][0], member.versions[-1][0]
                 self.spans.append(latest - oldest + 1)
                 self.lengths_and_staleness.append((member.num_tokens, version - oldest))
-
-    def measured(self) -> BatchMeasurement:
-        """Return the measurements that determine the next over-provision."""
-        return BatchMeasurement(
-            occupancy=self.busy_slot_s / self.slot_s if self.slot_s else 1.0,
-            masked_frac=self.masked_tokens / max(1, self.consumed_tokens),
-            reprefilled_frac=self.reprefilled_tokens / max(1, self.generated_tokens),
-        )
 
     def metrics(self) -> dict[str, float]:
         """Return metric values by name, as docs/metrics.md defines them."""

@@ -83,8 +83,8 @@ class RolloutSettings(Settings):
     stop: tuple[str, ...] = ()
     """Strings that end a response, in addition to the model's end-of-sequence ids."""
     overprovision: float | Literal["auto"] | None = None
-    """Number of open groups divided by batch_groups in mode `partial`, at least 1; `auto` adapts it to the measured
-    slot occupancy. The default is 2, or no bound if max_concurrency is set."""
+    """Number of open groups divided by batch_groups in mode `partial`, at least 1; `auto` adapts it to the
+    measured rate of useful tokens. The default is 2, or no bound if max_concurrency is set."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """Maximum number of trajectories generated concurrently by all workers together."""
     max_staleness: int | None = Field(default=None, ge=0)

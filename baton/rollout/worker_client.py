@@ -96,11 +96,15 @@ class WorkerClient:
         names, consumed only for the error.
         """
         messages = self._messages(timeout_s, beside)
-        stats, is_empty, now_s = self.transport.stats(), not self.transport.slots, time.monotonic()
+        is_empty, now_s = not self.transport.slots, time.monotonic()
         self._waited_s += min(now_s - self._looked_s, MAX_COUNTED_WAIT_S)
         self._looked_s = now_s
-        if messages or stats != self._stats or is_empty != self._is_empty or not num_waiting:
-            self._waited_s, self._stats, self._is_empty = 0.0, stats, is_empty
+        if messages or is_empty != self._is_empty or not num_waiting:
+            self._waited_s, self._is_empty = 0.0, is_empty
+            return messages
+        stats = self.transport.stats()  # not for each message, because a swarm adds the counters of all workers
+        if stats != self._stats:
+            self._waited_s, self._stats = 0.0, stats
             return messages
         limit_s = max(self._stall_timeout_s, self.transport.no_worker_timeout_s if is_empty else 0.0)
         if self._waited_s > limit_s:

@@ -51,7 +51,7 @@ from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import evaluate
 from baton.run.hosting import check_swarm, open_swarm
 from baton.run.loop import Loop, LoopState, Observer
-from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point, with_revisions
+from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point, with_dtypes, with_revisions
 from baton.run.tokenization import PromptEncoder, ResponseScorer, TokenizedPrompts
 from baton.stop import StopRequest
 from baton.swarm.supervisor import WorkerSupervisor
@@ -73,14 +73,14 @@ StartRanks = Callable[[int, int], Ranks]
 torch threads per rank."""
 
 
-def set_up_torch(threads: int, *, busy: int = 0) -> int:
-    """Set the number of torch threads and enable deterministic algorithms; return the number of threads.
+def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = None) -> int:
+    """Set up torch (`set_up_threads`) and return the number of threads.
 
     If `threads` is 0, torch gets all available cores except `busy` cores, which other processes use.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = threads or max(1, allowed - busy)
-    set_up_threads(count)
+    set_up_threads(count, deterministic=deterministic)
     return count
 
 
@@ -127,9 +127,10 @@ def build_loop(
         if not resume or not (path / "run.json").exists():
             # checked again, because another process may have used the directory in the meantime
             RunDirectory.check_free(path, overwrite=overwrite)
-            recipe = with_revisions(recipe)
+            recipe = with_dtypes(with_revisions(recipe))
         else:
-            recipe = with_revisions(recipe, with_current_keys(RunDirectory.open(path).recipe()))
+            recorded = with_current_keys(RunDirectory.open(path).recipe())
+            recipe = with_dtypes(with_revisions(recipe, recorded), recorded)
         return _build_loop(
             recipe,
             observer,
@@ -189,7 +190,7 @@ def _build_loop(
     if recipe.swarm.is_on:
         check_swarm(recipe, supervisor)
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
-    threads = set_up_torch(recipe.run.threads, busy=beside)
+    threads = set_up_torch(recipe.run.threads, busy=beside, deterministic=recipe.deterministic)
     tokenizer = load_tokenizer(recipe.model.path)
     config, _ = check_room(recipe, is_here=supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):
@@ -389,6 +390,7 @@ def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks 
         publish_dtype=recipe.weights.published_in(recipe.engine.dtype),
         version=PolicyVersion(secrets.token_hex(4), 0),
         seed=recipe.run.seed,
+        deterministic=recipe.deterministic,
     )
     count = recipe.trainer.ranks
     if count == 1 and start_ranks is None:
@@ -487,7 +489,7 @@ def open_sampler(
     recipe: TaskRecipe | Recipe, model_path: str, choose: Callable[[TaskMixture], Sequence[Prompt]]
 ) -> Iterator[Sampler]:
     """Load a model, and open the tasks and scorers of a recipe. choose: selects the prompts."""
-    set_up_torch(recipe.run.threads)
+    set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, recipe.eval.task, encoder.tool_format)
@@ -495,7 +497,7 @@ def open_sampler(
     judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
     prompts = choose(mixture)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
-    model = load_model(model_path, dtype=torch_dtype(recipe.engine.dtype), device=device)
+    model = load_model(model_path, dtype=torch_dtype(recipe.engine.dtype, device), device=device)
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
     episodes = open_episodes(recipe, mixture, encoder.bridge, logger.info)
     timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens

@@ -21,7 +21,17 @@ from pathlib import Path
 import torch
 
 from baton.errors import UserError
-from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_device, torch_dtype
+from baton.files import memory_directory
+from baton.policy.load import (
+    end_ids,
+    load_empty,
+    load_model,
+    load_skeleton,
+    open_weights,
+    save_skeleton,
+    torch_device,
+    torch_dtype,
+)
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.recipe import Recipe
@@ -106,7 +116,8 @@ def open_swarm(
 ) -> SwarmTransport:
     """Start a run's hub and the run's own workers. The run's directory must exist. Raises UserError."""
     listen, scratch = check_swarm(recipe, supervisor), TemporaryDirectories(run / "scratch.txt")
-    files = _Files(run, scratch.directory(), _shared_memory(scratch))
+    memory = memory_directory()
+    files = _Files(run, scratch.directory(), None if memory is None else scratch.directory(memory))
     store = Store(recipe.weights.store or run / "weights")
     model = _served_model(recipe, tokenizer, files, store)
     local_tokens = files.local_tokens(recipe.swarm.workers)
@@ -226,11 +237,6 @@ class _CrewAccess:
         self.hub.call(partial(self.hub.members.weigh_own, name, weight))
 
 
-def _shared_memory(scratch: TemporaryDirectories) -> Path | None:
-    memory = Path("/dev/shm")
-    return scratch.directory(memory) if memory.is_dir() else None
-
-
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -246,12 +252,14 @@ class _ServedModel:
 
 
 def _served_model(recipe: Recipe, tokenizer: Tokenizer, files: _Files, store: Store) -> _ServedModel:
-    model = load_model(recipe.model.path, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_empty(recipe.model.path, dtype=torch.float32)
     directory, base = _skeleton(files), None
     directory.mkdir()
     save_skeleton(model, tokenizer, directory)
     if recipe.lora is not None:
-        tensors = policy_tensors(model)
+        stored = open_weights(recipe.model.path, model)
+        host = torch.device("cpu")
+        tensors = {name: stored.like(name, tensor, host) for name, tensor in policy_tensors(model).items()}
         digest = weights_digest(tensors)
         base = PolicyVersion(f"base-{digest[:16]}", 0, digest)
         Publisher(store, recipe.weights).publish(tensors, base)
@@ -329,8 +337,8 @@ def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
 
     In this dtype most correct tokens get bit-identical logprobs, so small deviations are visible.
     """
-    dtype, attention = torch_dtype(recipe.engine.dtype), recipe.model.attention
-    device = torch_device(recipe.inspection.device)
+    device, attention = torch_device(recipe.inspection.device), recipe.model.attention
+    dtype = torch_dtype(recipe.engine.dtype, device)
     if recipe.lora is not None:
         model = load_model(recipe.model.path, dtype=dtype, device=device, attention=attention)
     else:

@@ -10,7 +10,8 @@ import msgspec
 from baton.recipe.recipe import Recipe
 from baton.rewards.warnings import first_impression
 from baton.run.assemble import open_sampler
-from baton.run.dry_run import Footprint, footprint, gib
+from baton.run.dry_run import Footprint, footprint
+from baton.run.memory import gib
 from baton.run.trajectories import ReadableTrajectory, decode
 from baton.tasks.stream import PromptStream
 from baton.types import Group
@@ -62,6 +63,6 @@ def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds
         f"generation of a step: {fastest:.2g} to {slowest:.2g} s for {needs.trajectories_per_step} responses of "
         f"{mean:.3g} tokens on average, from {seconds:.2g} s for these {len(lengths_tokens)}; training is not included"
     )
-    used = f"trainer {gib(needs.trainer_bytes)}, engine {gib(needs.engine_bytes)}, and activations"
+    used = ", ".join(f"{process.name} {gib(process.num_bytes)}" for process in needs.processes)
     free = "" if needs.available_bytes is None else f"; {gib(needs.available_bytes)} free on {needs.device}"
     yield f"memory: {used}{free}"

@@ -14,6 +14,8 @@ from pydantic import ValidationError
 
 from baton.errors import Damaged, UserError
 from baton.files import atomic_directory, seal, writing
+from baton.policy.load import device_type
+from baton.policy.settings import dtype_on
 from baton.policy.tokenizer import Tokenizer, check_model_path, model_directory
 from baton.recipe.changes import changes_of, compare_for_resume, with_current_keys
 from baton.recipe.recipe import Recipe, WarmStart
@@ -86,6 +88,16 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
             check_model_path(path)
             path = f"{path}@{model_directory(path).name}"
         changes["model"] = model.model_copy(update={"path": path})
+    return recipe.model_copy(update=changes)
+
+
+def with_dtypes(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> Recipe:
+    """Return a recipe with the dtypes that "auto" means on the recipe's device, or in the run to resume."""
+    kind, changes = device_type(recipe.model.device), {}
+    for name in ("trainer", "engine"):
+        section = getattr(recipe, name)
+        dtype = (recorded or {}).get(name, {}).get("dtype") if section.dtype == "auto" else section.dtype
+        changes[name] = section.model_copy(update={"dtype": dtype_on(kind, dtype or "auto")})
     return recipe.model_copy(update=changes)
 
 

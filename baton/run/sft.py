@@ -102,7 +102,7 @@ def _warm_start(recipe: WarmStart, observer: SftObserver, lock: RunLock) -> Warm
         with closing(tests):
             tests.held_out(recipe.eval.num_prompts, or_fewer=True)
     run = RunDirectory.create(recipe.run.path, lock)
-    threads = set_up_torch(recipe.run.threads)
+    threads = set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     run.write_start(recipe.model_dump(mode="json"), seed=recipe.run.seed, threads=threads)
     model, tokenizer, examples = _parts(recipe)
     metrics = MetricsWriter(run.path, resume_step=-1, log=recipe.log, before_write=lock.check)

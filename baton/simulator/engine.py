@@ -18,6 +18,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
+from baton.cost.generate import scanned_tokens
 from baton.records.trace import Tracer
 from baton.simulator.clock import VirtualClock
 from baton.simulator.inputs import EngineSpec
@@ -26,6 +29,8 @@ from baton.simulator.transport import EngineTime, GenerationRequest
 
 WATERMARK = 0.01
 """A sequence is admitted only if this share of the KV cache stays free, as in vLLM."""
+CLASS_ENDS = 32
+"""Maximum number of rows, in the order of their contexts, that are considered as the last row of a length class."""
 # seconds by which two times may differ and still count as equal, because of rounding errors
 _CLOSE = 1e-9
 
@@ -45,24 +50,6 @@ class SimulatedLease(GenerationRequest):
     """Time when the lease was admitted to a slot."""
     traced: dict[int, int] = field(default_factory=dict)
     """Version → number of tokens generated since the admission, for the trace."""
-
-
-class LongestContext:
-    """Finds the longest context of the running leases. Every context grows by one token per step, so the order of the
-    contexts never changes."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, SimulatedLease]] = []
-
-    def add(self, row: SimulatedLease, context: int, step: int) -> None:
-        heapq.heappush(self._heap, (step - context, row.born, row))
-
-    def context(self, step: int) -> int:
-        """Return the longest context. At least one lease must be running."""
-        heap = self._heap
-        while heap[0][2].end_step < 0 or heap[0][2].born != heap[0][1]:
-            heapq.heappop(heap)
-        return step - heap[0][0]
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +88,7 @@ class SimEngine:
         self.version: int | None = None
         self._clock, self._speed, self._owner, self._tracer = clock, spec.speed, owner, tracer
         self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s
-        self._shares_prefill, self._longest = shares_prefill, LongestContext() if spec.pads else None
+        self._shares_prefill, self._class_cost = shares_prefill, spec.class_cost
         self._heap: list[tuple[int, int, SimulatedLease]] = []
         self._waiting: deque[SimulatedLease] = deque()
         self._rows: dict[int, SimulatedLease] = {}
@@ -388,8 +375,6 @@ class SimEngine:
             self._born += 1
             row.born = self._born
             row.end_step = self._step + row.length - row.tokens
-            if self._longest is not None:
-                self._longest.add(row, context, self._step)
             self._here[row.group_id] += 1
             heapq.heappush(self._heap, (row.end_step, row.born, row))
 
@@ -420,7 +405,7 @@ class SimEngine:
         steps = self._heap[0][0] - self._step
         if self._context + width * (steps + 1) > self._kv_tokens and width > 1:
             steps = max(1, min(steps, int((self._kv_tokens - self._context) // width)))
-        context = self._context / width if self._longest is None else self._longest.context(self._step)
+        context = self._read_tokens()
         first = self._speed.step_s(width, context)
         last = self._speed.step_s(width, context + steps)
         self._step_s = first * self._slowness
@@ -428,6 +413,14 @@ class SimEngine:
         if self._report_every_s < math.inf:
             steps = self._until_report(steps)
         self._set_wake(self._since_s + self._duration_s(steps), steps)
+
+    def _read_tokens(self) -> float:
+        """Return the mean number of positions that a running row reads in the next step. It grows by one per step."""
+        if self._class_cost is None:
+            return self._context / self._width
+        contexts = sorted(self._step - row.end_step + row.prompt + row.length for _, _, row in self._heap)
+        ends = np.unique(np.linspace(1, len(contexts), CLASS_ENDS).round().astype(int))
+        return scanned_tokens(np.array(contexts, dtype=float)[ends - 1], ends.astype(float), self._class_cost)
 
     def _until_report(self, steps: int) -> int:
         """Return the number of steps until the next report, at most `steps`."""

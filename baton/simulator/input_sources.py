@@ -15,7 +15,7 @@ import msgspec
 from pydantic import ValidationError
 
 from baton.cost.efficiency import Efficiencies
-from baton.cost.generate import DeviceClass
+from baton.cost.generate import DeviceClass, class_cost_tokens
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
@@ -232,6 +232,7 @@ class RecipeSource:
         count = max(1, swarm.workers if swarm.is_on else recipe.engine.processes)
         kind = "worker" if swarm.is_on else "engine process"
         speed = CostSpeed(model, work, place, 1, (model.num_layers,))
+        classes = class_cost_tokens(model, place) if recipe.model.attention == "sdpa" else math.inf
         threads = recipe.run.threads or self.cores
         overlaps = rules.mode == "async"
         devices = max(1, threads - count) if overlaps else threads
@@ -253,7 +254,9 @@ class RecipeSource:
             )
         return Setting(
             rules=rules,
-            engines=tuple(EngineSpec(f"{kind} {i}", recipe.engine.slots, speed, pads=True) for i in range(count)),
+            engines=tuple(
+                EngineSpec(f"{kind} {i}", recipe.engine.slots, speed, class_cost=classes) for i in range(count)
+            ),
             work=_script_work(work, options),
             train=device_train_speed(model, work, place, devices),
             judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),

@@ -24,8 +24,9 @@ class EngineSpec:
     weight: float = 1.0
     """Throughput of a slot according to the plan, relative to the other engines."""
     num_gpus: int = 1
-    pads: bool = False
-    """Whether, in a decode step, every trajectory attends over the length of the longest running context."""
+    class_cost: float | None = None
+    """Cost of one more length class in a decode step, in positions. A row attends over the longest context of its class
+    (`cost/generate.py: scanned_tokens`). None: every row attends over its own context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,7 @@ from baton.simulator.simulation import NoProgress
 
 MOST_POINTS = 400
 MAX_MASKED = 0.1
-"""Maximum share of a batch's tokens that a recommended setting may mask as stale. The automatic choice of
-over-provision uses the same bound.
-"""
+"""Maximum share of a batch's tokens that a recommended setting may mask as stale."""
 CLOSE = 0.02
 """Throughputs count as equal if their relative difference is below this value. Of settings with equal throughput, the
 setting with the least staleness is recommended."""

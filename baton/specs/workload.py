@@ -97,6 +97,10 @@ class Workload(msgspec.Struct, frozen=True):
     has_reference: bool = False
     has_critic: bool = False
     recompute: bool = True
+    shard_gradients: bool = False
+    """Whether gradients are sharded after each microbatch, so that no rank holds all of them."""
+    microbatch_tokens: int = 0
+    """Tokens that a microbatch may have, if that is more than those of the longest trajectory."""
     reward_latency_s: float = 0.0
     reward_concurrency: int = 1024
     shared_prefill: bool = True

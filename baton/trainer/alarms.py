@@ -6,33 +6,57 @@ import logging
 from collections.abc import Callable, Mapping
 
 from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.corrections import BehaviorDistance
+from baton.trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
-MAX_MISMATCH_KL = 0.01
-"""Maximum mismatch between engine and trainer at equal weights, in nats per token. Typical values: 1e-9 in float32 on a
-CPU, 1e-4 with bfloat16 engines."""
 MIN_ESS = 0.5
 """Minimum effective sample size, as a fraction of the trained tokens."""
 MAX_MASKED_FRAC = 0.5
 """Maximum fraction of tokens that are too old to be trained."""
 
 
+CAUSE = (
+    "engine and trainer compute different logprobs from equal weights; to find the cause, compute both in float32 "
+    "(engine.dtype, trainer.dtype)"
+)
+
+
+def excessive_mismatch(found: BehaviorDistance[float], settings: TrainerSettings) -> str | None:
+    """Return a sentence if engine and trainer differ by more than the error limits, else None."""
+    if not found.current:
+        return None
+    for key, value, unit, limit in (
+        ("mismatch_kl", found.mismatch / found.current, "nats per token", settings.max_mismatch_kl[1]),
+        ("logprob_diff", found.max_diff, "nats", settings.max_logprob_diff[1]),
+    ):
+        if value > limit:
+            return (
+                f"the {key.replace('_', ' ')} of engine and trainer is {value:.3g} {unit}, allowed by "
+                f"trainer.max_{key} is {limit:g}: {CAUSE}, or check that the engine serves the published weights"
+            )
+    return None
+
+
 class Alarms:
     """Logs one warning each time a metric crosses its threshold."""
 
-    def __init__(self, algorithm: AlgorithmSettings) -> None:
-        self._correction = algorithm.correction
+    def __init__(self, algorithm: AlgorithmSettings, settings: TrainerSettings) -> None:
+        self._correction, self._settings = algorithm.correction, settings
         self._is_on: set[str] = set()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Check the metrics of one train step."""
+        kl_limit, diff_limit = self._settings.max_mismatch_kl[0], self._settings.max_logprob_diff[0]
         checks: dict[str, tuple[Callable[[float], bool], str]] = {
             "policy/mismatch_kl": (
-                lambda value: value > MAX_MISMATCH_KL,
-                f"policy/mismatch_kl is {{:.3g}} nats per token, above {MAX_MISMATCH_KL}: engine and trainer compute "
-                "different logprobs from equal weights; to find the cause, compute both in float32 (engine.dtype, "
-                "trainer.dtype)",
+                lambda value: value > kl_limit,
+                f"policy/mismatch_kl is {{:.3g}} nats per token, above {kl_limit:g}: {CAUSE}",
+            ),
+            "policy/logprob_diff_max": (
+                lambda value: value > diff_limit,
+                f"policy/logprob_diff_max is {{:.3g}} nats, above {diff_limit:g}: {CAUSE}",
             ),
             "policy/ess": (
                 lambda value: value < MIN_ESS,

@@ -14,37 +14,37 @@
         baton/manifest.json                                        size and blake3 of all other files, in a run
 
 A checkpoint is written under a temporary hidden name, flushed to disk and renamed. Unfinished checkpoints and
-directories without `baton/state.json` are not listed.
+directories without `baton/state.json` are not listed. Tensors are written and read one after another: beside its own
+shards, a process holds one tensor.
 """
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
 from baton.errors import Damaged, UserError
-from baton.files import atomic_directory, flush_to_disk, remove_directory, verify, writing
+from baton.files import flush_to_disk, remove_directory, verify, writing
 from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
-from baton.policy.load import load_model
-from baton.policy.sharding import sharded_like
-from baton.policy.tensors import policy_tensors, weights_digest
+from baton.policy.load import open_weights, save_configuration
+from baton.policy.sharding import gathered
+from baton.policy.stored_tensors import (
+    ModelWriter,
+    StoredTensors,
+    TensorFile,
+    file_layout,
+    write_gathered,
+    write_own_shards,
+)
+from baton.policy.tensors import trained_tensors, weights_digest
 from baton.types import PolicyVersion
 
 _NAME = re.compile(r"step_\d{6,}")
@@ -68,59 +68,64 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointParts:
-    """The contents of a checkpoint, except the optimiser's moments."""
+def write_weights(directory: Path, model: PreTrainedModel, *, is_first: bool) -> str:
+    """Write a model, or its adapter, in float32; return the digest of its published tensors. Raises OSError.
 
-    model: Any
-    """A Hugging Face model."""
-    weights: Mapping[str, torch.Tensor]
-    """The model's trained tensors, unsharded."""
-    tokenizer: Any
-    """The model's Hugging Face tokenizer."""
-    state: CheckpointState
-    critic: Mapping[str, torch.Tensor] | None = None
-
-
-def write_checkpoint(path: Path, parts: CheckpointParts, optimizer: Mapping[str, torch.Tensor]) -> None:
-    """Write a checkpoint atomically."""
-    with atomic_directory(path) as directory:
-        write_parts(directory, parts)
-        _save_tensors(optimizer, directory / "baton" / "optimizer.safetensors")
-
-
-def write_parts(directory: Path, parts: CheckpointParts) -> None:
-    """Write a checkpoint except the optimiser's moments; `state.json` is last, because it marks a complete one."""
-    with writing(directory):
-        parts.model.save_pretrained(directory, state_dict=dict(parts.weights))
-        parts.tokenizer.save_pretrained(directory)
-    (directory / "baton").mkdir(exist_ok=True)
-    if parts.critic is not None:
-        _save_tensors(parts.critic, directory / "baton" / _CRITIC)
-    state = directory / "baton" / "state.json"
-    with writing(state):
-        state.write_bytes(msgspec.json.format(msgspec.json.encode(parts.state)))
-
-
-def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    with writing(path):
-        # Copied, because safetensors refuses tensors that share memory.
-        save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
-
-
-def write_shards(directory: Path, optimizer: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's shards of the optimiser's moments. Raises OSError. Collective: all ranks must call it.
-
-    The files are safetensors, because torch's format for distributed checkpoints contains a pickle.
+    Collective: the ranks gather one tensor after another, and the first one writes it. Other ranks return "".
     """
-    place = directory / "baton" / _SHARDS
-    place.mkdir(parents=True, exist_ok=True)
-    try:
-        save(dict(optimizer), storage_writer=HuggingFaceStorageWriter(str(place), save_distributed=True))
-    except CheckpointException as error:
-        found = [failure[0] for failure in error.failures.values() if isinstance(failure[0], OSError)]
-        code = next((each.errno for each in found if each.errno), errno.EIO)
-        raise OSError(code, f"the optimizer's shards could not be written: {error}", str(place)) from error
+    tensors = trained_tensors(model)
+    layout = None if has_adapters(model) else file_layout(model)
+    if layout is None:
+        found = gathered(tensors, is_kept=is_first)
+        if not is_first:
+            return ""
+        with writing(directory):
+            model.save_pretrained(directory, state_dict=dict(found))
+        return saved_digest(StoredTensors.of(found), model)
+    if not is_first:
+        return write_gathered(tensors, None)
+    with writing(directory):
+        save_configuration(model, directory)
+    with ModelWriter(directory, layout, {name: tensor.dtype for name, tensor in tensors.items()}) as files:
+        return write_gathered(tensors, files.put)
+
+
+def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], *, is_first: bool) -> None:
+    """Write a critic's tensors. Raises OSError. Collective: all ranks must call it."""
+    if not is_first:
+        write_gathered(critic, None)
+        return
+    with TensorFile(_made(directory / "baton" / _CRITIC), {n: (t.dtype, t.shape) for n, t in critic.items()}) as file:
+        write_gathered(critic, file.put)
+
+
+def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: int | None) -> None:
+    """Write the optimiser's moments, or this rank's shards of them; `rank` is None in a single process. Raises
+    OSError."""
+    if rank is None:
+        specs = {name: (tensor.dtype, tensor.shape) for name, tensor in moments.items()}
+        with TensorFile(_made(directory / "baton" / "optimizer.safetensors"), specs) as file:
+            for name, tensor in moments.items():
+                file.put(name, tensor)
+        return
+    (directory / "baton" / _SHARDS).mkdir(parents=True, exist_ok=True)
+    file_name = f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+    write_own_shards(directory / "baton" / _SHARDS / file_name, moments, is_first=rank == 0)
+
+
+def write_state(directory: Path, tokenizer: Any, state: CheckpointState) -> None:
+    """Write a Hugging Face tokenizer and the state, which is the last file because it marks a complete checkpoint."""
+    with writing(directory):
+        tokenizer.save_pretrained(directory)
+    path = _made(directory / "baton" / "state.json")
+    with writing(path):
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+
+
+def _made(path: Path) -> Path:
+    """Return a path after creating its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def read_state(path: Path) -> CheckpointState:
@@ -138,55 +143,45 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read the optimiser's tensors, written by any number of ranks. Each is sharded like its parameter.
+    """Read the optimiser's tensors, written by any number of ranks. Each is sharded like its parameter. A tensor that
+    matches no parameter has its shape only.
 
     Raises UserError if the files are missing or damaged.
     """
     shards = path / "baton" / _SHARDS
     place = shards if shards.is_dir() else path / "baton" / "optimizer.safetensors"
     try:
-        if place is shards:
-            return _read_shards(shards, parameters)
-        found = load_file(place)
-    except (FileNotFoundError, SafetensorError, CheckpointException, ValueError) as error:
+        stored = StoredTensors.in_files(sorted(shards.glob("*.safetensors")) if place is shards else [place])
+        found = {}
+        for name, shape in stored.shapes.items():
+            like = parameters.get(name.partition("/")[2])
+            if like is None or shape not in ((), tuple(like.shape)):
+                found[name] = torch.empty(shape, device="meta")
+            else:
+                found[name] = stored.like(name, like if shape else torch.empty(()), like.device)
+    except (FileNotFoundError, SafetensorError, ValueError) as error:
         raise UserError(f"{path} cannot be resumed: its optimizer state {place.name} is missing or damaged") from error
-    return {name: _as_its_parameter(name, tensor, parameters) for name, tensor in found.items()}
-
-
-def _as_its_parameter(name: str, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    like = parameters.get(name.partition("/")[2])
-    return tensor if like is None or like.shape != tensor.shape else sharded_like(tensor, like)
-
-
-def _read_shards(directory: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    reader = HuggingFaceStorageReader(str(directory))
-    known = reader.read_metadata().state_dict_metadata
-    if not known:
-        return {}
-    found = {}
-    for name, entry in known.items():
-        assert isinstance(entry, TensorStorageMetadata), f"{name} in {directory} is not a tensor"
-        found[name] = _as_its_parameter(name, torch.zeros(entry.size, dtype=entry.properties.dtype), parameters)
-    load(found, storage_reader=reader, no_dist=not dist.is_initialized())
     return found
 
 
-def read_weights(path: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Read the trained tensors of a checkpoint onto the CPU, named as `trained_tensors(model)` names them."""
-    if has_adapters(model):
-        return read_adapter(path)
-    return policy_tensors(load_model(str(path), dtype=torch.float32, device=torch.device("cpu")))
+def read_weights(path: Path, model: PreTrainedModel) -> StoredTensors:
+    """Return the trained tensors of a checkpoint, named as `trained_tensors(model)` names them."""
+    return (
+        StoredTensors.of(read_adapter(path)) if has_adapters(model) else open_weights(str(path), model, is_exact=True)
+    )
 
 
-def saved_digest(saved: Mapping[str, torch.Tensor], model: PreTrainedModel) -> str:
+def saved_digest(saved: StoredTensors, model: PreTrainedModel) -> str:
     """Return the digest that weights from `read_weights` have when they are published in float32."""
-    return weights_digest(adapter_tensors(model, saved) if has_adapters(model) else saved)
+    if not has_adapters(model):
+        return saved.digest()
+    return weights_digest(adapter_tensors(model, {name: saved.whole(name) for name in saved.shapes}))
 
 
-def read_critic(path: Path) -> dict[str, torch.Tensor]:
-    """Read the critic's tensors onto the CPU. Raises UserError if the file is missing or damaged."""
+def read_critic(path: Path) -> StoredTensors:
+    """Return the critic's tensors. Raises UserError if the file is missing or damaged."""
     try:
-        return load_file(path / "baton" / _CRITIC)
+        return StoredTensors.in_files([path / "baton" / _CRITIC])
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{path} cannot be resumed: its critic {_CRITIC} is missing or damaged") from error
 

@@ -109,7 +109,9 @@ def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> f
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
-    means = squares.double().cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    # On the CPU, because torch has no deterministic running sum on CUDA.
+    squares = squares.cpu()
+    means = squares.double().cumsum(0) / torch.arange(1, len(squares) + 1)
     num_kept = int((means <= limit).sum())  # running means of ascending numbers ascend
     return float(squares[num_kept - 1]) if num_kept else -1.0
 

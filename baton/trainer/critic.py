@@ -24,13 +24,17 @@ class Critic(torch.nn.Module):
     head is initialised to zero, so all values are 0 before the first update.
     """
 
+    float32_parts = ("head",)
+    """Submodules whose parameters stay float32 when other parameters are gathered in bfloat16."""
+
     def __init__(self, policy: PreTrainedModel, *, is_separate: bool) -> None:
         """Create a critic. A separate critic copies the policy's body; a shared critic has only the head."""
         super().__init__()
         self.trunk: PreTrainedModel | None = None
         if is_separate:
             self.trunk = copy.deepcopy(cast(PreTrainedModel, policy.base_model))
-        self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
+        device = None if policy.device.type == "meta" else policy.device  # the head is in no file of a model
+        self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import UserError
 from baton.policy.adapters import base_of_adapter
-from baton.policy.load import load_model, torch_device
+from baton.policy.load import load_empty, load_model, open_weights, torch_device, torch_dtype
 from baton.policy.settings import LoraSettings
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.algorithm import AlgorithmSettings
@@ -22,7 +22,8 @@ from baton.trainer.settings import TrainerSettings
 def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank | None = None) -> LocalTrainer:
     """Load the models and construct a trainer. Raises UserError for a model that cannot be loaded or trained.
 
-    With several ranks, each loads the models on the host, because the unsharded models may not fit on its device.
+    With several ranks, each constructs the models on the meta device and, when they are sharded, reads its shards. The
+    frozen weights below adapters have the dtype in which they compute.
     """
     settings, algorithm = (
         TrainerSettings.model_validate(setup.trainer),
@@ -35,11 +36,12 @@ def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank
             "loaded without the first; resume the adapter's run with --resume, or remove [lora] to train the merged "
             "model"
         )
-    device = torch_device(setup.device if parallel is None else "cpu")
-    model = load_model(setup.model_path, dtype=torch.float32, device=device, attention=setup.attention)
+    device = torch_device(setup.device)
+    dtype = torch.float32 if lora is None else torch_dtype(settings.dtype, device)
+    model = _load(setup, setup.model_path, dtype, device, parallel)
     reference = None
     if algorithm.kl_coef and (lora is None or algorithm.reference is not None):
-        reference = _load_reference(setup, settings, algorithm.reference, model)
+        reference = _load_reference(setup, settings, algorithm.reference, model, device, parallel)
     return LocalTrainer(
         model,
         tokenizer,
@@ -58,13 +60,27 @@ def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank
     )
 
 
+def _load(
+    setup: TrainerSetup, path: str, dtype: torch.dtype, device: torch.device, parallel: SingleRank | None
+) -> PreTrainedModel:
+    if parallel is None:
+        return load_model(path, dtype=dtype, device=device, attention=setup.attention)
+    model = load_empty(path, dtype=dtype, attention=setup.attention)
+    parallel.fill_later(model, open_weights(path, model))
+    return model
+
+
 def _load_reference(
-    setup: TrainerSetup, settings: TrainerSettings, path: str | None, policy: PreTrainedModel
+    setup: TrainerSetup,
+    settings: TrainerSettings,
+    path: str | None,
+    policy: PreTrainedModel,
+    device: torch.device,
+    parallel: SingleRank | None,
 ) -> PreTrainedModel:
     """Load the frozen reference model. Raises UserError when its vocabulary size differs from the policy's."""
-    dtype = getattr(torch, settings.dtype)
     try:
-        model = load_model(path or setup.model_path, dtype=dtype, device=policy.device, attention=setup.attention)
+        model = _load(setup, path or setup.model_path, torch_dtype(settings.dtype, device), device, parallel)
     except UserError as error:
         raise UserError(str(error).replace("model.path", "algorithm.reference")) from error
     sizes = model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size

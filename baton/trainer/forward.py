@@ -126,7 +126,7 @@ class Passes:
                 return packed_scores(whole, inputs.packed(), **wants)  # type: ignore[arg-type]
             return padded_scores(whole, inputs.input_ids, first=inputs.first, **wants)  # type: ignore[arg-type]
 
-        with compute_in(torch_dtype(self.settings.dtype), self.model.device):
+        with compute_in(torch_dtype(self.settings.dtype, self.model.device), self.model.device):
             scores = self.parallel.run(model, score)
             return _unpacked(inputs, scores) if is_packed else scores
 
@@ -144,7 +144,7 @@ class Passes:
                 return critic.of_packed(inputs.packed())
             return critic.of_ids(inputs.input_ids, inputs.first)
 
-        with compute_in(torch_dtype(self.settings.dtype), self.model.device):
+        with compute_in(torch_dtype(self.settings.dtype, self.model.device), self.model.device):
             values = self.parallel.run(self.critic, read)
             return _laid(inputs, values) if is_packed else values
 

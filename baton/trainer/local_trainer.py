@@ -15,31 +15,42 @@ from transformers import PreTrainedModel
 
 import baton
 from baton.errors import TrainingDiverged, UserError
+from baton.files import atomic_directory
 from baton.policy.adapters import add_adapters
 from baton.policy.head import find_head
+from baton.policy.load import torch_dtype
+from baton.policy.logprobs import compute_in
 from baton.policy.memory import peak_bytes
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
-from baton.policy.sharding import sharded_like
+from baton.policy.sharding import box_of, local
+from baton.policy.stored_tensors import TensorFile, write_gathered
 from baton.policy.tensors import as_published, published_tensors, trained_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.alarms import Alarms
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.checkpoint import (
-    CheckpointParts,
     CheckpointState,
     read_critic,
     read_optimizer,
     read_state,
     read_weights,
     saved_digest,
-    write_checkpoint,
-    write_parts,
-    write_shards,
+    write_critic,
+    write_optimizer,
+    write_state,
+    write_weights,
 )
 from baton.trainer.forward import Passes
 from baton.trainer.microbatches import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut, prepare
-from baton.trainer.model_setup import even_tokens, fit_attention, fit_sharing, make_critic, trade_time_and_memory
+from baton.trainer.model_setup import (
+    check_critic,
+    even_tokens,
+    fit_attention,
+    fit_sharing,
+    make_critic,
+    trade_time_and_memory,
+)
 from baton.trainer.offload import offload_of
 from baton.trainer.optimizer import check_schedule, learning_rate, load_optimizer_tensors, set_learning_rate
 from baton.trainer.parallel.group import SingleRank
@@ -56,7 +67,8 @@ logger = logging.getLogger(__name__)
 class LocalTrainer:
     """Updates a model, or adapters on it, on one device. Implements `Trainer`.
 
-    The trained parameters are float32 master weights; `trainer.dtype` only sets autocast. The model stays in eval mode,
+    The trained parameters are float32 master weights; `trainer.dtype` sets autocast, the dtype in which ranks gather
+    parameters, and (in `factory.py`) that of the frozen weights below adapters. The model stays in eval mode,
     because dropout would make logprobs differ between rollout, proximal pass and update. Only the initialisation of
     adapters is random, so equal batches give equal bits if torch's kernels are deterministic.
     """
@@ -91,7 +103,8 @@ class LocalTrainer:
             raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
         check_schedule("trainer", warmup_steps=settings.warmup_steps, decay=settings.decay, total_steps=total_steps)
         for name, parameter in model.named_parameters():
-            assert parameter.dtype is torch.float32, f"master weights must be float32, but {name} is {parameter.dtype}"
+            is_exact = parameter.dtype is torch.float32 or lora is not None
+            assert is_exact, f"master weights must be float32, but {name} is {parameter.dtype}"
         self.model = model
         model.eval()  # type: ignore[no-untyped-call]
         critic = make_critic(model, algorithm)
@@ -112,7 +125,11 @@ class LocalTrainer:
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
         # Find the head now: its check runs a forward pass, which must not be recorded or replayed as routing.
-        self._parallel.run(model, find_head)
+        # Outside autocast only if the parameters are float32: ranks gather them in the compute dtype.
+        has_rounded = lora is not None or not self._parallel.is_alone
+        dtype = torch_dtype(settings.dtype, model.device) if has_rounded else torch.float32
+        with compute_in(dtype, model.device):
+            check_critic(self._parallel.run(model, find_head), model, algorithm)
         replay = RoutingReplay(model) if settings.moe_replay != "off" else None
         self.passes = Passes(
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, can_share, self._parallel
@@ -120,7 +137,7 @@ class LocalTrainer:
         self.learners = make_learners(model, critic, settings, algorithm)
         self._offload = offload_of(self.passes, self.learners)
         self._publish_dtype, self._num_updates = publish_dtype, 0
-        self._alarms = Alarms(algorithm)
+        self._alarms = Alarms(algorithm, settings)
 
     @property
     def version(self) -> PolicyVersion:
@@ -200,11 +217,12 @@ class LocalTrainer:
     def _cut(self, samples: Sequence[TrainingSample]) -> MiniBatch:
         settings, algorithm = self._settings, self._algorithm
         # On a CPU, bfloat16 kernels are compiled for each new shape.
-        makes_kernels = settings.dtype == "bfloat16" and self.model.device.type == "cpu"
+        device = self.model.device
+        makes_kernels = device.type == "cpu" and torch_dtype(settings.dtype, device) is torch.bfloat16
         return cut(
             samples,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-            device=self.model.device,
+            device=device,
             multiples=FEW_SHAPES if makes_kernels else ANY_SHAPE,
             is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self.passes.critic is not None),
             keeps_masked=algorithm.needs_model_for_advantages,
@@ -219,9 +237,23 @@ class LocalTrainer:
         Floating-point tensors are cast to `publish_dtype` before the digest is taken, so the digest identifies the
         tensors that engines hold.
         """
-        tensors = as_published(self._parallel.whole(published_tensors(self.model)), self._publish_dtype)
+        tensors = as_published(published_tensors(self.model), self._publish_dtype)
         self._stamp(weights_digest(tensors))
         return PublishedWeights(self._version, tensors)
+
+    def publish_to(self, path: Path) -> PolicyVersion:
+        """Write the tensors that `publish` returns to a file of the first rank, one after another; return the version.
+
+        Collective: all ranks must call it. Raises OSError.
+        """
+        tensors, dtype = published_tensors(self.model), self._publish_dtype
+        if self._parallel.is_first:
+            specs = {name: (dtype if t.is_floating_point() else t.dtype, t.shape) for name, t in tensors.items()}
+            with TensorFile(path, specs) as file:
+                self._stamp(write_gathered(tensors, file.put, dtype))
+        else:
+            self._stamp(write_gathered(tensors, None, dtype))
+        return self._version
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint (format: `checkpoint.py`), atomically in a single process.
@@ -229,29 +261,28 @@ class LocalTrainer:
         With several ranks, each writes its part into an existing directory, and `RankedTrainer.save` makes the
         directory atomic.
         """
+        if self._parallel.is_alone:
+            with atomic_directory(directory) as unfinished:
+                self._write(unfinished)
+        else:
+            self._write(directory)
+
+    def _write(self, directory: Path) -> None:
         parallel, critic = self._parallel, self.passes.critic
-        weights = parallel.whole(trained_tensors(self.model))
-        self._stamp(saved_digest(weights, self.model) if parallel.is_first else "")
+        self._stamp(write_weights(directory, self.model, is_first=parallel.is_first))
         moments = {n: t for learner in self.learners for n, t in learner.moments().items()}
-        parts = CheckpointParts(
-            model=self.model,
-            weights=weights,
-            tokenizer=self._tokenizer.hf,
-            critic=None if critic is None else parallel.whole(critic.state_dict()),
-            state=CheckpointState(
-                version=self._version,
-                num_updates=self._num_updates,
-                libraries=_libraries(),
-                num_threads=torch.get_num_threads(),
-                num_ranks=parallel.num_ranks,
-            ),
+        write_optimizer(directory, moments, None if parallel.is_alone else parallel.rank)
+        if critic is not None:
+            write_critic(directory, critic.state_dict(), is_first=parallel.is_first)
+        state = CheckpointState(
+            version=self._version,
+            num_updates=self._num_updates,
+            libraries=_libraries(),
+            num_threads=torch.get_num_threads(),
+            num_ranks=parallel.num_ranks,
         )
-        if parallel.is_alone:
-            write_checkpoint(directory, parts, moments)
-            return
-        write_shards(directory, moments)
         if parallel.is_first:
-            write_parts(directory, parts)
+            write_state(directory, self._tokenizer.hf, state)
 
     def _stamp(self, digest: str) -> None:
         """Set the version's digest to the first rank's `digest`, because only this rank gathers all weights."""
@@ -267,19 +298,19 @@ class LocalTrainer:
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})
-        saved, own = read_weights(directory, self.model), trained_tensors(self.model)
-        digest = saved_digest(saved, self.model) if saved.keys() == own.keys() else ""
-        critic = self.passes.critic
-        if critic is not None:
-            own |= {f"critic.{name}": tensor for name, tensor in critic.state_dict().items()}
-            saved |= {f"critic.{name}": tensor for name, tensor in read_critic(directory).items()}
-        shapes = [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, own)]
-        if differing := sorted(dict(shapes[0].items() ^ shapes[1].items())):
-            raise UserError(
-                f"{directory} holds another model than the trainer: {differing[0]} has shape "
-                f"{shapes[0].get(differing[0], 'none')} in the checkpoint and {shapes[1].get(differing[0], 'none')} in "
-                f"the trainer ({len(differing)} tensors differ)"
-            )
+        parts = [(read_weights(directory, self.model), trained_tensors(self.model))]
+        if (critic := self.passes.critic) is not None:
+            parts.append((read_critic(directory), critic.state_dict()))
+        for saved, own in parts:
+            shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+            if differing := sorted(dict(saved.shapes.items() ^ shapes.items())):
+                raise UserError(
+                    f"{directory} holds another model than the trainer: {differing[0]} has shape "
+                    f"{saved.shapes.get(differing[0], 'none')} in the checkpoint and "
+                    f"{shapes.get(differing[0], 'none')} in the trainer ({len(differing)} tensors differ)"
+                )
+        parallel = self._parallel
+        digest = parallel.of_first(saved_digest(parts[0][0], self.model) if parallel.is_first else "")
         if digest != state.version.digest:
             raise UserError(f"{directory} is damaged: its weights have digest {digest}, not {state.version.digest}")
         if state.num_updates and not moments:
@@ -290,12 +321,13 @@ class LocalTrainer:
             apart = {n: t for n, t in moments.items() if not any(n.partition("/")[2] in names for names in others)}
             load_optimizer_tensors(learner.optimizer, learner.parameters, apart)
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(sharded_like(saved[name], tensor))
+            for saved, own in parts:
+                for name, tensor in own.items():
+                    saved.fill(name, local(tensor), box_of(tensor))
         self._num_updates = state.num_updates
         self._version = PolicyVersion(self._version.lineage, state.version.number, digest)
-        if self._parallel.is_first:
-            _warn_of_other_bits(state, self._parallel.num_ranks)
+        if parallel.is_first:
+            _warn_of_other_bits(state, parallel.num_ranks)
 
     def close(self) -> None:
         """Do nothing: this trainer holds no processes."""

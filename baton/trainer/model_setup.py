@@ -9,9 +9,15 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.errors import UserError
-from baton.policy.head import find_head
+from baton.policy.head import Head
 from baton.policy.load import torch_dtype
-from baton.policy.logprobs import checkpoint_activations, compute_in, packs_as_it_pads, prefer_float32_attention
+from baton.policy.logprobs import (
+    checkpoint_activations,
+    compile_blocks,
+    compute_in,
+    packs_as_it_pads,
+    prefer_float32_attention,
+)
 from baton.policy.packing import prefer_packed_attention
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
@@ -43,7 +49,8 @@ def fit_attention(
     Rows are packed with 'always', and with 'auto' on CUDA, if packed and padded rows get equal scores. Raises UserError
     if 'always' is set and the scores differ.
     """
-    if settings.dtype == "bfloat16":
+    dtype = torch_dtype(settings.dtype, model.device)
+    if dtype is torch.bfloat16:
         for each in (model, trunk):
             if each is not None:
                 prefer_float32_attention(each)
@@ -52,7 +59,7 @@ def fit_attention(
     for each in (model, trunk, reference):
         if each is not None:
             prefer_packed_attention(each)
-    with compute_in(torch_dtype(settings.dtype), model.device):
+    with compute_in(dtype, model.device):
         is_sound = parallel.run(model, packs_as_it_pads)
     if not is_sound and settings.packing == "always":
         raise UserError(
@@ -73,7 +80,7 @@ def fit_sharing(
         if each is not None:
             prefer_packed_attention(each)
     for each in (model,) if reference is None else (model, reference):
-        with compute_in(torch_dtype(settings.dtype), model.device):
+        with compute_in(torch_dtype(settings.dtype, model.device), model.device):
             is_sound = packs_as_it_pads(each, shares=(1, 3, 2))
         if not is_sound:
             raise UserError(
@@ -84,24 +91,26 @@ def fit_sharing(
 
 
 def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
-    """Return the algorithm's critic, or None. Raises UserError if the policy cannot have a value head."""
-    if algorithm.advantage != "gae":
-        return None
-    if algorithm.critic == "shared" and find_head(model) is None:
+    """Return the algorithm's critic, or None."""
+    return Critic(model, is_separate=algorithm.critic == "separate") if algorithm.advantage == "gae" else None
+
+
+def check_critic(head: Head | None, model: PreTrainedModel, algorithm: AlgorithmSettings) -> None:
+    """Raise UserError if the policy cannot have a value head, because `head`, its own, is not known."""
+    if algorithm.advantage == "gae" and algorithm.critic == "shared" and head is None:
         raise UserError(
             f"algorithm.critic: got 'shared', but {type(model).__name__} does not compute its logits from its last "
             "hidden states; allowed is 'separate'"
         )
-    return Critic(model, is_separate=algorithm.critic == "separate")
 
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
     """Enable activation checkpointing and compilation as configured. Raises UserError if they are not supported."""
     if settings.activation_checkpointing:
-        checkpoint_activations(model, is_compiled=settings.compile)
+        checkpoint_activations(model)
     if settings.compile:
         _check_compiler(model.device)
-        model.base_model.compile(dynamic=True)  # without the head, which is computed separately in pieces
+        compile_blocks(model)
 
 
 def _check_compiler(device: torch.device) -> None:

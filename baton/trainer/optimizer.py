@@ -94,6 +94,8 @@ def load_optimizer_tensors(
 ) -> None:
     """Load state returned by `optimizer_tensors`. Parameters that `tensors` does not name get no state.
 
+    The optimiser uses the tensors of matching device and dtype themselves, and later changes them.
+
     Raises UserError for a tensor whose parameter is missing from this model or has another shape.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
@@ -108,10 +110,5 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    # load_state_dict does not copy tensors of matching device and dtype, so clone the moments here.
-    state["state"] = {
-        index: {key: tensor.clone() for key, tensor in by_name[name].items()}
-        for index, name in enumerate(ordered)
-        if name in by_name
-    }
+    state["state"] = {index: by_name[name] for index, name in enumerate(ordered) if name in by_name}
     optimizer.load_state_dict(state)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from baton.policy.settings import DTypeName
+from baton.policy.settings import DTypeChoice
 from baton.settings import Settings
 
 Decay = Literal["constant", "linear", "cosine"]
@@ -29,12 +29,20 @@ class TrainerSettings(Settings):
     """Decoupled weight decay per unit of learning rate, on matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum Euclidean norm of an update's gradient; larger gradients are scaled down. `inf` disables clipping."""
-    dtype: DTypeName = "float32"
-    """Data type in which linear layers compute. Master weights and optimiser state are always float32."""
+    dtype: DTypeChoice = "auto"
+    """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
+    Master weights and optimiser state are always float32. Matrix products in float32 use TF32 on CUDA."""
     compile: bool = False
-    """Compile the model with torch. On a CPU, steps are about a third faster (half in bfloat16), and startup takes at
-    least half a minute longer. Requires a C++ compiler. The compiled kernels depend on the first batches, so a resumed
-    run may differ in the last bits."""
+    """Compile the model's blocks with torch; packed rows, too. On a CPU, steps are about a third faster (half in
+    bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler. The compiled kernels depend on
+    the first batches, so a resumed run may differ in the last bits."""
+    max_mismatch_kl: tuple[float, float] = (0.01, 0.5)
+    """KL divergence between engine and trainer at equal weights, in nats per token, above which the run warns, and
+    above which a step ends with an error before its next update. Typical values: 1e-9 in float32 on a CPU, 1e-4 to
+    1e-3 in bfloat16. `inf` disables either."""
+    max_logprob_diff: tuple[float, float] = (5.0, 15.0)
+    """The same two limits for the largest difference of a token's log-probability between engine and trainer, in
+    nats."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of tokens, including padding, in one forward and backward pass. Bounds memory and does not change
     the update. A longer trajectory forms a microbatch alone."""
@@ -58,9 +66,20 @@ class TrainerSettings(Settings):
     process."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of ranks that split each matrix product, by the model's own plan. Must divide `ranks`."""
+    shard_size: int | None = Field(default=None, ge=1)
+    """Number of consecutive ranks that share one copy of the model (HSDP). Must divide `ranks`. Fewer ranks share a
+    copy across a fast network, such as that within a machine, at the price of more memory. Without the key, all ranks
+    share one copy."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. Saves memory,
     costs time."""
+
+    @field_validator("max_mismatch_kl", "max_logprob_diff")
+    @classmethod
+    def _ascend(cls, limits: tuple[float, float]) -> tuple[float, float]:
+        if not 0 < limits[0] <= limits[1]:
+            raise ValueError("allowed are two numbers above 0: a warning limit, and an error limit of at least as much")
+        return limits
 
     @field_validator("betas")
     @classmethod
@@ -74,6 +93,12 @@ class TrainerSettings(Settings):
         if self.ranks % self.tensor_parallel:
             raise ValueError(
                 f"tensor_parallel: got {self.tensor_parallel} with ranks = {self.ranks}; allowed are divisors of it"
+            )
+        if self.shard_size is not None and (self.ranks % self.shard_size or self.tensor_parallel > 1):
+            raise ValueError(
+                f"shard_size: got {self.shard_size} with ranks = {self.ranks} and tensor_parallel = "
+                f"{self.tensor_parallel}; allowed are divisors of ranks with tensor_parallel = 1; omit the key to "
+                "share one copy of the model among all ranks"
             )
         for key in ("ranks", "compile", "moe_replay"):
             if self.share_prompts and getattr(self, key) != type(self).model_fields[key].default:
@@ -104,5 +129,6 @@ class SftSettings(Settings):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=100, ge=0)
     """Number of updates over which the learning rate rises linearly. Afterwards it decays as a cosine."""
-    dtype: DTypeName = "float32"
-    """Data type in which linear layers compute. Master weights are always float32."""
+    dtype: DTypeChoice = "auto"
+    """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
+    Master weights are always float32."""

@@ -49,7 +49,7 @@ def fine_tune(
     `on_step` receives the update's number, its loss in nats per response token, and the number of processed tokens
     including padding. Raises TrainingDiverged when the gradient is not finite, before the weights change.
     """
-    if settings.dtype == "bfloat16":
+    if torch_dtype(settings.dtype, model.device) is torch.bfloat16:
         prefer_float32_attention(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(parameters, lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
@@ -105,6 +105,6 @@ def _loss_sum(model: PreTrainedModel, rows: list[Demonstration], settings: SftSe
         ids_BS[place, : row.num_tokens] = torch.tensor(row.prompt_ids + row.response_ids)
         is_target_BS[place, len(row.prompt_ids) : row.num_tokens] = True
     ids_BS, is_target_BS = ids_BS.to(model.device), is_target_BS.to(model.device)
-    with compute_in(torch_dtype(settings.dtype), model.device):
+    with compute_in(torch_dtype(settings.dtype, model.device), model.device):
         logprobs_BK = padded_scores(model, ids_BS, first=first, temperature=1.0).logprobs
     return -logprobs_BK[is_target_BS[:, first:]].sum(), ids_BS.numel()

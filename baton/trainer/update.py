@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from baton.errors import TrainingDiverged
 from baton.policy.logprobs import TokenScores
 from baton.policy.sharding import local
+from baton.trainer.alarms import excessive_mismatch
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape, behavior_distance, correction_shape
 from baton.trainer.critic import Critic, value_loss, value_sums
@@ -95,8 +96,8 @@ class Update:
     longest: int
     """Maximum response length in tokens."""
     trouble: str | None = None
-    """Description of the first number that is not finite. The error is raised only after all passes, because a rank
-    that stopped earlier would block the others in a collective."""
+    """Description of the first number that is not finite, or of an excessive mismatch. The error is raised only after
+    all passes, because a rank that stopped earlier would block the others in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
         """Perform one update with a minibatch.
@@ -222,7 +223,7 @@ class Update:
     def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
         """Clip the gradients and step the optimisers.
 
-        Raises TrainingDiverged if any rank found a number that is not finite.
+        Raises TrainingDiverged if any rank found a number that is not finite, or a mismatch above the error limits.
         """
         norms = []
         for learner in self.learners:
@@ -232,6 +233,9 @@ class Update:
                     parameter.grad = torch.zeros_like(parameter)  # the optimiser still steps, so its moments decay
             norm = clip_gradients(parameters, self.passes.settings.max_grad_norm)
             norms.append(self._checked(norm, "the gradient's norm", part.rows))
+        mismatch = excessive_mismatch(self.totals.distance, self.passes.settings)
+        if self.trouble is None and mismatch is not None:
+            self.trouble = f"train step {self.step}: {mismatch}"
         if trouble := self.passes.parallel.agreed(self.trouble):
             raise TrainingDiverged(trouble)
         self.totals.grad_norms.append(norms[0])

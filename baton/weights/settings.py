@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from baton.policy.settings import DTypeName
+from baton.policy.settings import DTypeChoice, DTypeName
 from baton.settings import Settings
 
-PublishDtype = Literal["auto", "float32", "bfloat16"]
+PublishDtype = DTypeChoice
 
 
 class WeightsSettings(Settings):
@@ -31,9 +29,11 @@ class WeightsSettings(Settings):
     """Number of recent versions that are always retained. An older version is deleted as soon as no worker has or needs
     it."""
 
-    def published_in(self, engine_dtype: DTypeName) -> DTypeName:
-        """Return the dtype of published versions if engines compute in `engine_dtype`."""
-        return engine_dtype if self.dtype == "auto" else self.dtype
+    def published_in(self, engine_dtype: DTypeChoice) -> DTypeName:
+        """Return the dtype of published versions if engines compute in `engine_dtype`, which may not be "auto"."""
+        found = engine_dtype if self.dtype == "auto" else self.dtype
+        assert found != "auto", "the start of a run replaces the dtype auto"
+        return found
 
     @property
     def chunk_bytes(self) -> int:

@@ -147,18 +147,18 @@ class Baton:
     def _watch(self) -> None:
         """Note the shape of every forward and the time of every prefill."""
         network = self.engine.network
-        decode, prefill = network.decode, network.prefill
+        decode, prefill = network.step, network.prefill
         forward: Callable[..., Any] = network._body.forward
 
         def noted_decode(ids_W: Any, position_W: Any, kv_length: int) -> Any:
             self.steps.append((len(ids_W), kv_length))
             return decode(ids_W, position_W, kv_length)
 
-        def noted_prefill(ids: Any) -> Any:
+        def noted_prefill(*args: Any) -> Any:
             begin = time.process_time()
             network._body.forward = noted_forward
             try:
-                return prefill(ids)
+                return prefill(*args)
             finally:
                 network._body.forward = forward
                 self._prefill_s += time.process_time() - begin
@@ -167,7 +167,7 @@ class Baton:
             self._prefills.append(tuple(inputs["input_ids"].shape))
             return forward(**inputs)
 
-        network.decode, network.prefill = noted_decode, noted_prefill
+        network.step, network.prefill = noted_decode, noted_prefill
 
 
 class Generate:

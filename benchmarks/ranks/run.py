@@ -123,7 +123,9 @@ def times(steps: int) -> tuple[list[dict[str, Any]], int]:
             model_path=directory,
             device="cpu",
             attention="sdpa",
-            trainer=TrainerSettings(lr=1e-5, max_tokens_per_microbatch=2048).model_dump(),
+            trainer=TrainerSettings(
+                lr=1e-5, max_tokens_per_microbatch=2048, max_mismatch_kl=(1e9, 1e9), max_logprob_diff=(1e9, 1e9)
+            ).model_dump(),
             algorithm=AlgorithmSettings(name="grpo").model_dump(),
             lora=None,
             temperature=1.0,

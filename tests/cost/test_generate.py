@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
 from baton.cost.generate import (
@@ -14,7 +15,9 @@ from baton.cost.generate import (
     largest_batch,
     prefill_s,
     prefills_per_trajectory,
+    read_context_tokens,
     replica_cost,
+    scanned_tokens,
     split_layers,
     weight_bytes,
 )
@@ -79,6 +82,22 @@ def test_the_batch_is_what_memory_holds() -> None:
     assert largest_batch(MODEL, fixed, PLACE, 1, 1) == int(79.6e6 / (400 * 800))
     tiny = msgspec.structs.replace(PLACE, gpu=msgspec.structs.replace(GPU, hbm_bytes=20.5e6))
     assert largest_batch(MODEL, WORK, tiny, 1, 1) == 0
+
+
+@pytest.mark.parametrize(("class_cost", "positions"), [(0, 170), (50, 240), (1000, 400), (math.inf, 400)])
+def test_rows_are_divided_into_the_cheapest_one_to_three_classes(class_cost: float, positions: float) -> None:
+    """Lengths 10, 20, 30, 100: 2 · 20 + 30 + 100; or 3 · 30 + 100 and one more class; or 4 · 100."""
+    found = scanned_tokens(np.array([10.0, 20, 30, 100]), np.arange(1.0, 5), class_cost)
+    assert found == pytest.approx(positions / 4)
+
+
+def test_a_fixed_cache_reads_to_the_longest_row_and_on_a_cpu_to_the_longest_of_a_class() -> None:
+    """Contexts are uniform between 100 and 300: classes end at a third, at two thirds and at the end."""
+    fixed = msgspec.structs.replace(WORK, engine_context_tokens=400)
+    cpu = msgspec.structs.replace(PLACE, gpu=msgspec.structs.replace(GPU, name="CPU"))
+    assert read_context_tokens(MODEL, WORK, cpu, 1e6) == 200
+    assert read_context_tokens(MODEL, fixed, PLACE, 1e6) == pytest.approx(300)
+    assert read_context_tokens(MODEL, fixed, cpu, 1e6) == pytest.approx(100 + (200 / 3 + 400 / 3 + 200) / 3, rel=0.01)
 
 
 def test_tied_tables_are_held_once_unless_stages_divide_them() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.cost.train import forward_passes, microbatches, most_layers, publish_s, stage_bytes, stage_terms, tail_s
+from baton.cost.train import forward_passes, microbatches, publish_s, stage_terms, tail_s
 from tests.cost.round_numbers import MODEL, PLACE, WORK
 
 
@@ -46,45 +46,6 @@ def test_gradients_take_the_link_of_their_group() -> None:
     assert within == pytest.approx(4.5e6 / 1e9)
     assert across == pytest.approx(4.5e6 / 1e8)
     assert stage_terms(MODEL, WORK, PLACE, 8, 1, 1).gradients_per_layer_s == 0
-
-
-def test_memory_of_a_stage() -> None:
-    """6 + 12/dp bytes a parameter; 2 bytes of each microbatch token's activation per layer, 34 in the layer at work;
-    logits of a microbatch (300 tokens, fewer than a chunk) in fp32, twice."""
-    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4)
-    params, per_param = 3 * 1e6 + 1e5, 6 + 12 / 4
-    activations = 3 * 2 * 300 * 100 * 2 + 34 * 300 * 100
-    last = stage_bytes(MODEL, terms, 3, np.array(False), np.array(True), 2)
-    assert last == pytest.approx(params * per_param + activations + 8 * 300 * 1000)
-    first = stage_bytes(MODEL, terms, 3, np.array(True), np.array(False), 2)
-    assert first == pytest.approx(params * per_param + activations)
-    between = stage_bytes(MODEL, terms, 3, np.array(False), np.array(False), 2)
-    assert first - between == pytest.approx(1e5 * per_param)
-
-
-def test_a_tied_table_is_held_once_on_a_stage_that_is_first_and_last() -> None:
-    tied = msgspec.structs.replace(MODEL, is_tied=True)
-    terms = stage_terms(tied, WORK, PLACE, 8, 1, 1)
-    both = stage_bytes(tied, terms, 10, np.array(True), np.array(True), 1)
-    last = stage_bytes(tied, terms, 10, np.array(False), np.array(True), 1)
-    assert both == last
-
-
-def test_layers_that_fit_are_those_whose_memory_does() -> None:
-    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4)
-    flags = np.array(True), np.array(False)
-    most = float(most_layers(MODEL, terms, 5e7, *flags, 2))
-    assert stage_bytes(MODEL, terms, most, *flags, 2) <= 5e7 < stage_bytes(MODEL, terms, most + 1, *flags, 2)
-
-
-def test_a_critic_doubles_state_and_a_reference_adds_weights() -> None:
-    plain, critic, reference = (
-        stage_terms(MODEL, msgspec.structs.replace(WORK, **flags), PLACE, 8, 2, 4).params_bytes_per_param
-        for flags in ({}, {"has_critic": True}, {"has_reference": True})
-    )
-    assert plain == (6 + 3) / 2
-    assert critic == 2 * plain
-    assert reference == plain + 1
 
 
 def test_microbatches_are_longest_trajectories() -> None:

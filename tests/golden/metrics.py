@@ -39,6 +39,8 @@ SOMETIMES = re.compile(
     r"|swarm/(broadcast_s|trajectories_per_s|needed_trajectories_per_s|slack_s|version_density)"
 )
 """Those whose presence depends on what happens in a run."""
+HEARTBEATS = {"perf/generate_tokens_per_s", "perf/occupancy"}
+"""In a swarm a step has these only if a worker's heartbeat came in it, and two short steps may end before the first."""
 
 
 def recipe_of(name: str, directory: Path) -> tuple[Path, tuple[str, ...]]:
@@ -69,6 +71,12 @@ def names_of(name: str, directory: Path) -> set[str]:
     return {key for row in read_metrics(recipe.run.path) for key in row}
 
 
+def steady(name: str, found: Iterable[str]) -> list[str]:
+    """Return, sorted, those of a mode's metrics that every run of it writes."""
+    sometimes = HEARTBEATS if name == "swarm" else set()
+    return sorted(each for each in found if each not in sometimes and not SOMETIMES.fullmatch(each))
+
+
 def status_text() -> str:
     """Return a hub's text for Prometheus, of a status that has everything."""
     return prometheus(CANONICAL.make(HubStatus, 0, False))
@@ -80,7 +88,7 @@ def make(names: Iterable[str] = (*QUICK, *SLOW)) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as path:
             os.chdir(path)
-            found[name] = sorted(each for each in names_of(name, Path(path)) if not SOMETIMES.fullmatch(each))
+            found[name] = steady(name, names_of(name, Path(path)))
             os.chdir("/")
     FILE.write_text(tomli_w.dumps({name: found[name] for name in (*QUICK, *SLOW) if name in found}))
     PROMETHEUS.write_text(status_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.metrics import FILE, PROMETHEUS, QUICK, SLOW, SOMETIMES, names_of, status_text
+from tests.golden.metrics import FILE, PROMETHEUS, QUICK, SLOW, names_of, status_text, steady
 
 pytestmark = pytest.mark.timing
 
@@ -18,8 +18,7 @@ MODES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 @pytest.mark.parametrize("name", MODES)
 def test_a_run_writes_metrics_of_the_golden_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = {each for each in names_of(name, tmp_path) if not SOMETIMES.fullmatch(each)}
-    assert sorted(found) == GOLDEN[name]
+    assert steady(name, names_of(name, tmp_path)) == GOLDEN[name]
 
 
 def test_there_is_a_golden_list_for_every_mode() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 
 from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
 from baton.cost.generate import DeviceClass, largest_batch, replica_cost
-from baton.cost.train import microbatches, publish_s, stage_bytes, stage_terms, table_params
+from baton.cost.memory import rank_phases, stage_bytes, table_params
+from baton.cost.train import microbatches, publish_s, stage_terms
 from baton.planner.instance import Inputs
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import ModelSpec, model_spec
@@ -157,7 +158,8 @@ def _brute_training(question: Inputs, types: Sequence[object], chosen: Chosen) -
             place, node_gpus = _place(question, kind)
             terms = stage_terms(spec, load, place, node_gpus, tp, dp)
             first, last = index == 0, index == len(stages) - 1
-            need = stage_bytes(spec, terms, layers, np.array(first), np.array(last), min(len(stages), count))
+            phases = rank_phases(spec, terms.rank, first, last, min(len(stages), count))
+            need = stage_bytes(phases, layers)
             fits &= bool(need <= place.memory_limit_bytes)
             slowest = max(slowest, float(terms.per_layer_s) * layers + last * float(terms.head_s))
             tables = float(table_params(spec, np.array(first), np.array(last))) / spec.layer_params

@@ -1,4 +1,4 @@
-"""The memory tables of docs/recipes.md and docs/gpu-memory.md are what the dry run estimates for the recipes."""
+"""The memory tables of docs/recipes.md and docs/gpu-memory.md are what `cost/memory.py` gives for the recipes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from pathlib import Path
 import pytest
 
 from baton.recipe.shipped import shipped_recipes
-from tests.recipe.recipe_memory import BETWEEN, PAGES, RECIPES, ROOT, fill_cache
+from tests.recipe.recipe_memory import BETWEEN, PAGES, RECIPES, ROOT
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture(autouse=True)
-def _published_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill_cache(tmp_path, monkeypatch)
-
-
 @pytest.mark.parametrize(("page", "render"), PAGES.items(), ids=lambda value: getattr(value, "name", ""))
-def test_a_table_is_what_the_dry_run_estimates(page: Path, render: Callable[[], str]) -> None:
+def test_a_table_is_what_the_law_gives(page: Path, render: Callable[[], str]) -> None:
     found = BETWEEN.search(page.read_text(encoding="utf-8"))
     assert found is not None, "the markers are missing"
     assert found[0] == f"{found[1]}\n{render()}\n{found[2]}", "run python -m tests.recipe.recipe_memory"

@@ -113,6 +113,7 @@ def test_what_nobody_has_tested_is_experimental() -> None:
         ([], {}),
         (["engine.processes=2", "rollout.mode=async"], {"workers": "processes", "mode": "async"}),
         (["swarm.workers=2", "lora.rank=2"], {"workers": "swarm", "weights": "lora"}),
+        (["trainer.ranks=4", "trainer.shard_size=2"], {"trainer": "copies"}),
         (["trainer.ranks=4", "trainer.tensor_parallel=2"], {"trainer": "tensor_parallel"}),
         (["trainer.ranks=4"], {"trainer": "ranks"}),
         (["trainer.compile=true", "algorithm=rloo"], {"trainer": "compiled", "algorithm": "rloo"}),

@@ -350,6 +350,54 @@ def test_kept_pieces_are_bounded_and_counted_and_the_oldest_are_dropped(embedded
         assert prefilled(engine, lambda i=i: driver.run(engine, [driver.lease(50, prompts[i], 3)]))[1] == count
 
 
+def test_contexts_are_kept_as_long_as_no_slot_is_needed_for_new_work(embedded, driver):
+    """Of 24 slots one runs and 23 hold 2,944 tokens: 29 prompts of 100. If 20 run, half of the slots hold 1,536."""
+    engine = embedded(slots=24)
+    held, prompts = engine.held_bytes, [ids(101, n) for n in range(40)]
+    for i, prompt in enumerate(prompts):
+        driver.run(engine, [driver.lease(i, prompt, 2)])
+    assert engine.held_bytes == held + 2900 * TOKEN_BYTES
+    driver.run(engine, [driver.lease(50 + i, [7], 3) for i in range(20)])
+    assert engine.held_bytes == held + 1500 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kept_contexts_neither_delay_new_work_nor_exceed_the_free_slots(seed, embedded, driver):
+    """Random prompts, further turns, aborts, resumes and loads: in every step as many leases run as slots allow."""
+    engine, rng, slots, context = embedded(slots=24), random.Random(seed), 24, 128
+    held, weights = engine.held_bytes, {name: t.clone() for name, t in tensors(engine.network.model).items()}
+    idle, open_leases, numbers = [], {}, iter(range(10_000))
+    for step in range(100):
+        if step % 25 == 24:
+            engine.load_weights(weights, PolicyVersion("run", step))
+        for lease_id in [next(numbers) for _ in range(rng.choice((0, 0, 1, 3, 12)) if step < 40 else 0)]:
+            prompt, segments = ids(rng.choice((1, 2, 30, 70)), lease_id), ()
+            if idle and rng.random() < 0.7:
+                grown = idle.pop(rng.randrange(len(idle)))
+                prompt, segments = grown.prompt_ids, grown.segments
+                if segments and rng.random() < 0.5:
+                    segments = observed(grown, rng.randint(1, 9), lease_id)
+            num_tokens = sum(len(s.token_ids) for s in segments) + rng.randint(1, 12)
+            if len(prompt) + num_tokens <= context:
+                lease = driver.lease(lease_id, prompt, num_tokens, segments=segments, is_exact=False)
+                open_leases[lease_id] = lease.trajectory
+                engine.submit(lease)
+        gone = [lease_id for lease_id in open_leases if rng.random() < 0.03]
+        for lease_id in gone:
+            engine.abort(lease_id)
+        before = engine.stats.decoded_tokens
+        reports = engine.step()
+        running = min(slots, len(open_leases) - len(gone))
+        assert engine.stats.decoded_tokens - before == running
+        assert engine.held_bytes - held <= max(slots // 2, slots - running) * context * TOKEN_BYTES
+        for report in reports:
+            open_leases[report.lease_id] = open_leases[report.lease_id].extended(report.segments)
+            if report.finish_reason is not None or report.is_aborted:
+                idle.append(open_leases.pop(report.lease_id))
+    assert not open_leases
+    assert len(idle) > slots
+
+
 def test_the_prefix_of_a_waiting_lease_is_dropped_last(embedded, driver):
     """10 prompts of 100 are kept, and the oldest one is needed by a lease that waits behind 8 others of 10 ids."""
     engine = embedded()
@@ -392,7 +440,7 @@ def test_earlier_pieces_are_dropped_after_the_pieces_that_need_them():
     def key(*ends: int, first: int = 0) -> PrefixKey:
         return PrefixKey(tuple(Piece(end, 0) for end in ends), (first,) * ends[-1])
 
-    kept = KeptPrefixes(limit=20)
+    kept = KeptPrefixes()
     chain = (key(4), key(4, 9), key(4, 9, 15))
     for one in (*chain, key(3, first=1)):
         start = one.pieces[-2].end if len(one.pieces) > 1 else 0
@@ -401,7 +449,6 @@ def test_earlier_pieces_are_dropped_after_the_pieces_that_need_them():
     kept.use((key(3, first=1),))
     assert (kept.num_tokens, kept.depth(chain)) == (18, 3)
     for limit, depth in ((17, 2), (11, 1), (6, 0)):
-        kept.limit = limit
-        kept.drop_oldest()
+        kept.drop_oldest(limit)
         assert kept.depth(chain) == depth
     assert kept.depth((key(3, first=1),)) == 1

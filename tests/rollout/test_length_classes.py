@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.cost.generate import scanned_tokens
 from baton.rollout.engines.embedded import length_classes
 from baton.rollout.engines.embedded.cache import Prefix, SlotCache
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
@@ -77,6 +78,9 @@ def test_random_batches_get_a_cost_within_reach_of_the_best() -> None:
         assert fresh.order(np.sort(length_W)) is None
         best = sum((r.end - r.begin) * r.kv_length for r in fresh.ranges(np.sort(length_W)))
         assert sum((r.end - r.begin) * r.kv_length for r in ranges) == best
+        padded = np.array(KV_LENGTHS)[np.searchsorted(KV_LENGTHS, np.sort(length_W))].astype(float)
+        predicted = scanned_tokens(padded, np.arange(1.0, 33.0), 32.0)
+        assert best + 32 * (len(ranges) - 1) == round(32 * predicted), "the cost model chooses the same classes"
 
 
 def test_slots_are_reordered_by_any_permutation() -> None:
@@ -101,6 +105,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.mark.numerics
+@pytest.mark.usefixtures("one_thread")
+def test_classes_are_chosen_every_16_decode_steps(embedded: Callable[..., EmbeddedEngine], driver, monkeypatch) -> None:
+    """Steps 0, 16 and 32 of 40, also if rows end or begin in other steps."""
+    order, steps = LengthClasses.order, []
+
+    def noted(self, length_W):
+        steps.append(engine.stats.decode_steps)
+        return order(self, length_W)
+
+    monkeypatch.setattr(LengthClasses, "order", noted)
+    engine = embedded()
+    if engine.network.classes is None:
+        pytest.skip("this CPU computes other bits in classes, so the engine does not use them")
+    driver.run(engine, [driver.lease(i, [1 + i] * 5, (40, 3, 21)[i % 3]) for i in range(9)])
+    assert engine.stats.decode_steps == 40
+    assert steps == [0, 16, 32]
 
 
 @pytest.mark.numerics

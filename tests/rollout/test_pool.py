@@ -23,7 +23,7 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
-from baton.rollout.processes.pool import EnginePool
+from baton.rollout.processes.pool import EnginePool, returns_home
 from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
@@ -156,6 +156,38 @@ def test_a_waiting_turn_is_handed_over_before_trajectories_that_have_not_begun(p
         pool.receive(10.0)
         held += [i for process in pool.processes for i in process.leases if i > 31 and i not in held]
     assert 34 in held
+
+
+def test_a_further_turn_returns_to_the_process_that_has_kept_its_keys_and_values(pool: EnginePool) -> None:
+    """Two prompts of 40 on two processes: 39 tokens each, then those that a turn has added, whatever the order."""
+    trajectories = [Trajectory(group, 0, tuple(range(5 + group, 45 + group))) for group in range(2)]
+    added = 2 * 39
+    for number, order in enumerate(((0, 1), (1, 0), (1, 0), (0, 1))):
+        before, num_tokens = pool.stats().prefilled_tokens, sum(t.num_tokens for t in trajectories)
+        for group in order:
+            sampling = SamplingParams(trajectories[group].num_tokens + 6)
+            pool.send(Lease(2 * number + group, trajectories[group], sampling, noise_seed=1, version=0))
+        left = {2 * number + group for group in order}
+        while left:
+            for message in pool.receive(10.0):
+                group = message.lease_id % 2
+                observed = Segment(tuple(range(60, 69)), (0.0,) * 9, 0, Author.ENVIRONMENT)
+                grown = trajectories[group].extended(message.segments)
+                if message.finish_reason is not None:
+                    left.discard(message.lease_id)
+                    grown = grown.extended((observed,))
+                trajectories[group] = grown
+        assert pool.stats().prefilled_tokens - before == added
+        added = sum(t.num_tokens for t in trajectories) - num_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_home", "num_least", "returns"),
+    [(0, 0, True), (4, 0, True), (5, 0, False), (15, 11, True), (15, 10, False), (16, 16, False), (16, 15, False)],
+)
+def test_a_busy_process_does_not_get_its_trajectories_back(num_home: int, num_least: int, returns: bool) -> None:
+    """Of 16 slots: at most 4 leases more than the least busy process, and a free slot."""
+    assert returns_home(num_home, num_least, 16) == returns
 
 
 def test_closing_leaves_no_process_and_no_file(model_path: Path) -> None:

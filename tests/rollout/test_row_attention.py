@@ -168,5 +168,5 @@ def test_rows_lie_one_slot_behind_the_other_with_their_own_lengths() -> None:
 
 def test_it_is_for_bfloat16() -> None:
     with pytest.raises(ValueError, match='requires dtype = "bfloat16", not "float32"'):
-        EngineSettings(row_attention=True)
+        EngineSettings(row_attention=True, dtype="float32")
     EngineSettings(row_attention=True, dtype="bfloat16")

@@ -12,7 +12,6 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.factory import check_server, chosen
-from baton.rollout.overprovision import BatchMeasurement, next_overprovision
 from baton.rollout.settings import RolloutSettings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
@@ -64,25 +63,6 @@ def test_defaults_follow_the_mode():
     assert RolloutSettings(mode="partial", overprovision=1.5, batch_groups=5).rules().max_outstanding(1.5) == 7
     auto = RolloutSettings(mode="partial", overprovision="auto", stale="drop", max_staleness=0).rules()
     assert (auto.overprovision, auto.most_overprovision) == (1.0, 1.0), "what is carried must not get too old"
-
-
-@pytest.mark.parametrize(
-    ("now", "measured", "then"),
-    [
-        (2.0, BatchMeasurement(occupancy=0.6, masked_frac=0.0, reprefilled_frac=0.1), 2.25),  # slots stand empty
-        (2.0, BatchMeasurement(occupancy=0.97, masked_frac=0.0, reprefilled_frac=0.05), 2.0),  # full, and cheap
-        (2.0, BatchMeasurement(occupancy=0.6, masked_frac=0.2, reprefilled_frac=0.1), 1.75),  # too much is too old
-        (
-            2.0,
-            BatchMeasurement(occupancy=0.97, masked_frac=0.0, reprefilled_frac=0.4),
-            1.75,
-        ),  # 0.1 for 0.03 of slots
-        (1.0, BatchMeasurement(occupancy=0.6, masked_frac=0.2, reprefilled_frac=0.1), 1.0),
-        (4.0, BatchMeasurement(occupancy=0.6, masked_frac=0.0, reprefilled_frac=0.1), 4.0),
-    ],
-)
-def test_over_provision_follows_what_is_measured(now, measured, then):
-    assert next_overprovision(now, measured, 4.0) == then
 
 
 def test_a_hub_may_send_its_worker_to_a_server_of_the_workers_own_machine_alone() -> None:

@@ -25,6 +25,7 @@ from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
+from baton.run.resume import with_dtypes
 from baton.run.summary import summarise
 from baton.trainer.checkpoint import list_checkpoints
 from baton.views.pages.report import write_page
@@ -257,7 +258,7 @@ def test_recipe_and_circumstances_are_written_before_the_first_step(small: Any, 
     recipe = load(small, tmp_path)
     loop = build_loop(recipe, TerminalObserver(Console(quiet=True), 3), resume=False, overwrite=False)
     loop.close()
-    assert load_recipe(Recipe, loop.run.path / "recipe.toml") == recipe
+    assert load_recipe(Recipe, loop.run.path / "recipe.toml") == with_dtypes(recipe)
     facts = loop.run.facts()
     assert (facts["seed"], facts["threads"]) == (5, 1)
     assert facts["packages"]["torch"] == version("torch")  # torch.__version__ may add the build

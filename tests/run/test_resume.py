@@ -25,7 +25,7 @@ from baton.records.journal import Journal
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.assemble import build_loop
-from baton.run.resume import skip_batch
+from baton.run.resume import skip_batch, with_dtypes
 from baton.run.trajectories import read_trajectories
 from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
@@ -247,6 +247,29 @@ def test_the_resolved_recipe_of_an_earlier_baton_is_read_under_the_keys_of_today
     now = {"swarm": {"heartbeat_timeout_s": 9.0, "workers": 2}, "weights": {"keyframe_every": 4}}
     assert with_current_keys(before) == now
     assert compare_for_resume(before, now) == []
+
+
+def dtypes(device: str, recorded: dict[str, Any] | None = None, **sections: Any) -> tuple[str, str]:
+    tree = {"run": {"name": "r"}, "model": {"path": "m", "device": device}, "task": [{"name": "chain_sum"}], **sections}
+    found = with_dtypes(Recipe.model_validate(tree), recorded)
+    return found.trainer.dtype, found.engine.dtype
+
+
+def test_a_run_records_the_dtype_of_its_device_and_keeps_it_on_another() -> None:
+    assert dtypes("cpu") == ("float32", "float32")
+    assert dtypes("cuda:1") == ("bfloat16", "bfloat16")
+    assert dtypes("cuda", engine={"dtype": "float32"}) == ("bfloat16", "float32")
+    before = {"trainer": {"dtype": "bfloat16"}, "engine": {"dtype": "float32"}}
+    assert dtypes("cpu", before) == ("bfloat16", "float32")
+    assert dtypes("cuda", before, engine={"dtype": "bfloat16"}) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked", "found"), [("sync", None, True), ("partial", None, None), ("sync", False, False)]
+)
+def test_a_mode_that_promises_bits_uses_deterministic_algorithms(mode: str, asked: Any, found: Any) -> None:
+    tree = {"run": {"name": "r", "deterministic": asked}, "model": {"path": "m"}, "task": [{"name": "chain_sum"}]}
+    assert Recipe.model_validate({**tree, "rollout": {"mode": mode}}).deterministic is found
 
 
 def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:

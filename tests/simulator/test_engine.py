@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -28,7 +29,7 @@ class Heard:
 
 def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[VirtualClock, SimEngine, Heard]:
     clock = VirtualClock()
-    of_spec = {key: options.pop(key) for key in ("kv_tokens", "pads") if key in options}
+    of_spec = {key: options.pop(key) for key in ("kv_tokens", "class_cost") if key in options}
     heard = Heard(clock)
     made = SimEngine(clock, EngineSpec("e", slots, speed, **of_spec), heard, **options)
     made.version = 0
@@ -59,6 +60,16 @@ def test_a_growing_context_is_summed_in_closed_form() -> None:
     made.submit(row(1, 5))
     run(clock)
     assert heard.said[0][0] == pytest.approx((10 + 11 + 12 + 13 + 14) * 0.001)
+
+
+@pytest.mark.parametrize(("class_cost", "positions"), [(None, 60), (0, 60), (15, 75), (1000, 100), (math.inf, 100)])
+def test_rows_of_a_fixed_cache_read_up_to_the_longest_of_their_length_class(class_cost, positions) -> None:
+    """Contexts of 10 and 50: two classes read 60 positions and cost one more class, a single one reads 100."""
+    clock, made, heard = engine(FlatSpeed(base_s=0.0, context_s=0.001), class_cost=class_cost)
+    made.submit(row(1, 1, prompt=10))
+    made.submit(row(2, 1, prompt=50))
+    run(clock)
+    assert heard.said[0][0] == pytest.approx(positions * 0.001)
 
 
 def test_what_arrives_in_the_middle_of_a_step_begins_after_it() -> None:

@@ -79,7 +79,7 @@ MAX_NEW_TOKENS = 24
 CONTEXT = 64
 LINEAGE = "bench"
 MODEL = msgspec.msgpack.encode({"config.json": b"{}"})
-SETTINGS = EngineSettings(slots=8, max_context_tokens=CONTEXT, report_every_tokens=5)
+SETTINGS = EngineSettings(slots=8, max_context_tokens=CONTEXT, report_every_tokens=5, dtype="float32")
 LIMITS = ReportLimits(vocabulary=100, max_context_tokens=CONTEXT, end_ids=(END_ID,))
 PATIENCE_S = 60.0
 """No wait of a test is longer, however busy the machine is."""

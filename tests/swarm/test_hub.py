@@ -205,6 +205,7 @@ def test_status_and_metrics_say_how_it_is(bench):
 
     wait_until(lambda: len(shown().workers) == 1, "the dead one is forgotten")
     wait_until(lambda: shown().workers[0].version == 3, "the newest is served")
+    wait_until(lambda: shown().rule["broadcast_s"] > 0, "a tick has looked at the workers")
     found = shown()
     (worker,) = found.workers
     assert (found.run, found.lineage, found.version, found.step) == ("bench", LINEAGE, 3, 3)
@@ -217,7 +218,6 @@ def test_status_and_metrics_say_how_it_is(bench):
     assert found.publication["bytes"] > 0
     assert sum(size for route, size in found.bytes_out.items() if route != "total") == found.bytes_out["total"]
     assert found.bytes_out["model"] == 2 * len(MODEL)
-    assert found.rule["broadcast_s"] > 0
     assert "trajectories/s" in found.provisioning
     families = list(text_string_to_metric_families(get(bench, "/metrics", admin)[1].decode()))
     samples = {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}

@@ -3,8 +3,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from rank_pool import RankPool
-from trainer_cases import tiny_model, tiny_tokenizer
+from trainer_cases import VOCAB, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from tests.model_families import tiny_config
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +17,19 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     found = RankPool(tmp_path_factory.mktemp("scratch"))
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def expert_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Qwen3-MoE of 4 experts, of which each token is computed by 2."""
+    path = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB, "initializer_range": 0.3, "num_key_value_heads": 2}
+    config = tiny_config("qwen3_moe")
+    config.update(shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tiny_tokenizer().hf.save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="session")

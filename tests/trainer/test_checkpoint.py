@@ -9,9 +9,9 @@ from trainer_cases import are_bit_equal, make_trainer, parameters, random_batch,
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.errors import UserError
-from baton.trainer import checkpoint
+from baton.files import atomic_directory
+from baton.policy.stored_tensors import TensorFile
 from baton.trainer.checkpoint import (
-    atomic_directory,
     checkpoint_path,
     latest_checkpoint,
     list_checkpoints,
@@ -92,7 +92,7 @@ def test_nothing_in_it_is_pickled(tmp_path):
 def test_a_write_that_fails_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
     trainer = saved(checkpoint_path(tmp_path, 1), num_steps=1)
     trainer.step(random_batch(2))
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(TensorFile, "put", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         trainer.save(checkpoint_path(tmp_path, 2))
     assert list_checkpoints(tmp_path) == [tmp_path / "step_000001"]

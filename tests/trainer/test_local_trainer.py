@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
+from torch._dynamo.utils import counters
 from trainer_cases import (
     SMOOTH,
     VOCAB,
@@ -222,6 +223,27 @@ def test_a_single_update_needs_no_forward_beyond_its_own(monkeypatch):
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        # log r = proximal − behavior = 1: k3 = e − 1 − 1 = 0.718
+        ({"max_mismatch_kl": (0.01, 0.7)}, "mismatch kl of engine and trainer is 0.718 nats per token, allowed by "),
+        ({"max_logprob_diff": (0.5, 0.9)}, "logprob diff of engine and trainer is 1 nats, allowed by trainer.max_log"),
+    ],
+)
+def test_an_excessive_mismatch_ends_the_step_before_an_update(limits, sentence):
+    with torch.no_grad():
+        exact = tiny_model()(torch.tensor([[2, 3, 5]])).logits[0, 1].log_softmax(-1)[5].item()
+    responses = [[policy(5, version=1, logprob=exact - 1.0)], [policy(5, version=0, logprob=-40.0)]]
+    batch = Batch(2, (make_group(0, [1.0, 0.0], responses),))
+    trainer, allowed = (make_trainer(version=PolicyVersion("first", 1), **each) for each in (limits, {}))
+    with pytest.raises(TrainingDiverged, match=sentence):
+        trainer.step(batch)
+    assert are_bit_equal(parameters(trainer), parameters(make_trainer()))
+    allowed.step(batch)
+    assert not are_bit_equal(parameters(allowed), parameters(make_trainer()))
+
+
 def test_engine_and_trainer_are_compared_on_tokens_of_the_current_version_only():
     model = tiny_model()
     with torch.no_grad():
@@ -394,10 +416,15 @@ def test_bfloat16_training_keeps_float32_master_weights_and_follows_float32():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_step_is_the_step():
+@pytest.mark.parametrize(
+    "shape", [{}, {"packing": "always", "activation_checkpointing": True}], ids=["padded", "packed and recomputed"]
+)
+def test_a_compiled_step_is_the_step(shape):
     batch = random_batch(1)
-    plain, metrics = stepped(batch, **SMOOTH)
-    compiled, other = stepped(batch, compile=True, **SMOOTH)
+    plain, metrics = stepped(batch, **SMOOTH, **shape)
+    counters.clear()
+    compiled, other = stepped(batch, compile=True, **SMOOTH, **shape)
+    assert counters["stats"]["calls_captured"] > 100, "the blocks' operations are in compiled graphs"
     assert largest_difference(parameters(plain), parameters(tiny_trainer())) > 1e-4
     assert largest_difference(parameters(plain), parameters(compiled)) < 1e-5
     assert other["policy/loss"] == pytest.approx(metrics["policy/loss"], abs=1e-6)

@@ -17,6 +17,7 @@ from trainer_cases import (
 
 from baton.trainer.alarms import Alarms
 from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.settings import TrainerSettings
 from baton.types import Batch, PolicyVersion
 
 pytestmark = pytest.mark.numerics
@@ -133,7 +134,7 @@ def test_at_equal_policies_the_correction_changes_nothing_but_last_bits():
 
 
 def test_alarms_are_said_when_they_appear_and_not_while_they_stay(caplog):
-    alarms = Alarms(AlgorithmSettings())
+    alarms = Alarms(AlgorithmSettings(), TrainerSettings())
 
     def said(**values):
         caplog.clear()
@@ -146,6 +147,8 @@ def test_alarms_are_said_when_they_appear_and_not_while_they_stay(caplog):
     (line,) = said(policy__mismatch_kl=0.03, policy__ess=0.25)
     assert line.startswith("policy/ess is 0.25, below 0.5:")
     assert "'token_tis'" in line
+    (line,) = said(policy__mismatch_kl=0.03, policy__ess=0.25, policy__logprob_diff_max=5.5)
+    assert line.startswith("policy/logprob_diff_max is 5.5 nats, above 5: engine and trainer compute")
     (line,) = said(staleness__masked_frac=0.75)
     assert "raise rollout.max_staleness" in line
     assert len(said(policy__mismatch_kl=0.02)) == 1  # it was absent in between, so it is new

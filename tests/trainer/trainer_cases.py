@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -35,6 +36,10 @@ SMOOTH = {"lr": 0.02, "max_grad_norm": 1e-8}
 """Settings under which a rounding of the gradient stays a rounding of the update. AdamW divides by √v + 1e-8: with the
 gradient scaled down to a norm of 1e-8, the update is about lr × gradient / 1e-8. Without it the update is about
 lr × the gradient's sign, and a gradient near zero turns its last bit into an update of full size."""
+
+
+INVENTED = {"max_mismatch_kl": (0.01, math.inf), "max_logprob_diff": (math.inf, math.inf)}
+"""No error for behavior logprobs that no engine computed."""
 
 
 def tiny_model(seed: int = 0, **changes: object) -> PreTrainedModel:
@@ -80,7 +85,7 @@ def make_trainer(
     return LocalTrainer(
         model if model is not None else tiny_model(),
         tiny_tokenizer(),
-        TrainerSettings(**{"lr": 1e-3, **settings}),
+        TrainerSettings(**{"lr": 1e-3, **INVENTED, **settings}),
         algorithm,
         temperature=temperature,
         total_steps=10,

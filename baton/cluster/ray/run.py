@@ -158,6 +158,9 @@ class _RayAttempts:
         rank = placement.ranks[0]
         if len(placement.ranks) == 1 and rank.gpu == CPU and not recipe.run.threads:
             overrides.append(f"run.threads={rank.threads}")
+        for key, dtype in {"trainer": recipe.trainer.dtype, "engine": recipe.engine.dtype}.items():
+            if dtype == "auto":  # decided here, because this machine may have no GPU
+                overrides.append(f"{key}.dtype={'float32' if rank.gpu == CPU else 'bfloat16'}")
         if recipe.swarm.serve is None:
             own = self.cluster.own_address
             is_alone = all(machines[spec.machine].address == own for spec in placement.workers)

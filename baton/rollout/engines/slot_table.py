@@ -147,6 +147,8 @@ class SlotTable:
         self._text = text
         self._waiting: OrderedDict[int, RunningLease] = OrderedDict()
         self._aborted: set[int] = set()
+        self._running: set[int] = set()
+        """Ids of the leases that have a slot."""
         self._outbox: list[FromWorker] = []
 
     def submit(self, lease: Lease) -> None:
@@ -213,15 +215,17 @@ class SlotTable:
         """Move waiting leases into free slots, and return (slot, row) of each moved lease. Trajectories that have begun
         come first, then older leases; the first gets the lowest slot."""
         admitted: list[tuple[int, RunningLease]] = []
-        if not self._waiting:
+        if not self._waiting or self.num_running == len(self.rows):
             return admitted
-        for slot, row in enumerate(self.rows):
-            if row is None and self._waiting:
-                row = min(self._waiting.values(), key=lambda waiting: not waiting.length)
-                del self._waiting[row.lease.lease_id]
-                self.rows[slot] = row
-                self.num_running += 1
-                admitted.append((slot, row))
+        free = (slot for slot, row in enumerate(self.rows) if row is None)
+        order = sorted(self._waiting.values(), key=lambda waiting: not waiting.length)
+        for slot, row in zip(free, order, strict=False):
+            lease_id = row.lease.lease_id
+            del self._waiting[lease_id]
+            self._running.add(lease_id)
+            self.rows[slot] = row
+            self.num_running += 1
+            admitted.append((slot, row))
         return admitted
 
     def compact(self, width: int) -> list[tuple[int, int]]:
@@ -282,9 +286,12 @@ class SlotTable:
         return [row.report(number) for _, row in self.running() if row.num_unreported]
 
     def _knows(self, lease_id: int) -> bool:
-        return lease_id in self._waiting or any(r is not None and r.lease.lease_id == lease_id for r in self.rows)
+        return lease_id in self._waiting or lease_id in self._running
 
     def _free(self, slot: int) -> None:
+        row = self.rows[slot]
+        assert row is not None, f"slot {slot} is free already"
+        self._running.discard(row.lease.lease_id)
         self.rows[slot] = None
         self.num_running -= 1
 

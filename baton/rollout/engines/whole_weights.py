@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from baton.errors import EngineFault
 from baton.policy.adapters import BaseWeights, base_of_adapter, is_adapter
-from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_dtype
+from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_device, torch_dtype
 from baton.policy.tensors import check_fit, policy_tensors
 from baton.policy.tokenizer import load_tokenizer, model_directory
 from baton.rollout.engine import EngineSettings
@@ -29,7 +29,9 @@ class Skeleton:
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
         meta = torch.device("meta")
         with meta:
-            self.model = load_skeleton(directory, dtype=torch_dtype(settings.dtype), device=meta, attention="sdpa")
+            self.model = load_skeleton(
+                directory, dtype=torch_dtype(settings.dtype, torch_device("auto")), device=meta, attention="sdpa"
+            )
         self._tokenizer = load_tokenizer(str(directory))
         self.end_ids = end_ids(self.model, self._tokenizer)
 
@@ -47,7 +49,7 @@ class ModelFiles:
     def __init__(self, path: str, settings: EngineSettings, attention: str) -> None:
         self.path = path
         self.base_path = base_of_adapter(Path(path)) or path
-        self._dtype, self._attention = torch_dtype(settings.dtype), attention
+        self._dtype, self._attention = torch_dtype(settings.dtype, torch_device("auto")), attention
 
     def load(self) -> PreTrainedModel:
         """Load the model into host memory. An adapter is merged into its base model."""
@@ -85,7 +87,7 @@ class WholeWeights:
         """
         if is_adapter(tensors):
             base = self._adapted_base()
-            tensors = {**base, **self._base.merged(base, tensors)}
+            tensors = {**base, **dict(self._base.merged(base, tensors))}
         check_fit(self._model, self._own, tensors)
         first = {id(p): name for name, p in self._model.named_parameters()}
         found: dict[str, Tensor] = {}

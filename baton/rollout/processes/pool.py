@@ -5,8 +5,9 @@
           └── reports ◀── all processes
 
 A lease is sent to a process only when the process has a free slot, so processes whose responses are short receive more
-leases. The tokens of a trajectory do not depend on which process generates them, because all processes have one thread
-and the same number of slots.
+leases. A further turn or a resumed trajectory returns to the process that may have kept its keys and values, unless
+that process is much busier than another one (`returns_home`). The tokens of a trajectory do not depend on which process
+generates them, because all processes have one thread and the same number of slots.
 """
 
 from __future__ import annotations
@@ -33,9 +34,17 @@ from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_l
 
 CLOSE_GRACE_S = 2.0
 """Number of seconds in which all processes must exit; then the remaining processes are killed."""
+HOMES_PER_SLOT = 8
+"""Number of trajectories, per slot of the pool, whose last process is known."""
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
 """Function that writes tensors to a safetensors file. It is passed as an argument because this module must not import
 torch."""
+
+
+def returns_home(num_home: int, num_least: int, slots: int) -> bool:
+    """Return whether a trajectory is sent back to its last process: if the process has a free slot, and exceeds the
+    leases of the least busy process by at most a quarter of its slots."""
+    return num_home < slots and num_home - num_least <= slots // 4
 
 
 class EngineProcess:
@@ -106,6 +115,8 @@ class EnginePool(WorkerTransport):
         self._trace = trace or LeaseTrace(TraceWriter())
         self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
         self._queue: deque[Lease] = deque()
+        self._homes: dict[str, EngineProcess] = {}
+        """Name of a trajectory → its last process, in the order in which they were sent."""
         self.processes: list[EngineProcess] = []
         try:
             self.processes = [EngineProcess(index) for index in range(count)]
@@ -184,9 +195,9 @@ class EnginePool(WorkerTransport):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _assign_waiting(self) -> None:
-        """Send waiting leases to the process with the most free slots.
+        """Send waiting leases to their last process, or to the process with the most free slots.
 
-        Leases of one group are sent to the same process while that process has free slots, because the process then
+        New leases of one group are sent to the same process while that process has free slots, because the process then
         prefills their common prompt only once.
         """
         while self._queue:
@@ -197,7 +208,15 @@ class EnginePool(WorkerTransport):
             while self._queue and len(process.leases) < self._slots:
                 if self._queue[0].trajectory.group_id != group_id:
                     break
-                self._hand_over(process, self._queue.popleft())
+                lease = self._queue.popleft()
+                name, is_begun = lease.trajectory.name, bool(lease.trajectory.num_tokens)
+                home = self._homes.pop(name, process) if is_begun else process
+                if not returns_home(len(home.leases), len(process.leases), self._slots):
+                    home = process
+                self._homes[name] = home
+                if len(self._homes) > HOMES_PER_SLOT * self.slots:
+                    del self._homes[next(iter(self._homes))]
+                self._hand_over(home, lease)
 
     def _hand_over(self, process: EngineProcess, lease: Lease) -> None:
         process.send(lease)

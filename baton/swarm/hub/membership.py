@@ -88,6 +88,8 @@ class Membership:
         self._by_worker: dict[str, int] = {}
         """Number of each worker, by worker id."""
         self._next_worker = 0
+        self._switched_s: float | None = None
+        """When a worker last began to serve another version; None if none did since the last tick."""
         self._commands: deque[BrokerCommand] = deque()
         self._is_executing = False
 
@@ -263,6 +265,9 @@ class Membership:
             reason = self._access.recheck(peer.grant, peer.worker, peer.address)
             if reason is not None:
                 self.remove(peer.number, reason, is_final=True)
+        if self._switched_s is not None:  # once per tick, because it looks at all workers
+            self.broker.pace.serve(self._switched_s, (p.served for p in self.peers.values() if p.is_connected))
+            self._switched_s = None
         self.execute(self.broker.tick(delay_s))
         self.verifier.tick(delay_s)
 
@@ -290,7 +295,7 @@ class Membership:
                 self._alive(peer)
                 self.send(peer.number, messages.HeartbeatAck())
                 if peer.served != before:
-                    self.broker.pace.serve(now_s, (p.served for p in self.peers.values() if p.is_connected))
+                    self._switched_s = now_s
             case messages.Leaving():
                 self.remove(peer.number, "left")
             case Fault(kind=kind, text=text):

@@ -12,7 +12,7 @@ All ranks run the same passes in the same order; a rank with fewer microbatches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from baton.policy.sharding import Sharded, gathered, local
+from baton.policy.sharding import Sharded, local
+from baton.policy.stored_tensors import StoredTensors, fill_model
 from baton.policy.tensor_parallel import split_products
 from baton.trainer.advantages import FloatArray
 from baton.trainer.parallel.balance import ALONE, BatchShare
@@ -39,11 +40,19 @@ class SingleRank:
     """True if there is no process group."""
     num_ranks: int = 1
     share: BatchShare = ALONE
+    rank: int = 0
     is_first: bool = True
-    """True on the rank that writes files and logs warnings for all."""
+    """True on rank 0, which writes files and logs warnings for all."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Shard the parameters of modules over the ranks, in place, and move them to the ranks' devices."""
+        """Shard the parameters of modules over the ranks, in place, and move them to the ranks' devices.
+
+        Parameters on the meta device are then read from files. The first module is the policy, whose body a critic
+        copies.
+        """
+
+    def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
+        """Set the tensors that `shard` reads for a model on the meta device."""
 
     def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
         """Run `work` with a module that was passed to `shard`; `work` returns a tensor or a dataclass of tensors."""
@@ -75,34 +84,42 @@ class SingleRank:
         """Return the first rank's text on every rank."""
         return text
 
-    def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gather tensors on the first rank; other ranks return an empty mapping."""
-        return dict(tensors)
-
 
 class RankGroup(SingleRank):
     """The ranks of torch's process group; models are sharded over them."""
 
-    def __init__(self, device: torch.device, *, tensor_parallel: int, reduces_each: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, dtype: torch.dtype, tensor_parallel: int, shard_size: int, reduces_each: bool
+    ) -> None:
         """Create the device mesh over torch's process group.
 
         `tensor_parallel` consecutive ranks split the matrix products of the same rows; FSDP shards over the other
-        dimension. `reduces_each`: reduce gradients after each microbatch.
+        dimension. `shard_size` consecutive ranks share one copy of the model; it is the number of ranks or a divisor of
+        it, and then `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce
+        gradients after each microbatch.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
-        self.is_first = dist.get_rank() == 0
+        self.rank = dist.get_rank()
+        self.is_first = self.rank == 0
         self._device = device
         num_data = self.num_ranks // tensor_parallel
         mesh = init_device_mesh(device.type, (num_data, tensor_parallel), mesh_dim_names=("data", "products"))
         self._data, self._products = mesh["data"], mesh["products"] if tensor_parallel > 1 else None
+        self._shards, self._dtype = self._data, dtype
+        if shard_size < num_data:
+            assert tensor_parallel == 1, "TrainerSettings refuses copies of a model with tensor parallelism"
+            shape = num_data // shard_size, shard_size
+            self._shards = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards"))
         self.share = BatchShare(self._data.get_local_rank(), num_data)
         self._reduces_each = reduces_each
         self._sharded: dict[int, Sharded] = {}
         self._left_apart: list[torch.nn.Parameter] = []
+        self._stored: dict[int, StoredTensors] = {}
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Apply tensor parallelism and FSDP. Raises UserError for a model that tensor parallelism does not support."""
-        for module in modules:
+        stored = [self._stored.pop(id(module), None) for module in modules]
+        for module, own in zip(modules, stored, strict=True):
             if module is None or id(module) in self._sharded:
                 continue
             names: list[str] = []
@@ -110,8 +127,13 @@ class RankGroup(SingleRank):
             if self._products is not None and model is not None:
                 apart = {id(parameter) for parameter in split_products(model, self._products)}
                 names = [name for name, parameter in module.named_parameters() if id(parameter) in apart]
-            self._sharded[id(module)] = Sharded(module, self._data)
+            self._sharded[id(module)] = Sharded(module, self._shards, self._dtype)
+            if (weights := own or stored[0]) is not None:
+                fill_model(module, weights, self._device)
             self._left_apart += [module.get_parameter(name) for name in names]
+
+    def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
+        self._stored[id(model)] = stored
 
     def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
         return self._sharded[id(module)].run(work)
@@ -156,10 +178,6 @@ class RankGroup(SingleRank):
 
     def of_first(self, text: str) -> str:
         return self._told(text, 0)
-
-    def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gather tensors on the first rank's host."""
-        return gathered(tensors, is_kept=self.is_first)
 
     def _told(self, text: str, rank: int) -> str:
         """Broadcast one rank's text."""

@@ -40,6 +40,8 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """"float32" or "bfloat16"."""
     version: PolicyVersion
     seed: int
+    deterministic: bool | None = None
+    """Whether ranks use deterministic algorithms; None means only without CUDA."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):

@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
 from baton.errors import BatonError, fault_of
-from baton.files import memory_directory, writing
-from baton.policy.load import torch_device
+from baton.files import memory_directory
+from baton.policy.load import torch_device, torch_dtype
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
 from baton.trainer.factory import make_trainer
@@ -72,9 +71,14 @@ class RankServer:
                 return self._listen()
             case messages.RankSetup():
                 device, setup = self._meet(message), message.trainer
+                set_up_threads(self._place.threads, deterministic=setup.deterministic)
                 settings = TrainerSettings.model_validate(setup.trainer)
                 parallel = RankGroup(
-                    device, tensor_parallel=settings.tensor_parallel, reduces_each=settings.shard_gradients
+                    device,
+                    dtype=torch_dtype(settings.dtype, device),
+                    tensor_parallel=settings.tensor_parallel,
+                    shard_size=settings.shard_size or self._place.size // settings.tensor_parallel,
+                    reduces_each=settings.shard_gradients,
                 )
                 self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
                 return messages.Ready(self._trainer.version)
@@ -137,12 +141,11 @@ class RankServer:
         return device
 
     def _publish(self) -> messages.Published:
-        weights = self._trained.publish()
-        if self._place.rank:
-            return messages.Published(weights.version, "")
-        if self._scratch is None:
-            self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
-        path = self._scratch / f"{weights.version.lineage}-{weights.version.number}.safetensors"
-        with writing(path):
-            save_file({name: tensor.cpu().contiguous() for name, tensor in weights.tensors.items()}, path)
-        return messages.Published(weights.version, str(path))
+        path = Path()
+        if not self._place.rank:
+            if self._scratch is None:
+                self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
+            version = self._trained.version
+            path = self._scratch / f"{version.lineage}-{version.number}.safetensors"
+        version = self._trained.publish_to(path)
+        return messages.Published(version, "" if self._place.rank else str(path))

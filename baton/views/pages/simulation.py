@@ -23,8 +23,8 @@ def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) ->
     untrained = _untrained(result)
     charts = [_time(result), _staleness(result), *([_tokens(untrained)] if untrained else [])]
     rows = [(f"{e.num} × {e.name}", f"{e.occupancy:.0%}", f"{e.tokens_per_s:,.0f}") for e in result.engines]
-    _write(
-        path,
+    page = render_template(
+        "simulation.html",
         title=f"Simulated run, {result.mode}",
         said=f"{result.steps} train steps in {seconds(result.seconds)} of virtual time",
         tiles=_tiles(result),
@@ -34,6 +34,7 @@ def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) ->
         rows=rows,
         notes=[*result.notes, *([] if untrained else ["every generated token was trained"])],
     )
+    write_rendered(path, page)
 
 
 def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
@@ -53,8 +54,8 @@ def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
         for place, point in enumerate(swept.points)
     ]
     chosen = swept.points[swept.recommended].result if swept.recommended is not None else None
-    _write(
-        path,
+    page = render_template(
+        "simulation.html",
         title=f"Parameter sweep over {', '.join(axis.key for axis in swept.axes)}",
         said=swept.why,
         tiles=_tiles(chosen) if chosen is not None else [],
@@ -62,31 +63,7 @@ def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
         heading=("setting", "trained tokens/s", ""),
         rows=rows,
         notes=chosen.notes if chosen is not None else (),
-    )
-
-
-def _write(
-    path: Path,
-    *,
-    title: str,
-    said: str,
-    tiles: Sequence[tuple[str, str, str]],
-    charts: Sequence[Chart],
-    heading: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    notes: Sequence[str],
-    pictures: Sequence[Chart] = (),
-) -> None:
-    page = render_template(
-        "simulation.html",
-        title=title,
-        said=said,
-        tiles=tiles,
-        charts=charts,
-        heading=heading,
-        rows=rows,
-        notes=notes,
-        pictures=pictures,
+        pictures=(),
     )
     write_rendered(path, page)
 

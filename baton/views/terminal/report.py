@@ -18,6 +18,7 @@ from baton.run.summary import RunReport
 if TYPE_CHECKING:
     from baton.recipe.recipe import Recipe
     from baton.run.dry_run import Footprint
+    from baton.run.memory import ProcessMemory
     from baton.run.sft import WarmStartReport
 
 
@@ -109,19 +110,16 @@ def print_warm_start(console: Console, report: WarmStartReport, run: Path) -> No
 
 def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: bool = False) -> None:
     """Print the estimated memory and work of a recipe; with `keys`, also print the resolved recipe."""
-    ranks = recipe.trainer.ranks
-    trainer = "trainer" if ranks == 1 else f"each of the trainer's {ranks} ranks"
     made_for = "" if needs.max_positions is None else f", at most {needs.max_positions:,} positions"
-    free = "" if needs.available_bytes is None else f"; {_size(needs.available_bytes)} free on {needs.device}"
+    free = "" if needs.available_bytes is None else f"{_size(needs.available_bytes)} are free on {needs.device}"
     lines = [
         f"model       {recipe.model.path}, {needs.parameters:,} parameters{made_for}",
         *(f"task        {prompts}" for prompts in needs.prompts),
         f"evaluation  {needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})"
         if recipe.eval.enabled
         else "evaluation  none (eval.enabled = false)",
-        f"memory      {trainer} {_size(needs.trainer_bytes)} (float32 weights, gradients and AdamW moments),"
-        f" engine {_size(needs.engine_bytes)} (weights, and KV cache {_size(needs.cache_bytes)}), and activations"
-        f"{'; alternately on one device' if recipe.rollout.is_colocated else ''}{free}",
+        *(f"memory      {_memory(process)}" for process in needs.processes),
+        f"            {free or 'for other machines, whose free memory is not known here'}",
         f"each step   {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)",
         f"support     {'experimental: ' * bool(needs.experimental)}{'; '.join(needs.experimental) or 'tested'}",
@@ -131,6 +129,11 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: b
         f"the recipe is valid; nothing was started{'' if keys else '; --keys prints the resolved recipe'}",
     ]
     console.print("\n".join(lines), soft_wrap=True)
+
+
+def _memory(process: ProcessMemory) -> str:
+    parts = (f"{part.name} {_size(part.num_bytes)}{' (assumed)' * part.is_assumed}" for part in process.parts)
+    return f"{process.name}: {_size(process.num_bytes)} during {process.phase}: {', '.join(parts)}"
 
 
 def _size(num_bytes: float) -> str:

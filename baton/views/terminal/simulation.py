@@ -12,47 +12,36 @@ from baton.simulator.result import Result
 from baton.views.terminal.plan import money
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
-    console.print(text, style=style, soft_wrap=True)
-
-
 def print_result(console: Console, result: Result) -> None:
     """Print the figures of one simulated run."""
-    _say(
-        console,
+    console.print(
         f"{result.mode}, {result.steps} train steps in {seconds(result.seconds)} of virtual time "
         f"(figures exclude the first {result.warm_steps})",
-        "italic",
+        style="italic",
+        soft_wrap=True,
     )
-    _say(
-        console,
+    lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in result.staleness.items())
+    lines = [
         f"step {seconds(result.step_s)} ± {seconds(result.step_s_spread)}: train {seconds(result.train_s)}, wait for "
         f"the batch {seconds(result.wait_s)}, publication and other {seconds(max(0.0, result.other_s))}",
-    )
-    _say(
-        console,
         f"throughput {result.trained_tokens_per_s:,.0f} trained tokens/s, {result.generated_tokens_per_s:,.0f} "
         f"generated tokens/s, {result.trajectories_per_s:,.2f} trajectories/s",
-    )
-    if result.price:
-        _say(
-            console,
-            f"cost {money(result.price, result.currency)} for the run, "
-            f"{money(result.price_per_million_tokens, result.currency)} per million trained tokens",
-        )
-    lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in result.staleness.items())
-    _say(
-        console,
         f"staleness {result.mean_staleness:.2f} versions on average ({lags}); masked {result.masked_share:.1%}; "
         f"{result.carried_groups:.1f} groups carried, {result.carry_age:.2f} versions old",
-    )
+    ]
+    if result.price:
+        per_million = money(result.price_per_million_tokens, result.currency)
+        cost = f"cost {money(result.price, result.currency)} for the run, {per_million} per million trained tokens"
+        lines.insert(2, cost)
+    console.print("\n".join(lines), soft_wrap=True)
     console.print(_engines(result), soft_wrap=True)
     tokens = ", ".join(f"{name} {count:,}" for name, count in result.tokens.items() if count)
-    _say(console, f"tokens: {tokens}")
+    console.print(f"tokens: {tokens}", soft_wrap=True)
     if result.outcomes:
-        _say(console, "outcomes: " + ", ".join(f"{name} × {count}" for name, count in result.outcomes.items()))
+        outcomes = ", ".join(f"{name} × {count}" for name, count in result.outcomes.items())
+        console.print(f"outcomes: {outcomes}", soft_wrap=True)
     for note in result.notes:
-        _say(console, f"note: {note}", "dim")
+        console.print(f"note: {note}", style="dim", soft_wrap=True)
 
 
 def _engines(result: Result) -> Table:
@@ -79,12 +68,14 @@ def print_sweep(console: Console, swept: ParameterSweep) -> None:
     console.print(table, soft_wrap=True)
     for point in swept.points:
         if point.result is None:
-            _say(console, f"{', '.join(f'{k}={v}' for k, v in point.values.items())}: {point.why_not}")
+            setting = ", ".join(f"{k}={v}" for k, v in point.values.items())
+            console.print(f"{setting}: {point.why_not}", soft_wrap=True)
     if swept.recommended is not None:
         chosen = swept.points[swept.recommended].values
-        _say(console, "recommended: " + " ".join(f"rollout.{k}={v}" for k, v in chosen.items()) + f": {swept.why}")
+        keys = " ".join(f"rollout.{k}={v}" for k, v in chosen.items())
+        console.print(f"recommended: {keys}: {swept.why}", soft_wrap=True)
     else:
-        _say(console, swept.why)
+        console.print(swept.why, soft_wrap=True)
 
 
 def _cells(point: SweepPoint) -> list[str]:

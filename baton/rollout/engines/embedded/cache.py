@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from baton.errors import UserError
+from baton.policy.threads import unordered_writes
 from baton.rollout.engines.slot_table import PrefixKey
 
 KV_BUCKET = 64
@@ -38,9 +39,8 @@ class KeptPrefixes:
     A lease that needs a piece needs the pieces before it, too. They count as used later, so they are dropped later.
     """
 
-    def __init__(self, limit: int) -> None:
-        """limit: maximum number of tokens after `drop_oldest`."""
-        self.limit, self.num_tokens = limit, 0
+    def __init__(self) -> None:
+        self.num_tokens = 0
         self._pieces: OrderedDict[PrefixKey, Prefix] = OrderedDict()
 
     def __getitem__(self, key: PrefixKey) -> Prefix:
@@ -62,9 +62,9 @@ class KeptPrefixes:
             if key in self._pieces:
                 self._pieces.move_to_end(key)
 
-    def drop_oldest(self) -> None:
-        """Drop the pieces that have not been used for the longest time, down to the limit."""
-        while self.num_tokens > self.limit:
+    def drop_oldest(self, limit: int) -> None:
+        """Drop the pieces that have not been used for the longest time, down to `limit` tokens."""
+        while self.num_tokens > limit:
             self.num_tokens -= self._pieces.popitem(last=False)[1].num_tokens
 
     def clear(self) -> None:
@@ -124,8 +124,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         window = self._window
         width, kv_length = window.width, window.kv_length
-        self._flat_keys.index_copy_(0, window.places_W, key_states.reshape(width, -1))
-        self._flat_values.index_copy_(0, window.places_W, value_states.reshape(width, -1))
+        with unordered_writes(key_states.device):  # each row writes to a slot of its own
+            self._flat_keys.index_copy_(0, window.places_W, key_states.reshape(width, -1))
+            self._flat_values.index_copy_(0, window.places_W, value_states.reshape(width, -1))
         keys, values = self.slot_keys[:width, :kv_length], self.slot_values[:width, :kv_length]
         return keys.transpose(1, 2), values.transpose(1, 2)
 

@@ -33,6 +33,7 @@ from baton.policy.routing import Routing, RoutingReplay, routing_bytes
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import KeptPrefixes
+from baton.rollout.engines.embedded.length_classes import HORIZON_STEPS
 from baton.rollout.engines.embedded.network import Network, PrefillShape, prefill_shape
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sample, uniforms
 from baton.rollout.engines.slot_table import Piece, PrefixKey, RunningLease, SlotEngine
@@ -42,8 +43,7 @@ _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
 """Number of waiting prefixes that are searched for the unused rows of a prefill."""
 _KEPT_CONTEXTS = 8
-"""Maximum number of tokens whose keys and values are kept outside the slots, in multiples of max_context_tokens; on a
-CPU half of the slots, if that is more."""
+"""Number of contexts whose keys and values are always kept outside the slots."""
 
 
 class EmbeddedEngine(SlotEngine):
@@ -66,7 +66,7 @@ class EmbeddedEngine(SlotEngine):
         if settings.slots < 1 or settings.slots % _SLOTS_MULTIPLE:
             raise UserError(f"engine.slots: got {settings.slots}, allowed is a positive multiple of {_SLOTS_MULTIPLE}")
         dtype = str(model.dtype).removeprefix("torch.")
-        assert dtype == settings.dtype, f"the dtype of the model is {dtype}, but engine.dtype is {settings.dtype}"
+        assert settings.dtype in (dtype, "auto"), f"got a model in {dtype} with engine.dtype {settings.dtype}"
         super().__init__(settings, version, end_ids, lambda ids: tokenizer.text(ids, keep_special=True))
         self._routers = RoutingReplay(model) if settings.report_routing else None
         self.network = Network(
@@ -77,8 +77,8 @@ class EmbeddedEngine(SlotEngine):
             uses_graphs=settings.cuda_graphs and not settings.report_routing,
             attends_by_row=settings.row_attention and model.device.type == "cuda",
         )
-        contexts = max(_KEPT_CONTEXTS, settings.slots // 2) if model.device.type == "cpu" else _KEPT_CONTEXTS
-        self._kept = KeptPrefixes(contexts * settings.max_context_tokens)
+        self._kept = KeptPrefixes()
+        self._context_tokens = settings.max_context_tokens
         self._is_in_flight = False
         """Whether leases since the last load may continue with the keys and values of an older version."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
@@ -141,11 +141,12 @@ class EmbeddedEngine(SlotEngine):
 
     def _fill_prefixes(self, admitted: list[tuple[int, RunningLease]]) -> None:
         """Write the prefix of each new row into its slot. Prefill the pieces that are not kept."""
-        rows = [row for _, row in admitted]
-        while missing := self._missing(rows):
+        chains = [self._pieces(row) for _, row in admitted]
+        while missing := self._missing(chains):
+            ahead_of = self._missing(self._pieces(row) for row in islice(self._table.waiting(), _LOOK_AHEAD))
             for shape, wanted in missing.items():
                 if unused := -len(wanted) % shape.rows:
-                    ahead = self._missing(islice(self._table.waiting(), _LOOK_AHEAD)).get(shape, {})
+                    ahead = ahead_of.get(shape, {})
                     wanted |= dict(islice((one for one in ahead.items() if one[0] not in wanted), unused))
                 items = list(wanted.items())
                 for batch in (items[i : i + shape.rows] for i in range(0, len(items), shape.rows)):
@@ -155,11 +156,11 @@ class EmbeddedEngine(SlotEngine):
                         self._kept.add(key, prefix)
                         self._prefilled_tokens += prefix.num_tokens
         with torch.inference_mode():
-            for slot, row in admitted:
-                row.kept = self._pieces(row)
-                self._kept.use(row.kept)
+            for (slot, row), keys in zip(admitted, chains, strict=True):
+                row.kept = keys
+                self._kept.use(keys)
                 start = 0
-                for key in row.kept:
+                for key in keys:
                     self.network.cache.write(slot, self._kept[key], start)
                     start = key.pieces[-1].end
                 trajectory = row.lease.trajectory
@@ -168,12 +169,13 @@ class EmbeddedEngine(SlotEngine):
                 self._is_in_flight |= not row.lease.is_exact
         self._drop_kept()
 
-    def _missing(self, rows: Iterable[RunningLease]) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
-        """Return the first piece of each row that is not kept, and the pieces before it, by the shape of its
+    def _missing(
+        self, chains: Iterable[tuple[PrefixKey, ...]]
+    ) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
+        """Return the first piece of each row's pieces that is not kept, and the pieces before it, by the shape of its
         prefill."""
         found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
-        for row in rows:
-            keys = self._pieces(row)
+        for keys in chains:
             if (depth := self._kept.depth(keys)) < len(keys):
                 past, key = keys[:depth], keys[depth]
                 start = past[-1].pieces[-1].end if past else 0
@@ -205,7 +207,7 @@ class EmbeddedEngine(SlotEngine):
             is_current = row.last_version == self.version.number or not row.lease.is_exact
             copied += row.position - start
             is_grown = row.position > len(row.prefix_ids)
-            if is_grown and is_current and copied <= self._kept.limit and self._kept.depth(begun) == len(begun):
+            if is_grown and is_current and copied <= self._kept_limit and self._kept.depth(begun) == len(begun):
                 piece = Piece(row.position, row.last_version, is_within_turn=True)
                 key = PrefixKey((*(begun[-1].pieces if begun else ()), piece), tuple(row.ids[:-1]))
                 with torch.inference_mode():
@@ -214,14 +216,23 @@ class EmbeddedEngine(SlotEngine):
         if copied:
             self._drop_kept()
 
+    @property
+    def _kept_limit(self) -> int:
+        """Maximum number of tokens whose keys and values are kept outside the slots. On a CPU these are as many
+        contexts as slots are free, at least half of the slots: new work takes slots, and older contexts are dropped."""
+        contexts = _KEPT_CONTEXTS
+        if self.network.device.type == "cpu":
+            contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)
+        return contexts * self._context_tokens
+
     def _drop_kept(self) -> None:
         """Drop the oldest pieces beyond the limit. Those of running leases, and then of waiting ones, come last."""
-        if self._kept.num_tokens > self._kept.limit:
+        if self._kept.num_tokens > (limit := self._kept_limit):
             for _, row in self._table.running():
                 self._kept.use(row.kept)
             for row in reversed(self._table.waiting()):
                 self._kept.use(self._pieces(row))
-            self._kept.drop_oldest()
+            self._kept.drop_oldest(limit)
 
     def _decode(self) -> list[FromWorker]:
         """Sample one token for every row."""
@@ -229,8 +240,9 @@ class EmbeddedEngine(SlotEngine):
         width = next(w for w in self.network.widths if w >= table.num_running)
         if any(row is not None for row in table.rows[width:]):
             self._compact(width)
-        if self._params is None or self._params.num_rows != width:
-            self._order_rows(width)
+        is_ordering = self._decode_steps % HORIZON_STEPS == 0
+        if is_ordering or self._params is None or self._params.num_rows != width:
+            self._order_rows(width, is_ordering=is_ordering)
             self._params = self._gather_params(width)
         inputs = self._inputs[:, :width]
         num_positions = int(inputs[1].max()) + 1
@@ -256,8 +268,9 @@ class EmbeddedEngine(SlotEngine):
     def _recorded(self) -> AbstractContextManager[Routing]:
         return nullcontext({}) if self._routers is None else self._routers.recorded()
 
-    def _order_rows(self, width: int) -> None:
-        """Reset empty rows to position 0, and move rows of similar length into adjacent slots if this saves time.
+    def _order_rows(self, width: int, *, is_ordering: bool) -> None:
+        """Reset empty rows to position 0. If ordering, move rows of similar length into adjacent slots if this saves
+        time.
 
         Decode steps advance the positions of empty rows too. Without the reset, an empty row could have the largest
         position and determine how many positions a step scans.
@@ -266,7 +279,7 @@ class EmbeddedEngine(SlotEngine):
         self._inputs[:, len(rows) : width] = 0
         self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
         position_W = self._inputs[1, : len(rows)]
-        order = self.network.order(position_W)
+        order = self.network.order(position_W) if is_ordering else None
         if order is not None:
             with torch.inference_mode():
                 self.network.cache.reorder(order.tolist(), position_W.tolist())
@@ -300,7 +313,8 @@ def embedded_engine(
     path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
 ) -> EmbeddedEngine:
     """Build an engine with the weights of a model directory."""
-    model = load_model(path, dtype=torch_dtype(settings.dtype), device=torch_device(device), attention=attention)
+    place = torch_device(device)
+    model = load_model(path, dtype=torch_dtype(settings.dtype, place), device=place, attention=attention)
     tokenizer = load_tokenizer(path)
     return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
 
@@ -312,8 +326,8 @@ def skeleton_engine(
 
     base: tensors of the base model if versions are adapters, else None. Raises UserError for an unsupported model.
     """
-    dtype = torch_dtype(settings.dtype)
-    model = load_skeleton(directory, dtype=dtype, device=torch_device(device), attention=attention)
+    place = torch_device(device)
+    model = load_skeleton(directory, dtype=torch_dtype(settings.dtype, place), device=place, attention=attention)
     if base is not None:
         missing, unexpected = model.load_state_dict(dict(base), strict=False)
         tied = set(getattr(model, "all_tied_weights_keys", {}))

@@ -9,6 +9,7 @@ Call `release` before freeing memory that graphs read.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,12 +57,15 @@ class GraphedSteps:
     def _proven(self, ids_W: Tensor, position_W: Tensor, kv_length: int, expected_WV: Tensor) -> Captured | None:
         """Capture a step. Return None if the capture fails or any bit of its logits differs.
 
-        The capture repeats the step, which writes the same keys and values to the same positions again.
+        The capture repeats the step, which writes the same keys and values to the same positions again. Its logits are
+        overwritten between two runs, so a capture that recorded nothing cannot pass with the logits of an earlier run.
         """
         what = f"decode steps of {len(ids_W)} rows over {kv_length} positions run without a CUDA graph"
         try:
             captured = self._capture(self._step, ids_W, position_W, kv_length)
-            same = torch.equal(captured(ids_W, position_W), expected_WV)
+            with torch.inference_mode():
+                captured(ids_W, position_W).fill_(math.nan)
+                same = torch.equal(captured(ids_W, position_W), expected_WV)
         except RuntimeError as error:
             logger.warning("%s: %s", what, first_line(error))
             return None
@@ -78,15 +82,17 @@ class CudaCapture:
 
     def __call__(self, step: Step, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Captured:
         ids, positions = ids_W.clone(), position_W.clone()
-        stream = torch.cuda.Stream(ids.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(ids.device))
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                step(ids, positions, kv_length)
-        torch.cuda.current_stream(ids.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool):
-            logits = step(ids, positions, kv_length)
+        # A capture records the current device only, so an engine on another one would record an empty graph.
+        with torch.cuda.device(ids.device), torch.inference_mode():
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    step(ids, positions, kv_length)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = step(ids, positions, kv_length)
         self._pool = graph.pool()
 
         def run(ids_W: Tensor, position_W: Tensor) -> Tensor:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from baton.cost.generate import CLASS_VALUES
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-CLASS_VALUES = 2**16
-"""Cost of one more class, in values of keys that are scanned in the same time: about 30 µs per layer."""
 _COPY_COST = 2
 """Cost of copying one position to another slot, in scanned positions."""
-_HORIZON_STEPS = 16
-"""Number of decode steps within which shorter scans must save the cost of moving rows."""
+HORIZON_STEPS = 16
+"""Number of decode steps after which the classes are chosen again. Within them, shorter scans must save the cost of
+moving rows."""
 
 
 class SlotRange(NamedTuple):
@@ -69,7 +70,7 @@ class LengthClasses:
         moved = np.flatnonzero(class_W != np.searchsorted(end_C, np.arange(len(length_W)), side="right"))
         now = self._cost(self.ranges(length_W)) or len(length_W) * int(self._kv_lengths[index_W.max()])
         copied = length_W[moved].sum() * _COPY_COST + (self._class_cost if len(moved) else 0)
-        if (now - best) * _HORIZON_STEPS <= copied:
+        if (now - best) * HORIZON_STEPS <= copied:
             return None
         self.ends = tuple(end_C[:-1].tolist())
         order = np.arange(len(length_W))

@@ -14,7 +14,7 @@ At start a few tokens are also computed by the plain forward of the model. The m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -225,7 +225,7 @@ class Network:
             return
         check_fit(self.model, own, tensors)
         self._base.forget()
-        self._copy(own, tensors)
+        self._copy(own, tensors.items())
         self._shapes.clear()
         self._is_whole = True
 
@@ -271,9 +271,9 @@ class Network:
                 parameter.data = parameter.data.to(self.device)
         self.cache.allocate()
 
-    def _copy(self, own: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
+    def _copy(self, own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Any]]) -> None:
         with torch.inference_mode():
-            for name, tensor in tensors.items():
+            for name, tensor in tensors:
                 own[name].copy_(tensor)
         self._packed.refresh()
 

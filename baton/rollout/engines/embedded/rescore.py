@@ -19,7 +19,7 @@ Shapes: B rows, S positions of a padded row, N scored tokens, V vocabulary, F to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Rescorer:
         else:
             check_fit(self.model, own, tensors, f"version {version} does")
             self._base.forget()
-            self._copy(own, tensors)
+            self._copy(own, tensors.items())
         self.version = version
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
@@ -147,8 +147,8 @@ class Rescorer:
         return int(self.model.config.get_text_config().vocab_size)
 
     @torch.inference_mode()
-    def _copy(self, own: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> None:
-        for name, tensor in tensors.items():
+    def _copy(self, own: Mapping[str, Tensor], tensors: Iterable[tuple[str, Any]]) -> None:
+        for name, tensor in tensors:
             own[name].copy_(tensor)
 
 

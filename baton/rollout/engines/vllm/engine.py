@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from baton.errors import EngineFault, UserError
 from baton.files import memory_directory
-from baton.policy.load import save_skeleton, torch_dtype
+from baton.policy.load import save_skeleton, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
@@ -167,7 +167,7 @@ def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
     if not current_platform.is_cpu():
         return None
     blocks = settings.slots * (settings.max_context_tokens // _CPU_BLOCK + 1)
-    bytes_per_value = torch_dtype(settings.dtype).itemsize
+    bytes_per_value = torch_dtype(settings.dtype, torch_device("cpu")).itemsize
     return int(1.25 * blocks * _CPU_BLOCK * read_model(directory).kv_bytes_per_token(bytes_per_value)) + 2**24
 
 

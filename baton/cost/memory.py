@@ -1,0 +1,273 @@
+"""The memory of a process that trains, generates or does both: one law for planner and dry run.
+
+A trainer rank passes through phases. Each holds the state and some working memory; the largest phase is the peak.
+
+    state     weights and two moments in float32, gradients in float32, frozen models
+    forward   state, kept activations, copies in the computing dtype
+    head      state, kept activations, the head's gradient, pieces of logits
+    blocks    state, kept activations, one block: gathered weights, activations, gradients
+    tables    state, gradients of embedding and head
+    publish, checkpoint, snapshot      state and copies, in a process that does this itself
+
+With several ranks, FSDP shards the state, and gathers one block while it fetches the next. Counts of bytes follow from
+the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares them with measurements. What no count
+of tensors shows is `Term.is_assumed`. All functions take numbers, or numpy arrays of equal length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from baton.specs.model import ModelSpec
+
+Array = Any
+"""A number or an array of numbers."""
+
+MAX_LOGITS = 2**24
+"""Number of logits that a trainer computes at a time (`policy/head.py`)."""
+PRODUCT_ROWS = 8192
+"""Rows of the head's gradient that are computed at a time on CUDA in bfloat16 (`policy/head.py`)."""
+WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
+"""Bytes per trained parameter: float32 master weight, float32 gradient, two float32 moments."""
+GPU_CONTEXT_BYTES = 1.5e9
+"""Assumed: CUDA context, NCCL's buffers, workspaces of cuBLAS and attention."""
+RUNTIME_BYTES = 0.7e9
+"""Assumed: Python, torch and transformers in a process on a CPU."""
+FRAGMENTATION = 0.04
+"""Assumed: part of the tensors' bytes that the allocator holds and cannot use."""
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One use of memory: `fixed + layers · per_layer` bytes."""
+
+    name: str
+    fixed: Array
+    per_layer: Array = 0.0
+    is_assumed: bool = False
+
+    def bytes(self, layers: Array) -> Array:
+        return self.fixed + layers * self.per_layer
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """What a process holds at the same time."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    def bytes(self, layers: Array) -> Array:
+        return sum(term.bytes(layers) for term in self.terms)
+
+
+class RankShape(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank trains. Arrays are candidates of a search."""
+
+    tokens: Array
+    """Tokens of a microbatch on this rank."""
+    shards: Array = 1
+    """Number of ranks that share one copy of the model."""
+    split: Array = 1
+    """Number of ranks that split each matrix product."""
+    value_bytes: int = 2
+    """Bytes of a value in linear layers: 2 is bfloat16, by autocast in a single process, by gathers with several
+    ranks."""
+    recomputes: bool = True
+    """Whether activations are recomputed in the backward pass."""
+    whole_gradients: bool = False
+    """Whether gradients are reduced only once per update, so that each rank holds all of them."""
+    adapter_params: float = 0.0
+    """Parameters of the trained adapter; 0 if all weights are trained."""
+    base_bytes: float = 4.0
+    """Bytes of a frozen weight under an adapter."""
+    has_critic: bool = False
+    """Whether a separate critic is trained."""
+    reference_bytes: float = 0.0
+    """Bytes of a weight of the frozen reference model; 0 without one."""
+    on_cpu: bool = False
+    published_bytes: float = 0.0
+    """Bytes of a weight in the copy that this process publishes; 0 if another process publishes."""
+    has_snapshot: bool = False
+    """Whether weights and moments are copied before the updates of a step, in this memory."""
+
+
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Size of an embedded engine."""
+
+    slots: int
+    context_tokens: int
+    value_bytes: int
+    kept_contexts: int = 8
+    """Contexts whose keys and values are kept outside the slots."""
+    packs: bool = False
+    """Whether linear layers are packed: bfloat16 on a CPU."""
+    adapter_params: float = 0.0
+    """Parameters of the adapters that are merged into the weights; 0 if whole versions are loaded."""
+
+
+def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
+    """Return the vocabulary parameters of a stage: the input embedding on the first stage, the output head on the
+    last. Tied weights count once."""
+    both = np.logical_and(is_first, is_last) & model.is_tied
+    return model.embedding_params * (np.asarray(is_first, float) + np.asarray(is_last, float) - np.asarray(both, float))
+
+
+def adapter_params(model: ModelSpec, rank: int) -> float:
+    """Return the parameters of adapters of a rank on all linear layers. Fused experts are not linear layers."""
+    width, keys = model.num_heads * model.head_dim, model.kv_values_per_token / 2
+    mlp = 0.0 if model.num_experts > 1 else 3 * model.hidden + model.ffn_params / model.hidden
+    return rank * model.num_layers * (4 * model.hidden + 2 * width + 2 * keys + mlp)
+
+
+def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
+    """Return the bytes that a block saves for its backward pass, and those of gradients within it, for one token.
+
+    bfloat16 gathers, per norm: input in float32 (4 H), normalised (2 H), output (2 H). Queries: float32 input of their
+    norm, normalised, rotated, attention's output (4 + 2 + 2 + 2). MLP: gate, its activation, up, product (4 · 2).
+    Autocast has a float32 residual stream and casts the input of each linear layer.
+    """
+    hidden, width = model.hidden, model.num_heads * model.head_dim / how.split
+    keys, mlp = model.kv_values_per_token / 2 / how.split, model.active_ffn_params / 3 / model.hidden / how.split
+    norms = np.where(how.value_bytes == 4, 24.0, np.where(np.asarray(how.shards) > 1, 16.0, 26.0))
+    heads = 16.0 if how.value_bytes == 4 else 10.0
+    saved = norms * hidden + heads * (width + keys) + 4 * how.value_bytes * mlp
+    gradients = how.value_bytes * (2 * mlp + hidden)
+    if model.num_experts > 1:  # a copy of the token for each expert, before and after it
+        copies = 2 * how.value_bytes * model.experts_per_token * hidden
+        saved, gradients = saved + copies, gradients + copies
+    return saved, gradients
+
+
+def rank_phases(
+    model: ModelSpec, how: RankShape, is_first: Array = True, is_last: Array = True, in_flight: Array = 1.0
+) -> tuple[Phase, ...]:
+    """Return the phases of a rank of a pipeline stage; a pipeline of one stage is the default.
+
+    `in_flight`: number of microbatches whose activations are kept.
+    """
+    first, last = np.asarray(is_first, float), np.asarray(is_last, float)
+    tokens, wide, shards = how.tokens, how.value_bytes, np.asarray(how.shards, float)
+    is_sharded = (shards > 1).astype(float)
+    layer, head = model.layer_params / how.split, model.embedding_params / how.split
+    tables = table_params(model, is_first, is_last) / how.split
+    trains_all = float(not how.adapter_params)
+    state = _state(model, how, first, last)
+
+    residual = np.where((how.value_bytes == 2) & (shards > 1), 2.0, 4.0)
+    saved, gradients = block_token_bytes(model, how)
+    waits = residual * model.hidden if how.recomputes else saved
+    kept = Term("activations", last * tokens * 4 * residual * model.hidden, tokens * waits * in_flight)
+    gathered = Term("gathered embedding and head", is_sharded * wide * tables)
+    logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / how.split
+    pieces = Term("logits", last * logits * (10.0 if wide == 2 else 8.0))
+    # autocast keeps a copy of each float32 weight until the forward pass ends
+    cast = (1 - is_sharded) * (2.0 if wide == 2 and (trains_all or how.base_bytes == 4) else 0.0)
+    copies = Term("copies in bfloat16", last * cast * head, cast * layer * (trains_all or not how.recomputes))
+
+    product = 0.0 if how.on_cpu or wide == 4 else 4.0 * min(PRODUCT_ROWS, model.vocab) * model.hidden
+    product = np.maximum(product, 2.0 * head * is_sharded * (wide == 2))  # or its sum is cast to the gathered dtype
+    head_work = last * (trains_all * (4 * head + product) + cast * head + wide * tokens * model.hidden)
+    of_head = Term("head and its gradient", head_work + is_sharded * wide * layer)
+    blocks = is_sharded * layer * (2 * wide + trains_all * (4 + 4 / shards)) + cast * layer
+    # the head's gradient waits: FSDP reduces it at the end, and that of a tied head is added to the embedding's
+    waiting = trains_all * last * head * np.where(is_sharded > 0, wide, 4.0 * model.is_tied * first)
+    blocks = blocks + waiting + tokens * (saved * how.recomputes + gradients)
+    # the gathered tables are freed before their gradients are copied to float32
+    of_tables = trains_all * (is_sharded * 4 * tables + (1 - is_sharded) * (waiting + 4 * head * first))
+    found = [
+        Phase("forward pass", (*state, kept, gathered, copies, pieces)),
+        Phase("backward pass of the head", (*state, kept, gathered, of_head, pieces, *_between(copies, how))),
+        Phase("backward pass of a block", (*state, _until_blocks(kept), gathered, Term("one block", blocks))),
+        Phase("backward pass of the embedding", (*state, gathered, Term("gradients of embedding and head", of_tables))),
+    ]
+    trained = how.adapter_params / model.num_layers if how.adapter_params else layer
+    at_once = 0.0 if how.adapter_params else tables + model.other_params
+    if how.published_bytes:
+        copy = Term("published copy", how.published_bytes * at_once, how.published_bytes * trained)
+        found.append(Phase("publication", (*state, copy)))
+    if how.has_snapshot:
+        snapshot = Term("snapshot", 12 * at_once / shards, 12 * trained / shards)
+        found = [Phase(phase.name, (*phase.terms, snapshot)) for phase in found]
+    return tuple(found)
+
+
+def _between(copies: Term, how: RankShape) -> tuple[Term, ...]:
+    """Return the copies that the head's backward pass finds: without recomputation, saved tensors refer to them."""
+    return () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
+
+
+def _until_blocks(kept: Term) -> Term:
+    """Return the activations without those of the last norm, which are free when the blocks begin."""
+    return Term(kept.name, 0.0, kept.per_layer)
+
+
+def _state(model: ModelSpec, how: RankShape, first: Array, last: Array) -> tuple[Term, ...]:
+    """Return what a rank holds between two microbatches."""
+    shards, layer = np.asarray(how.shards, float), model.layer_params / how.split
+    others = table_params(model, first > 0, last > 0) / how.split + model.other_params
+    critic = (first * model.embedding_params / how.split + model.other_params, layer)
+    whole = np.where((shards > 1) & how.whole_gradients, 1.0, shards)
+
+    def held(name: str, num_bytes: float, ranks: Array) -> Term:
+        if how.adapter_params:
+            return Term(name, 0.0, num_bytes * how.adapter_params / model.num_layers / ranks)
+        models = [(others, layer), *([critic] if how.has_critic else [])]
+        return Term(name, *(num_bytes * sum(part) / ranks for part in zip(*models, strict=True)))
+
+    found = [held("weights", WEIGHT_BYTES, shards), held("gradients", GRADIENT_BYTES, whole)]
+    found.append(held("moments", MOMENTS_BYTES, shards))
+    frozen = how.reference_bytes + (how.base_bytes if how.adapter_params else 0.0)
+    if frozen:
+        found.append(Term("frozen weights", frozen * others / shards, frozen * layer / shards))
+    return tuple(found)
+
+
+def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
+    """Return what an embedded engine holds."""
+    values, linear = engine.value_bytes, model.params - model.embedding_params * (not model.is_tied)
+    cache = model.kv_bytes_per_token(values) * engine.context_tokens
+    found = [Term("engine: weights", values * model.params), Term("engine: KV cache", engine.slots * cache)]
+    found.append(Term("engine: kept keys and values", engine.kept_contexts * cache))
+    if engine.packs:
+        found.append(Term("engine: packed weights", values * linear))
+    if engine.adapter_params:
+        found.append(Term("engine: weights without the adapter", values * model.num_layers * model.layer_params))
+    return (*found, Term("engine: logits", 4.0 * 4 * engine.slots * model.vocab))
+
+
+def overhead(num_bytes: Array, *, on_cpu: bool) -> Term:
+    """Return what no tensor shows, in a process whose tensors take `num_bytes`."""
+    fixed = RUNTIME_BYTES if on_cpu else GPU_CONTEXT_BYTES
+    return Term("runtime and fragmentation", fixed + FRAGMENTATION * num_bytes, is_assumed=True)
+
+
+def state_bytes_per_param(model: ModelSpec, how: RankShape) -> Array:
+    """Return the bytes per parameter that a rank holds between two steps, without gradients."""
+    kept = [term for term in _state(model, how, np.asarray(1.0), np.asarray(1.0)) if term.name != "gradients"]
+    return sum(term.bytes(model.num_layers) for term in kept) / model.params
+
+
+def stage_bytes(phases: Iterable[Phase], layers: Array) -> Array:
+    """Return the bytes of the largest phase of a stage with so many layers."""
+    return np.max(np.broadcast_arrays(*(phase.bytes(layers) for phase in phases)), axis=0)
+
+
+def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
+    """Return the number of layers that fit on a stage; negative if its vocabulary parameters alone do not fit."""
+    return np.min(
+        np.broadcast_arrays(
+            *(
+                np.floor((limit_bytes - phase.bytes(0)) / sum(np.asarray(term.per_layer) for term in phase.terms))
+                for phase in phases
+            )
+        ),
+        axis=0,
+    )
+
+
+def largest(phases: Sequence[Phase], layers: int) -> Phase:
+    """Return the phase with the most bytes."""
+    return max(phases, key=lambda phase: float(phase.bytes(layers)))

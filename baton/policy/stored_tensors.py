@@ -1,0 +1,401 @@
+"""Tensors in safetensors files: reads any part of them, and writes a file tensor by tensor.
+
+    files ─▶ StoredTensors ─ fill ─▶ a tensor, or this rank's shard of it       nothing else is read
+    a tensor, or its shards ─ gathered one by one ─▶ TensorFile or ModelWriter   nothing else is copied
+
+A stored tensor has the name that it has in a model's `state_dict`, and consists of pieces: the shards that ranks wrote,
+or the tensors of a model file, where for example each expert of a layer is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from baton.files import writing
+from baton.policy.digest import identity_digest
+from baton.policy.sharding import Box, box_of, local, whole
+from baton.policy.tensors import identity, policy_tensors
+
+MAX_FILE_BYTES = 50 * 10**9
+"""Largest size of a model file; a larger model has several files and an index, as transformers writes them."""
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_OFFSETS = "DCP_SHARDING_INFO"
+"""Key of a file's metadata with the offset of each shard in its tensor, as torch.distributed.checkpoint writes it."""
+
+Spec = tuple[torch.dtype, Sequence[int]]
+"""Dtype and shape of a tensor."""
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A part of a tensor that is stored as a tensor of its own."""
+
+    name: str
+    """Name of the piece in its file."""
+    box: Box
+    """The part of the tensor."""
+    kept: tuple[int, ...]
+    """Dimensions of the tensor that the piece has; in the others it has one index."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the piece."""
+        return tuple(self.box[dim].stop - self.box[dim].start for dim in self.kept)
+
+
+class StoredTensors:
+    """Tensors by name, of which any part can be read. Files stay mapped until the object is deleted."""
+
+    def __init__(self, pieces: Mapping[str, Sequence[tuple[StoredPiece, Callable[[], Any]]]]) -> None:
+        """`pieces`: for each name, its pieces, each with a function that returns an object whose slices are tensors."""
+        self._pieces = pieces
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(
+                max(sides) for sides in zip(*([side.stop for side in piece.box] for piece, _ in parts), strict=True)
+            )
+            for name, parts in pieces.items()
+        }
+        """Name → shape of the tensor."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> StoredTensors:
+        """Return tensors in memory in the form of stored ones."""
+        return cls({name: [(_all_of(name, t.shape), partial(_itself, t))] for name, t in tensors.items()})
+
+    @classmethod
+    def in_files(cls, paths: Iterable[Path]) -> StoredTensors:
+        """Return the tensors of files, with the shards of a tensor as its pieces.
+
+        Raises FileNotFoundError, or SafetensorError for a file that is not safetensors.
+        """
+        found: dict[str, list[tuple[StoredPiece, Callable[[], Any]]]] = {}
+        opened = _opener()
+        for path in paths:
+            offsets = json.loads((opened(path).metadata() or {}).get(_OFFSETS, "{}"))
+            for name in opened(path).keys():  # noqa: SIM118  it is no mapping
+                shape = opened(path).get_slice(name).get_shape()
+                begin = offsets.get(name, {}).get("saved_offsets", [0] * len(shape))
+                box = tuple(slice(first, first + size) for first, size in zip(begin, shape, strict=True))
+                piece = StoredPiece(name, box, tuple(range(len(shape))))
+                found.setdefault(name, []).append((piece, partial(_slices, opened, path, name)))
+        return cls(found)
+
+    def fill(self, name: str, into: torch.Tensor, box: Box | None = None) -> None:
+        """Read a tensor, or the part of it in `box`, into a tensor of that shape. Raises ValueError if the files lack a
+        part of it."""
+        box = box_of(into) if box is None else box
+        num_read = 0
+        for piece, source in self._pieces[name]:
+            common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(piece.box, box, strict=True)]
+            if any(side.start >= side.stop for side in common):
+                continue
+            there = tuple(_moved(common[dim], piece.box[dim].start) for dim in piece.kept)
+            here = into[tuple(_moved(side, own.start) for side, own in zip(common, box, strict=True))]
+            here.copy_(source()[there or ...].reshape(here.shape))
+            num_read += here.numel()
+        if num_read != into.numel():
+            raise ValueError(f"{name} is incomplete: the files have {num_read} of {into.numel()} numbers")
+
+    def like(self, name: str, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """Read a tensor in the dtype and layout of `like`, on `device` or its device. Each rank reads its shard."""
+        own = torch.empty(local(like).shape, dtype=like.dtype, device=device or like.device)
+        self.fill(name, own, box_of(like))
+        if not isinstance(like, DTensor):
+            return own
+        return DTensor.from_local(
+            own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Read a whole tensor into host memory."""
+        source = self._pieces[name][0][1]()
+        dtype = source.dtype if isinstance(source, torch.Tensor) else _DTYPES[source.get_dtype()]
+        found = torch.empty(self.shapes[name], dtype=dtype)
+        self.fill(name, found)
+        return found
+
+    def digest(self) -> str:
+        """Return the digest that these tensors have when they are published. Reads one after another."""
+        return identity_digest(identity(name, self.whole(name)) for name in self.shapes)
+
+
+def _opener() -> Callable[[Path], Any]:
+    return cache(lambda path: safe_open(path, framework="pt"))
+
+
+def _slices(opened: Callable[[Path], Any], path: Path, name: str) -> Any:
+    return opened(path).get_slice(name)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _all_of(name: str, shape: Sequence[int]) -> StoredPiece:
+    return StoredPiece(name, tuple(slice(0, size) for size in shape), tuple(range(len(shape))))
+
+
+def _moved(side: slice, start: int) -> slice:
+    return slice(side.start - start, side.stop - start)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+class _KeepViews(TorchFunctionMode):
+    """Makes `contiguous` return the tensor itself, so that a result shows which part of its source it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
+    """Return the pieces of each of the model's tensors in its files.
+
+    Returns None if a tensor of the files is made of several of the model's, or in another way than by cutting.
+    """
+    found = {}
+    for name, tensor in policy_tensors(model).items():
+        source = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        try:
+            with _KeepViews():
+                parts = revert_weight_conversion(model, {name: source})
+        except (ValueError, KeyError, IndexError, RuntimeError):
+            return None
+        pieces = [_piece(key, part, source) for key, part in parts.items()]
+        if sum(0 if piece is None else prod(piece.shape) for piece in pieces) != source.numel():
+            return None
+        found[name] = [piece for piece in pieces if piece is not None]
+    names = [piece.name for pieces in found.values() for piece in pieces]
+    return found if len(set(names)) == len(names) else None
+
+
+def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece | None:
+    """Return which part of `source` a view is, or None if it is no view, or if its dimensions are in another order."""
+    if part.untyped_storage()._cdata != source.untyped_storage()._cdata:
+        return None
+    if part.shape == source.shape and part.stride() == source.stride():
+        return _all_of(name, source.shape)
+    box: list[slice] = []
+    kept: list[int] = []
+    offset = int(part.storage_offset())
+    for dim, stride in enumerate(source.stride()):
+        begin, offset = divmod(offset, stride)
+        is_kept = len(kept) < part.ndim and part.stride(len(kept)) == stride
+        box.append(slice(begin, begin + (part.shape[len(kept)] if is_kept else 1)))
+        kept += [dim] if is_kept else []
+    return StoredPiece(name, tuple(box), tuple(kept)) if len(kept) == part.ndim else None
+
+
+def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
+    """Return the tensors of a model's files by their names in the model.
+
+    Returns None if the files lack a tensor that `file_layout` names, or (`is_exact`) have another one. Raises
+    SafetensorError for a damaged file.
+    """
+    layout, index = file_layout(model), directory / "model.safetensors.index.json"
+    if index.is_file():
+        where = {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    elif (directory / "model.safetensors").is_file():
+        single: Any = safe_open(directory / "model.safetensors", framework="pt")
+        where = dict.fromkeys(single.keys(), directory / "model.safetensors")
+    else:
+        return None
+    if layout is None:
+        return None
+    wanted = {piece.name for piece in chain(*layout.values())}
+    if not wanted <= where.keys() or (is_exact and wanted != where.keys()):
+        return None
+    opened = _opener()
+    found = {
+        name: [(piece, partial(_slices, opened, where[piece.name], piece.name)) for piece in pieces]
+        for name, pieces in layout.items()
+    }
+    fits = all(tuple(source().get_shape()) == piece.shape for piece, source in chain(*found.values()))
+    return StoredTensors(found) if fits else None
+
+
+def fill_model(module: torch.nn.Module, stored: StoredTensors, device: torch.device) -> None:
+    """Read the parameters of a module that are on the meta device, and its buffers that files contain.
+
+    The module is a model, which may have adapters, or contains the body of a model as `trunk`. Shards stay shards, and
+    tied parameters stay tied.
+    """
+    trunk = getattr(module, "trunk", None)
+
+    def stored_name(name: str) -> str:
+        if trunk is not None:
+            return f"{trunk.base_model_prefix}{name.removeprefix('trunk')}"
+        return name.replace(".base_layer.", ".")
+
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if local(parameter).is_meta and stored_name(name) in stored.shapes:
+            names.setdefault(parameter, stored_name(name))
+    read = {
+        parameter: torch.nn.Parameter(
+            stored.like(name, parameter.detach(), device), requires_grad=parameter.requires_grad
+        )
+        for parameter, name in names.items()
+    }
+    for part in module.modules():
+        for name, each in part._parameters.items():
+            if each in read:
+                part._parameters[name] = read[each]
+    for name, buffer in module.named_buffers():
+        if stored_name(name) in stored.shapes:
+            stored.fill(stored_name(name), buffer)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class TensorFile:
+    """A safetensors file that is written tensor by tensor, in any order."""
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
+        """Create the file with the names, dtypes and shapes of its tensors. Raises OSError."""
+        self._path = path
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        end = 0
+        # Larger items first, so that each tensor is aligned.
+        for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in specs}
+        with writing(path):
+            self._file = path.open("wb")
+            self._file.write(len(text).to_bytes(8, "little") + text)
+            self._file.truncate(8 + len(text) + end)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor. Raises OSError."""
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        with writing(self._path):
+            self._file.seek(self._offsets[name])
+            self._file.write(data.data)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with writing(self._path):
+            self._file.close()
+
+
+class ModelWriter:
+    """The weight files of a model, written tensor by tensor, in the form that transformers reads."""
+
+    def __init__(
+        self, directory: Path, layout: Mapping[str, Sequence[StoredPiece]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """`layout`: the pieces of each tensor. Creates the files, and an index if there are several. Raises OSError."""
+        self._layout = layout
+        groups: list[dict[str, Spec]] = [{}]
+        size = total = 0
+        for name, pieces in layout.items():
+            for piece in pieces:
+                num_bytes = prod(piece.shape) * dtypes[name].itemsize
+                total += num_bytes
+                if groups[-1] and size + num_bytes > MAX_FILE_BYTES:
+                    groups.append({})
+                    size = 0
+                size += num_bytes
+                groups[-1][piece.name] = dtypes[name], piece.shape
+        names = ["model.safetensors"]
+        if len(groups) > 1:
+            names = [f"model-{place:05}-of-{len(groups):05}.safetensors" for place in range(1, len(groups) + 1)]
+            where = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+            index = directory / "model.safetensors.index.json"
+            with writing(index):
+                index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+        self._files = [TensorFile(directory / name, group) for name, group in zip(names, groups, strict=True)]
+        self._where = {key: file for file, group in zip(self._files, groups, strict=True) for key in group}
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor of the model. Raises OSError."""
+        for piece in self._layout[name]:
+            self._where[piece.name].put(piece.name, tensor[piece.box].reshape(piece.shape))
+
+    def __enter__(self) -> ModelWriter:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for file in self._files:
+            file.__exit__(*error)
+
+
+def write_gathered(
+    tensors: Mapping[str, torch.Tensor],
+    put: Callable[[str, torch.Tensor], None] | None,
+    dtype: torch.dtype | None = None,
+) -> str:
+    """Gather tensors one after another, cast floating-point ones to `dtype`, and pass them to `put`.
+
+    Returns their digest, or "" without `put`. Collective: all ranks must pass the same names in the same order.
+    """
+    identities = []
+    for name, tensor in tensors.items():
+        full = whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+        if put is not None:
+            full = full.cpu()
+            put(name, full)
+            identities.append(identity(name, full))
+        del full
+    return "" if put is None else identity_digest(identities)
+
+
+def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, is_first: bool) -> None:
+    """Write this rank's shards of tensors into a file, unless it has none. Of equal copies only one is written; that of
+    a tensor without shards by the rank with `is_first`. Raises OSError."""
+    own = {name: tensor for name, tensor in tensors.items() if local(tensor).numel() and _is_ours(tensor, is_first)}
+    if not own:
+        return
+    offsets = {name: {"saved_offsets": [side.start for side in box_of(tensor)]} for name, tensor in own.items()}
+    specs: dict[str, Spec] = {name: (tensor.dtype, local(tensor).shape) for name, tensor in own.items()}
+    with TensorFile(path, specs, {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}) as file:
+        for name, tensor in own.items():
+            file.put(name, local(tensor))
+
+
+def _is_ours(tensor: torch.Tensor, is_first: bool) -> bool:
+    if not isinstance(tensor, DTensor):
+        return is_first
+    mesh = tensor.device_mesh
+    places = zip(tensor.placements, mesh.get_coordinate() or (), strict=True)
+    # Ranks that share products hold equal shards of the layers that they compute completely, on meshes of their own.
+    return 0 in mesh.mesh.flatten().tolist() and all(index == 0 for place, index in places if place.is_replicate())

@@ -1,0 +1,200 @@
+"""The memory of each process of a run, according to `cost/memory.py`, and the change that makes a run fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from baton.cost.memory import (
+    EngineShape,
+    Phase,
+    Term,
+    adapter_params,
+    engine_terms,
+    largest,
+    overhead,
+)
+from baton.policy.settings import DTypeChoice, LoraSettings, dtype_on
+from baton.recipe.recipe import Recipe
+from baton.specs.model import ModelSpec
+from baton.trainer.memory import trainer_phases
+
+GENERATION = "generation"
+_SLEEPING = ("weights", "moments", "frozen weights")
+"""Terms that a trainer holds while an engine uses the device."""
+
+
+class MemoryPart(msgspec.Struct, frozen=True):
+    """One use of memory."""
+
+    name: str
+    num_bytes: int
+    is_assumed: bool
+    """Whether the number is assumed, because no tensor shows it."""
+
+
+class ProcessMemory(msgspec.Struct, frozen=True):
+    """The memory of a process of a run, or of several equal ones, while it needs most."""
+
+    name: str
+    count: int
+    """Number of equal processes. On a CPU they share the memory; on GPUs each has a GPU of its own."""
+    phase: str
+    """What the process does while it needs most."""
+    parts: tuple[MemoryPart, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def value_bytes(dtype: DTypeChoice, *, on_cpu: bool) -> int:
+    """Return the bytes of a value in a dtype that a recipe names."""
+    return 4 if dtype_on("cpu" if on_cpu else "cuda", dtype) == "float32" else 2
+
+
+def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Phase, ...]:
+    """Return the phases of a rank of the recipe's trainer."""
+    longest = recipe.engine.max_context_tokens
+    batch = recipe.rollout.batch_groups * recipe.rollout.group_size * longest / recipe.algorithm.num_minibatches
+    published = recipe.engine.dtype if recipe.weights.dtype == "auto" else recipe.weights.dtype
+    return trainer_phases(
+        model,
+        recipe.trainer,
+        recipe.algorithm,
+        recipe.lora,
+        value_bytes=value_bytes(recipe.trainer.dtype, on_cpu=on_cpu),
+        published_bytes=value_bytes(published, on_cpu=on_cpu),
+        longest_tokens=longest,
+        batch_tokens=batch,
+        on_cpu=on_cpu,
+    )
+
+
+def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Term, ...]:
+    """Return what each embedded engine of the recipe holds."""
+    wide, slots = value_bytes(recipe.engine.dtype, on_cpu=on_cpu), recipe.engine.slots
+    resumes = recipe.rollout.mode != "sync" or recipe.multi_turn_task is not None
+    return engine_terms(
+        model,
+        EngineShape(
+            slots=max(16, slots),
+            context_tokens=recipe.engine.max_context_tokens,
+            value_bytes=wide,
+            kept_contexts=(max(8, slots) if on_cpu else 8) if resumes else 1,
+            packs=on_cpu and wide == 2,
+            adapter_params=0.0 if recipe.lora is None else adapter_params(model, recipe.lora.rank),
+        ),
+    )
+
+
+def processes_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[ProcessMemory, ...]:
+    """Return the processes of the recipe that run on this machine's devices, with their memory.
+
+    An engine of another kind than `embedded` is not counted, because it takes a fixed share of its device.
+    """
+    ranks, layers = recipe.trainer.ranks, model.num_layers
+    phases = rank_phases_of(recipe, model, on_cpu=on_cpu)
+    has_engine = recipe.engine.kind == "embedded"
+    engine = engine_terms_of(recipe, model, on_cpu=on_cpu) if has_engine else ()
+    apart = recipe.swarm.workers if recipe.swarm.is_on else recipe.engine.processes
+    is_inside = has_engine and not recipe.swarm.is_on and not recipe.engine.processes
+    found = []
+    if ranks > 1:
+        found.append(_process(f"each of {ranks} trainer ranks", ranks, phases, layers, on_cpu=on_cpu))
+        if is_inside:
+            found.append(_process("the engine", 1, [Phase(GENERATION, engine)], layers, on_cpu=on_cpu))
+    elif not is_inside:
+        found.append(_process("the trainer", 1, phases, layers, on_cpu=on_cpu))
+    else:
+        rests = tuple(term for term in phases[0].terms if term.name in _SLEEPING)
+        if recipe.rollout.is_colocated:
+            turns = [*phases, Phase(GENERATION, (*(rests if on_cpu else ()), *engine))]
+        else:
+            turns = [Phase(phase.name, (*phase.terms, *engine)) for phase in phases]
+        name = "the trainer or the engine" if recipe.rollout.is_colocated else "the trainer with the engine"
+        found.append(_process(name, 1, turns, layers, on_cpu=on_cpu))
+    if has_engine and apart:
+        name = "the engine" if apart == 1 else f"each of {apart} engines"
+        found.append(_process(name, apart, [Phase(GENERATION, engine)], layers, on_cpu=on_cpu))
+    return tuple(found)
+
+
+def _process(name: str, count: int, phases: Sequence[Phase], layers: int, *, on_cpu: bool) -> ProcessMemory:
+    top = largest(phases, layers)
+    terms = (*top.terms, overhead(float(top.bytes(layers)), on_cpu=on_cpu))
+    parts = [MemoryPart(term.name, math.ceil(float(term.bytes(layers))), term.is_assumed) for term in terms]
+    return ProcessMemory(name, count, top.name, tuple(part for part in parts if part.num_bytes))
+
+
+def gib(num_bytes: float) -> str:
+    """Return a size for the user."""
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def sleeping_bytes(phases: Sequence[Phase], layers: int) -> float:
+    """Return the bytes of a trainer that has freed its gradients and its working memory."""
+    return float(sum(term.bytes(layers) for term in phases[0].terms if term.name in _SLEEPING))
+
+
+def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
+    """Return the bytes that processes need together on a CPU. On GPUs, each of equal processes has its own GPU, and the
+    first has one of each."""
+    return sum(process.num_bytes * (process.count if on_cpu else 1) for process in processes)
+
+
+def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: str) -> str:
+    """Return a sentence that says what needs more memory than there is, and which change would make it fit."""
+    lines = []
+    for process in sorted(processes, key=lambda process: -process.num_bytes):
+        parts = sorted(process.parts, key=lambda part: -part.num_bytes)[:3]
+        most = ", ".join(f"{part.name} {gib(part.num_bytes)}" for part in parts)
+        lines.append(f"{process.name} needs {gib(process.num_bytes)} ({process.phase}: {most})")
+    return f"{', '.join(lines)}, but {gib(free)} are free on {device}: {change}"
+
+
+def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
+    """Return the changes of the recipe with which it fits, in the order in which they cost least."""
+    steps = [step for step in _steps(recipe) if step[2] is not None]
+    taken: list[tuple[str, str, Any]] = []
+    while steps and not fits(_with(recipe, taken)):
+        taken.append(steps.pop(0))
+    if not fits(_with(recipe, taken)):
+        return "no key of the recipe changes this: use a smaller model, trainer.ranks on more devices, or more memory"
+    for step in list(taken):  # leave out what later changes made unnecessary
+        if fits(_with(recipe, [other for other in taken if other is not step])):
+            taken.remove(step)
+    return "with " + " and ".join(_named(*step) for step in taken) + " it fits"
+
+
+def _steps(recipe: Recipe) -> list[tuple[str, str, Any]]:
+    """Return changes as (section, key, value). The value None means that the change is not possible."""
+    trainer, engine, rollout = recipe.trainer, recipe.engine, recipe.rollout
+    tokens = engine.max_context_tokens
+    halves = [slots for divisor in (2, 4, 8) if (slots := engine.slots // divisor // 8 * 8)]
+    is_alone = trainer.ranks == 1 and engine.kind == "embedded" and not engine.processes and not recipe.swarm.is_on
+    can_share = is_alone and rollout.mode != "async" and not rollout.is_colocated
+    return [
+        ("trainer", "max_tokens_per_microbatch", tokens if tokens < trainer.max_tokens_per_microbatch else None),
+        ("trainer", "activation_checkpointing", None if trainer.activation_checkpointing else True),
+        ("trainer", "shard_gradients", True if trainer.ranks > 1 and not trainer.shard_gradients else None),
+        *[("engine", "slots", slots) for slots in halves],
+        ("rollout", "placement", "colocated" if can_share else None),
+        ("engine", "dtype", None if engine.dtype == "bfloat16" else "bfloat16"),
+        ("", "lora", LoraSettings() if recipe.lora is None else None),
+    ]
+
+
+def _with(recipe: Recipe, steps: Sequence[tuple[str, str, Any]]) -> Recipe:
+    for section, key, value in steps:
+        changed = {key: value} if not section else {section: getattr(recipe, section).model_copy(update={key: value})}
+        recipe = recipe.model_copy(update=changed)
+    return recipe
+
+
+def _named(section: str, key: str, value: Any) -> str:
+    shown = {True: "true", "colocated": '"colocated"', "bfloat16": '"bfloat16"'}.get(value, value) if section else None
+    return f"[{key}]" if not section else f"{section}.{key} = {shown}"

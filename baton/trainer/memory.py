@@ -1,0 +1,73 @@
+"""How a trainer's settings enter the memory law (`cost/memory.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton.cost.memory import Phase, RankShape, adapter_params, rank_phases
+from baton.errors import UserError
+from baton.policy.settings import LoraSettings
+from baton.specs.model import ModelSpec, model_spec
+from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.settings import TrainerSettings
+
+
+def spec_of(config: Any, num_params: int | None = None) -> ModelSpec:
+    """Return the numbers of a Hugging Face configuration. `num_params`: parameters of the model, if they were counted.
+
+    A model without attention heads counts as one with a single head, and its layers as feed-forward layers.
+    """
+    values = {key: value for key, value in config.to_dict().items() if value is not None}
+    try:
+        found = model_spec(values, str(config.model_type))
+    except UserError:
+        text = config.get_text_config()
+        plain = {key: getattr(text, key) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
+        found = model_spec({**plain, "num_attention_heads": 1}, str(config.model_type))
+    if num_params is None:
+        return found
+    return msgspec.structs.replace(found, other_params=found.other_params + num_params - found.params)
+
+
+def trainer_phases(
+    model: ModelSpec,
+    settings: TrainerSettings,
+    algorithm: AlgorithmSettings,
+    lora: LoraSettings | None,
+    *,
+    value_bytes: int,
+    published_bytes: float,
+    longest_tokens: int,
+    batch_tokens: float,
+    on_cpu: bool,
+) -> tuple[Phase, ...]:
+    """Return the phases of one rank of a trainer.
+
+    `value_bytes`: bytes of a value in linear layers. `published_bytes`: bytes of a published weight. `longest_tokens`:
+    of a trajectory. `batch_tokens`: at most so many in an update.
+    """
+    data_ranks = settings.ranks // settings.tensor_parallel
+    adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
+    has_reference = algorithm.kl_coef and (lora is None or algorithm.reference is not None)
+    tokens = max(settings.max_tokens_per_microbatch, longest_tokens)
+    alone = settings.ranks == 1
+    return rank_phases(
+        model,
+        RankShape(
+            tokens=max(min(tokens, batch_tokens / data_ranks), min(tokens, longest_tokens)),
+            shards=settings.shard_size or data_ranks,
+            split=settings.tensor_parallel,
+            value_bytes=value_bytes,
+            recomputes=settings.activation_checkpointing,
+            whole_gradients=not settings.shard_gradients,
+            adapter_params=adapter,
+            base_bytes=value_bytes,
+            has_critic=algorithm.advantage == "gae" and algorithm.critic == "separate",
+            reference_bytes=value_bytes if has_reference else 0.0,
+            on_cpu=on_cpu,
+            published_bytes=published_bytes if alone else 0.0,
+            has_snapshot=on_cpu and algorithm.num_updates > 1,
+        ),
+    )

@@ -1,0 +1,135 @@
+"""The memory law, worked by hand on a model of round numbers."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.cost.memory import (
+    EngineShape,
+    RankShape,
+    adapter_params,
+    engine_terms,
+    largest,
+    most_layers,
+    overhead,
+    rank_phases,
+    stage_bytes,
+    state_bytes_per_param,
+    table_params,
+)
+from tests.cost.round_numbers import MODEL
+
+SHAPE = RankShape(tokens=300, shards=4)
+"""Four ranks in bfloat16, with recomputation, that shard their gradients."""
+PARAMS = 10.2e6
+TABLE = 1e5
+
+
+def _phase(name: str, shape: RankShape = SHAPE, layers: int = 10) -> float:
+    return next(float(p.bytes(layers)) for p in rank_phases(MODEL, shape) if p.name == name)
+
+
+def test_the_head_adds_its_gradient_to_a_quarter_of_the_state() -> None:
+    """16 bytes a parameter over four ranks; per token and layer the input (2 · 100), the last norm 8 · 100; both tables
+    and the next block gathered in bfloat16; the head's gradient in float32, and again on a GPU, because it has fewer
+    rows than are computed at a time, on a CPU in bfloat16; 10 bytes a logit, and the gradient of the hidden states."""
+    state = 16 * PARAMS / 4
+    kept = 300 * (10 * 2 * 100 + 8 * 100)
+    work = 2 * 2 * TABLE + 2 * 1e6 + 8 * TABLE + 10 * 300 * 1000 + 2 * 300 * 100
+    assert _phase("backward pass of the head") == pytest.approx(state + kept + work)
+    on_cpu = msgspec.structs.replace(SHAPE, on_cpu=True)
+    assert _phase("backward pass of the head", on_cpu) == pytest.approx(state + kept + work - 2 * TABLE)
+
+
+def test_a_block_gathers_itself_and_the_next() -> None:
+    """Two blocks in bfloat16, one gradient in float32 and its shard, the head's gradient; a token's activations: norms
+    16 · 100, heads 10 · (80 + 20), MLP 8 · 2000, and gradients of 2 · (2 · 2000 + 100)."""
+    mlp = 6e5 / 3 / 100
+    tokens = 300 * (16 * 100 + 10 * (80 + 20) + 8 * mlp + 2 * (2 * mlp + 100))
+    block = 1e6 * (2 * 2 + 4 + 4 / 4) + 2 * TABLE + tokens
+    expected = 16 * PARAMS / 4 + 300 * 10 * 2 * 100 + 2 * 2 * TABLE + block
+    assert _phase("backward pass of a block") == pytest.approx(expected)
+
+
+def test_whole_gradients_are_kept_by_each_rank() -> None:
+    whole = msgspec.structs.replace(SHAPE, whole_gradients=True)
+    assert _phase("forward pass", whole) - _phase("forward pass") == pytest.approx(4 * PARAMS * 3 / 4)
+    alone = RankShape(tokens=300)
+    assert rank_phases(MODEL, alone) == rank_phases(MODEL, msgspec.structs.replace(alone, whole_gradients=True))
+
+
+def test_a_process_without_ranks_gathers_nothing_and_autocast_copies_the_weights() -> None:
+    """A copy of two bytes of each linear layer, and of the head, until the forward pass ends; the residual stream is
+    float32; a publication copies the weights."""
+    shape = RankShape(tokens=300, on_cpu=True, published_bytes=2)
+    state = 16 * PARAMS
+    kept = 300 * (10 * 4 * 100 + 16 * 100)
+    assert _phase("forward pass", shape) == pytest.approx(state + kept + 2 * (1e7 + TABLE) + 10 * 300 * 1000)
+    assert _phase("publication", shape) == pytest.approx(state + 2 * PARAMS)
+    assert "checkpoint" not in [phase.name for phase in rank_phases(MODEL, shape)], "it is written tensor by tensor"
+    assert "publication" not in [phase.name for phase in rank_phases(MODEL, SHAPE)]
+
+
+def test_an_adapter_trains_few_parameters_on_frozen_weights() -> None:
+    """Rank 2 on q, k, v, o (4 · 100 + 2 · 80 + 2 · 20) and the MLP (3 · 100 + 3 · 2000) of 10 layers."""
+    adapter = adapter_params(MODEL, 2)
+    assert adapter == 2 * 10 * (400 + 160 + 40 + 300 + 6000)
+    shape = msgspec.structs.replace(SHAPE, adapter_params=adapter)
+    forward = _phase("forward pass") - _phase("forward pass", shape)
+    assert forward == pytest.approx((12 * PARAMS - 16 * adapter) / 4)
+    alone = RankShape(tokens=300, recomputes=False, adapter_params=adapter)
+    half = msgspec.structs.replace(alone, base_bytes=2)
+    copied = 2 * (1e7 + TABLE)  # autocast copies what is float32, and no frozen weights in bfloat16
+    assert _phase("forward pass", alone) - _phase("forward pass", half) == pytest.approx(2 * PARAMS + copied)
+
+
+def test_critic_reference_and_snapshot_add_to_the_state() -> None:
+    """The critic has all layers and the embedding, but no head."""
+    plain = _phase("forward pass")
+    with_critic = msgspec.structs.replace(SHAPE, has_critic=True)
+    assert _phase("forward pass", with_critic) - plain == pytest.approx(16 * (PARAMS - TABLE) / 4)
+    with_reference = msgspec.structs.replace(SHAPE, reference_bytes=2.0)
+    assert _phase("forward pass", with_reference) - plain == pytest.approx(2 * PARAMS / 4)
+    with_snapshot = msgspec.structs.replace(SHAPE, has_snapshot=True)
+    assert _phase("forward pass", with_snapshot) - plain == pytest.approx(12 * PARAMS / 4)
+    assert float(state_bytes_per_param(MODEL, SHAPE)) == pytest.approx(12 / 4)
+
+
+def test_only_the_last_stage_has_a_head_and_only_the_first_an_embedding() -> None:
+    first, between, last = (
+        stage_bytes(rank_phases(MODEL, SHAPE, *flags, 2), 3) for flags in ((True, False), (False, False), (False, True))
+    )
+    assert between < first < last
+    assert float(table_params(msgspec.structs.replace(MODEL, is_tied=True), True, True)) == TABLE
+
+
+def test_layers_that_fit_are_those_whose_memory_does() -> None:
+    phases = rank_phases(MODEL, SHAPE, True, False, 2)
+    most = float(most_layers(phases, 5e7))
+    assert stage_bytes(phases, most) <= 5e7 < stage_bytes(phases, most + 1)
+
+
+def test_candidates_are_computed_together() -> None:
+    """An array of widths gives what each width gives."""
+    many = rank_phases(MODEL, msgspec.structs.replace(SHAPE, shards=np.array([1, 2, 8]), split=np.array([1, 2, 1])))
+    one = [rank_phases(MODEL, msgspec.structs.replace(SHAPE, shards=s, split=t)) for s, t in ((1, 1), (2, 2), (8, 1))]
+    assert stage_bytes(many, 10).tolist() == [float(stage_bytes(phases, 10)) for phases in one]
+
+
+def test_an_engine_holds_weights_and_a_fixed_cache() -> None:
+    """40 values per token and layer: 800 bytes a token in bfloat16."""
+    shape = EngineShape(slots=4, context_tokens=50, value_bytes=2, kept_contexts=8)
+    held = {term.name: float(term.bytes(10)) for term in engine_terms(MODEL, shape)}
+    assert held["engine: weights"] == 2 * PARAMS
+    assert held["engine: KV cache"] == 4 * 50 * 800
+    assert held["engine: kept keys and values"] == 8 * 50 * 800
+    packed = engine_terms(MODEL, msgspec.structs.replace(shape, packs=True, adapter_params=1.0))
+    assert {term.name: float(term.bytes(10)) for term in packed}["engine: packed weights"] == 2 * (PARAMS - TABLE)
+    assert largest(rank_phases(MODEL, SHAPE), 10).name == "backward pass of a block"
+
+
+def test_what_tensors_do_not_show_is_labelled() -> None:
+    assert overhead(1e10, on_cpu=False).is_assumed
+    assert float(overhead(1e10, on_cpu=False).fixed) > float(overhead(1e10, on_cpu=True).fixed) > 4e8

@@ -1,0 +1,193 @@
+"""What runs on the emulated device: train steps of every preset, and decode steps of the embedded engine.
+
+`main` writes a JSON file that `tests/trainer/test_fake_cuda.py` reads. Keys of launches and waits are numbers of one
+pass; "per layer" is half of the difference between models of four and of two layers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import traceback
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.policy.settings import LoraSettings
+from baton.policy.threads import keep_positions_exact, set_up_threads
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.trainer.algorithm import PRESETS, AlgorithmSettings
+from baton.trainer.microbatches import pad
+from baton.trainer.samples import minibatches
+from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory, ends_lease
+from tests.fake_cuda.device import CUDA, LOG, Dispatch, install
+from tests.trainer.trainer_cases import make_trainer, random_batch, tiny_model, tiny_tokenizer
+
+BATCH = random_batch(1, num_groups=2)
+ADAPTERS = LoraSettings(rank=4)
+EXTRA: dict[str, dict[str, Any]] = {
+    "several updates": {"num_minibatches": 2, "num_epochs": 2},
+    "kl in the loss": {"kl_coef": 0.01},
+    "kl in the reward": {"name": "reinforce_pp", "kl_coef": 0.01, "kl_in": "reward"},
+    "entropy bonus": {"entropy_coef": 0.01},
+    "second moment": {"correction": "second_moment"},
+}
+"""Settings of [algorithm] that add passes or operations."""
+
+
+def main(results: Path) -> None:
+    logging.disable()  # alarms: these batches have invented log-probabilities
+    install()
+    set_up_threads(1, deterministic=True)  # deterministic mode refuses operations; everything must run in it
+    found: dict[str, Any] = {}
+    with Dispatch():
+        found["emulation"] = {name: tried(case) for name, case in CONTROLS.items()}
+        found["steps"] = steps()
+        found["passes"] = {name: tried(partial(passes, **settings)) for name, settings in PASSES.items()}
+        found["decode"] = tried(decode)
+    results.write_text(json.dumps(found))
+
+
+def tried(case: Callable[[], Any]) -> Any:
+    """Return a case's result, or its error with the innermost lines that led there."""
+    try:
+        return case()
+    except Exception as error:  # noqa: BLE001 - every failure is a result
+        lines = "".join(traceback.format_tb(error.__traceback__)[-4:])
+        return {"error": f"{type(error).__name__}: {error}"[:400], "where": lines}
+
+
+def on_device(model: torch.nn.Module) -> Any:
+    keep_positions_exact(model)
+    return model.to("cuda")
+
+
+class ProductRotaryEmbedding(torch.nn.Module):
+    """Angles as a matrix product, as in releases of transformers before 5.23."""
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.ones(1, 1, device=positions.device) @ positions[None].float()
+
+
+def rotary_error(*, is_kept_exact: bool) -> float:
+    """Largest error of the rotary angles at positions below 5000."""
+    rotary, positions = ProductRotaryEmbedding(), torch.arange(5000)
+    if is_kept_exact:
+        keep_positions_exact(rotary)
+    found = rotary(positions.to("cuda"))
+    assert torch.backends.cuda.matmul.allow_tf32
+    return float((found.cpu() - positions).abs().max())
+
+
+def tf32_error() -> float:
+    product = torch.ones(1, 1, device="cuda") @ torch.tensor([[4097.0]], device="cuda")
+    return abs(product.item() - 4097.0)
+
+
+def indexed_writes() -> int:
+    LOG.reset()
+    torch.zeros(4, device="cuda").index_copy_(0, torch.tensor([1], device="cuda"), torch.ones(1, device="cuda"))
+    return sum(LOG.slow.values())
+
+
+CONTROLS: dict[str, Callable[[], Any]] = {
+    "two devices": lambda: torch.ones(2, device="cuda") + torch.ones(2),
+    "numpy": lambda: torch.ones(2, device="cuda").numpy(),
+    "generator": lambda: torch.ones(2, device="cuda").uniform_(generator=torch.Generator()),
+    "running sum": lambda: torch.ones(2, device="cuda").cumsum(0),
+    "indexed writes": indexed_writes,
+    "tf32 error": tf32_error,
+    "rotary error": lambda: rotary_error(is_kept_exact=False),
+    "rotary error, kept exact": lambda: rotary_error(is_kept_exact=True),
+}
+"""Uses that CUDA refuses or rounds, by name: the emulated device must show each."""
+
+
+def steps() -> dict[str, Any]:
+    """Run a train step of every preset in every shape: packed or padded, recomputed or not, all weights or adapters."""
+    found = {}
+    kinds = {**{name: {"name": name} for name in PRESETS}, **EXTRA}
+    for settings in kinds.values():  # the batch has two groups, and more updates run the same code
+        settings["num_minibatches"] = min(2, AlgorithmSettings(**settings).num_minibatches)
+        settings["num_epochs"] = min(2, AlgorithmSettings(**settings).num_epochs)
+    for (kind, algorithm), packing, recomputes, lora in product(
+        kinds.items(), ("always", "never"), (False, True), (None, ADAPTERS)
+    ):
+
+        def case(
+            algorithm: dict[str, Any] = algorithm, lora: LoraSettings | None = lora, **settings: Any
+        ) -> dict[str, Any]:
+            needs_reference = AlgorithmSettings(**algorithm).kl_coef and lora is None
+            reference = on_device(tiny_model(seed=3)).requires_grad_(False) if needs_reference else None
+            trainer = make_trainer(on_device(tiny_model()), reference=reference, lora=lora, **settings, **algorithm)
+            LOG.reset()
+            metrics = trainer.step(BATCH)
+            waits = dict(LOG.waits)
+            weights = trainer.publish().tensors
+            return {
+                "is_finite": all(map(math.isfinite, metrics.values())),
+                "is_packed": trainer.passes.is_packed,
+                "moved": metrics["policy/grad_norm"] > 0,
+                "devices": sorted({str(tensor.device) for tensor in weights.values()}),
+                "waits": waits,
+            }
+
+        shape = f"{packing}, {'recomputed' if recomputes else 'kept'}, {'full' if lora is None else 'lora'}"
+        found[f"{kind}: {shape}"] = tried(
+            lambda case=case, packing=packing, recomputes=recomputes: case(
+                packing=packing, activation_checkpointing=recomputes
+            )
+        )
+    return found
+
+
+PASSES: dict[str, dict[str, Any]] = {
+    "packed": {"packing": "always"},
+    "padded": {"packing": "never"},
+    "packed, recomputed": {"packing": "always", "activation_checkpointing": True},
+    "packed, lora": {"packing": "always", "lora": ADAPTERS},
+}
+
+
+def passes(**settings: Any) -> dict[str, Any]:
+    """Count a forward and backward pass of one microbatch."""
+    counts = []
+    for layers in (2, 4):
+        trainer = make_trainer(on_device(tiny_model(num_hidden_layers=layers)), **settings)
+        rows = minibatches(BATCH, AlgorithmSettings(), oldest=0, longest=64)[0]
+        inputs = pad(rows, CUDA).inputs
+        LOG.reset()
+        trainer.passes.scores(inputs, is_update=True).logprobs.sum().backward()
+        counts.append((sum(LOG.launches.values()), dict(LOG.waits)))
+    (few, _), (many, waits) = counts
+    return {"launches_per_layer": (many - few) / 2, "waits": waits}
+
+
+def decode() -> dict[str, Any]:
+    """Count a decode step of 16 rows, and drain the engine with filtered sampling and new weights."""
+    counts = []
+    for layers in (2, 4):
+        model = tiny_model(num_hidden_layers=layers).to(torch.bfloat16)
+        settings = EngineSettings(slots=16, max_context_tokens=64)
+        engine = EmbeddedEngine(on_device(model), tiny_tokenizer(), settings, PolicyVersion("x", 0), (1,))
+        for number in range(16):
+            trajectory = Trajectory(number // 4, number % 4, tuple(range(2, 12 + number % 4)))
+            sampling = SamplingParams(12, 1.0, 0.9 if number % 2 else 1.0)
+            engine.submit(Lease(number, trajectory, sampling, noise_seed=7, version=0))
+        reports = [*engine.step()]
+        LOG.reset()
+        reports += engine.step()
+        counts.append((sum(LOG.launches.values()), dict(LOG.waits), dict(LOG.copies), dict(LOG.slow)))
+        for _ in range(20):
+            reports += engine.step()
+        weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        engine.load_weights(weights, PolicyVersion("x", 1))
+    (few, *_), (many, waits, copies, slow) = counts
+    ended = sum(map(ends_lease, reports))
+    return {"launches_per_layer": (many - few) / 2, "waits": waits, "copies": copies, "slow": slow, "ended": ended}
