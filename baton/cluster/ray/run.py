@@ -20,6 +20,7 @@ from baton.cluster.ray.supervisor import RayWorkerSupervisor
 from baton.cluster.replanning import Replanner
 from baton.cluster.supervision import SupervisionRules
 from baton.errors import RankLost, UserError
+from baton.policy.settings import dtype_on
 from baton.recipe.recipe import Recipe
 from baton.specs.plan import Plan, read_plan
 from baton.stop import StopRequest
@@ -160,7 +161,7 @@ class _RayAttempts:
             overrides.append(f"run.threads={rank.threads}")
         for key, dtype in {"trainer": recipe.trainer.dtype, "engine": recipe.engine.dtype}.items():
             if dtype == "auto":  # decided here, because this machine may have no GPU
-                overrides.append(f"{key}.dtype={'float32' if rank.gpu == CPU else 'bfloat16'}")
+                overrides.append(f"{key}.dtype={dtype_on('cpu' if rank.gpu == CPU else 'cuda', dtype)}")
         if recipe.swarm.serve is None:
             own = self.cluster.own_address
             is_alone = all(machines[spec.machine].address == own for spec in placement.workers)
