@@ -7,7 +7,10 @@ A trainer rank passes through phases. Each holds the state and some working memo
     head      state, kept activations, the head's gradient, pieces of logits
     blocks    state, kept activations, one block: gathered weights, activations, gradients
     tables    state, gradients of embedding and head
-    publish, checkpoint, snapshot      state and copies, in a process that does this itself
+    publish   state and a copy of the weights, in a process that publishes itself
+
+A snapshot of weights and moments, where one is taken, is part of every phase. A checkpoint is written tensor by tensor,
+so it is not a phase.
 
 With several ranks, FSDP shards the state, and gathers one block while it fetches the next. Counts of bytes follow from
 the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares them with measurements. What no count

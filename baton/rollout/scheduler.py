@@ -184,7 +184,7 @@ class RolloutScheduler:
                 assert self._delivered == self.version, "a batch is requested before the last batch has been trained"
                 self._is_requested = True
                 if self.rules.is_adaptive:
-                    self.overprovision = self._search.next(self._totals())
+                    self.overprovision = self._search.next(self._slot_use())
             case ev.DispatchPaused():
                 self._is_paused = True
                 yield from self._abort_all()
@@ -371,7 +371,7 @@ class RolloutScheduler:
         for key in sorted(self._leased):
             yield ev.AbortTrajectory(*key)
 
-    def _totals(self) -> SlotUse:
+    def _slot_use(self) -> SlotUse:
         ledger = self.ledger
         wasted = ledger.masked + ledger.dropped + ledger.lost.total()
         return SlotUse(ledger.generated - wasted, self._busy_slot_s, self._slot_s)

@@ -13,8 +13,7 @@ import argparse
 import json
 import time
 import weakref
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -22,7 +21,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,11 +28,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import baton.policy.head as head
-import baton.policy.sharding as sharding
+from baton.cost.memory import RankShape, adapter_params, largest, rank_phases
 from baton.policy.adapters import add_adapters
 from baton.policy.logprobs import checkpoint_activations, compute_in, padded_scores
 from baton.policy.settings import LoraSettings
 from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.memory import spec_of
 from baton.trainer.parallel.group import RankGroup, SingleRank
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.update import make_learners
@@ -149,28 +148,20 @@ def add_product_on_cuda(total_VH: torch.Tensor, of_products: torch.Tensor, hidde
         del factor
 
 
-@contextmanager
-def gathers(dtype: torch.dtype) -> Iterator[None]:
-    """Let FSDP gather parameters in `dtype` and reduce gradients in float32."""
-    plain = sharding.fully_shard
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    sharding.fully_shard = partial(plain, mp_policy=policy)
-    try:
-        yield
-    finally:
-        sharding.fully_shard = plain
-
-
 def measure(case: Case) -> Peaks:
     """Return the peak bytes of the rank that `case` describes."""
     device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
     group = SingleRank()
     if case.ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
-        group = RankGroup(device, tensor_parallel=1, reduces_each=case.shard_gradients)
+        group = RankGroup(
+            device, dtype=dtype, tensor_parallel=1, shard_size=case.ranks, reduces_each=case.shard_gradients
+        )
     live = LiveStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), resizes(live):
-        model = AutoModelForCausalLM.from_config(config_of(case.model), attn_implementation="sdpa").eval()
+        held = dtype if case.lora else torch.float32  # a frozen base has the dtype in which it computes
+        config = config_of(case.model)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=held).eval()
         if case.lora:
             with mock.patch.object(torch.nn.Module, "to", lambda self, *_, **__: self):  # fake weights cannot move
                 add_adapters(model, LoraSettings(rank=case.lora), 0)
@@ -178,8 +169,7 @@ def measure(case: Case) -> Peaks:
             checkpoint_activations(model)
         linear = model.get_output_embeddings()
         model._baton_head = linear, head.Head(linear)  # the check of a head compares values
-        with gathers(dtype) if dtype is torch.bfloat16 else nullcontext():
-            group.shard(model)
+        group.shard(model)
         learner = make_learners(model, None, TrainerSettings(), AlgorithmSettings())[0]
         ids = torch.randint(1000, (case.tokens // case.row, case.row + 1))
         for parameter in model.parameters():
@@ -211,6 +201,22 @@ def measure(case: Case) -> Peaks:
     return Peaks(state, of_forward, kept, of_head, of_blocks, of_update)
 
 
+def predict(case: Case) -> tuple[str, int]:
+    """Return the phase with the peak and its bytes by the law, without the assumed part."""
+    wide, model = getattr(torch, case.dtype).itemsize, spec_of(config_of(case.model))
+    shape = RankShape(
+        tokens=case.tokens,
+        shards=case.ranks,
+        value_bytes=wide,
+        recomputes=case.checkpointing,
+        whole_gradients=not case.shard_gradients,
+        adapter_params=adapter_params(model, case.lora) if case.lora else 0.0,
+        base_bytes=wide,
+    )
+    phase = largest(rank_phases(model, shape), model.num_layers)
+    return phase.name, int(phase.bytes(model.num_layers))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
@@ -228,8 +234,14 @@ def main() -> None:
             continue
         begin = time.perf_counter()
         peaks = measure(case)
-        rows.append({**case._asdict(), "split": case.split, **peaks._asdict(), "peak": peaks.largest})
-        print(f"{case} {peaks.largest / 1e9:.2f} GB, {time.perf_counter() - begin:.0f} s", flush=True)
+        phase, law = predict(case)
+        found = {"peak": peaks.largest, "law": law, "law_phase": phase, "law_over_peak": round(law / peaks.largest, 4)}
+        rows.append({**case._asdict(), "split": case.split, **peaks._asdict(), **found})
+        print(
+            f"{case} {peaks} law {law / 1e9:.2f} GB ({phase}), {law / peaks.largest:.3f} of the peak, "
+            f"{time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
         options.output.write_text(
             json.dumps({"machine": machine(), "torch": torch.__version__, "rows": rows}, indent=1)
         )
