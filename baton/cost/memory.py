@@ -134,7 +134,7 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
     """
     hidden, width = model.hidden, model.num_heads * model.head_dim / how.split
     keys, mlp = model.kv_values_per_token / 2 / how.split, model.active_ffn_params / 3 / model.hidden / how.split
-    norms = np.where(how.value_bytes == 4, 24.0, np.where(np.asarray(how.shards) > 1, 16.0, 26.0))
+    norms = np.where(how.value_bytes == 4, 24.0, np.where(_is_rounded(how), 16.0, 26.0))
     heads = 16.0 if how.value_bytes == 4 else 10.0
     saved = norms * hidden + heads * (width + keys) + 4 * how.value_bytes * mlp
     gradients = how.value_bytes * (2 * mlp + hidden)
@@ -142,6 +142,12 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
         copies = 2 * how.value_bytes * model.experts_per_token * hidden
         saved, gradients = saved + copies, gradients + copies
     return saved, gradients
+
+
+def _is_rounded(how: RankShape) -> Array:
+    """Return whether the residual stream is bfloat16: that of gathered or frozen weights, but not of autocast."""
+    has_rounded = (np.asarray(how.shards) > 1) | bool(how.adapter_params and how.base_bytes == 2)
+    return has_rounded & (how.value_bytes == 2)
 
 
 def rank_phases(
@@ -159,32 +165,39 @@ def rank_phases(
     trains_all = float(not how.adapter_params)
     state = _state(model, how, first, last)
 
-    residual = np.where((how.value_bytes == 2) & (shards > 1), 2.0, 4.0)
+    residual = np.where(_is_rounded(how), 2.0, 4.0)
     saved, gradients = block_token_bytes(model, how)
     waits = residual * model.hidden if how.recomputes else saved
     kept = Term("activations", last * tokens * 4 * residual * model.hidden, tokens * waits * in_flight)
-    gathered = Term("gathered embedding and head", is_sharded * wide * tables)
+    # FSDP gathers embedding and head apart, where each is used; tied ones stay gathered
+    tied = is_sharded * model.is_tied * first * last
+    apart = is_sharded - tied
+    gathered = Term("gathered embedding", tied * wide * tables)
     logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / how.split
     pieces = Term("logits", last * logits * (10.0 if wide == 2 else 8.0))
     # autocast keeps a copy of each float32 weight until the forward pass ends
     cast = (1 - is_sharded) * (2.0 if wide == 2 and (trains_all or how.base_bytes == 4) else 0.0)
     copies = Term("copies in bfloat16", last * cast * head, cast * layer * (trains_all or not how.recomputes))
+    of_forward = Term("gathered head", apart * last * 2 * wide * head)  # and the buffer that receives it
 
     product = 0.0 if how.on_cpu or wide == 4 else 4.0 * min(PRODUCT_ROWS, model.vocab) * model.hidden
     product = np.maximum(product, 2.0 * head * is_sharded * (wide == 2))  # or its sum is cast to the gathered dtype
-    head_work = last * (trains_all * (4 * head + product) + cast * head + wide * tokens * model.hidden)
+    head_work = last * (trains_all * (4 * head + product) + (cast + apart * wide) * head + wide * tokens * model.hidden)
     of_head = Term("head and its gradient", head_work + is_sharded * wide * layer)
-    blocks = is_sharded * layer * (2 * wide + trains_all * (4 + 4 / shards)) + cast * layer
-    # the head's gradient waits: FSDP reduces it at the end, and that of a tied head is added to the embedding's
-    waiting = trains_all * last * head * np.where(is_sharded > 0, wide, 4.0 * model.is_tied * first)
+    # one gradient is reduced in float32 while the next is computed: the head's, then each block's
+    reduced = np.maximum(apart * last * 4 * head, is_sharded * layer * (4 + 4 / shards))
+    blocks = is_sharded * layer * 2 * wide + trains_all * reduced + cast * layer
+    # the gradient of a tied head waits for the embedding's
+    waiting = trains_all * last * head * np.where(is_sharded > 0, tied * wide, 4.0 * model.is_tied * first)
     blocks = blocks + waiting + tokens * (saved * how.recomputes + gradients)
-    # the gathered tables are freed before their gradients are copied to float32
-    of_tables = trains_all * (is_sharded * 4 * tables + (1 - is_sharded) * (waiting + 4 * head * first))
+    # gathered tables are freed before their gradients are copied to float32
+    alone = (1 - is_sharded) * (waiting + 4 * head * first)
+    of_tables = trains_all * (tied * 4 * tables + apart * first * (4 + wide + 4 / shards) * head + alone)
     found = [
-        Phase("forward pass", (*state, kept, gathered, copies, pieces)),
+        Phase("forward pass", (*state, kept, gathered, of_forward, copies, pieces)),
         Phase("backward pass of the head", (*state, kept, gathered, of_head, pieces, *_between(copies, how))),
         Phase("backward pass of a block", (*state, _until_blocks(kept), gathered, Term("one block", blocks))),
-        Phase("backward pass of the embedding", (*state, gathered, Term("gradients of embedding and head", of_tables))),
+        Phase("backward pass of the embedding", (*state, gathered, Term("gradient of the embedding", of_tables))),
     ]
     trained = how.adapter_params / model.num_layers if how.adapter_params else layer
     at_once = 0.0 if how.adapter_params else tables + model.other_params

@@ -91,7 +91,7 @@ def find_head(model: PreTrainedModel) -> Head | None:
 
 
 def _configured(model: PreTrainedModel, module: Any) -> Head | None:
-    if type(module) is not torch.nn.Linear:
+    if not isinstance(module, torch.nn.Linear) or not module.weight.is_floating_point():  # quantised
         return None
     config: PretrainedConfig = model.config.get_text_config()
     try:
@@ -152,10 +152,14 @@ def head_scores(
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.linear.weight.dtype
+
+    def compute(states_TH: torch.Tensor) -> Any:
+        linear = head.linear
+        return _HeadScores.apply(states_TH, linear.weight, linear.bias, targets_T, head, wanted, dtype)  # type: ignore[no-untyped-call]
+
+    call = getattr(head.linear, "compute", None)  # of a sharded head, whose weight is gathered (`sharding.py`)
     with torch.autocast(device, enabled=False):
-        logprobs, entropies = _HeadScores.apply(  # type: ignore[no-untyped-call]
-            hidden_TH, head.linear.weight, head.linear.bias, targets_T, head, wanted, dtype
-        )
+        logprobs, entropies = compute(hidden_TH) if call is None else call(compute, hidden_TH)
     return logprobs.view(targets_N.shape), None if entropies is None else entropies.view(targets_N.shape)
 
 

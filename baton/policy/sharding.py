@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 class Sharded(torch.nn.Module):
     """Runs functions on a sharded module while its parameters are gathered.
 
-    Parameters outside the blocks (embedding, last norm, head) stay gathered during the whole call, so the function may
-    call any part of the module. The module keeps its parameter names, because FSDP's hooks are attached to this
-    wrapper.
+    Blocks, and an embedding and a head that share no weight, are gathered while they compute. All other parameters
+    stay gathered during the whole call, so the function may call any part of the module. The module keeps its
+    parameter names, because FSDP's hooks are attached to this wrapper.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
@@ -45,8 +45,11 @@ class Sharded(torch.nn.Module):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for name in getattr(module, "float32_parts", ()):
                 fully_shard(module.get_submodule(name), mesh=mesh)
-        for block in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+        blocks = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+        for part in [*blocks, *_tables(module)]:
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+            if hasattr(part, "compute"):
+                register_fsdp_forward_method(part, "compute")
         # Reshard after forward, because parameters that stay gathered would have old values after an optimiser step.
         fully_shard(self, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for part in self.modules():
@@ -77,6 +80,19 @@ class Sharded(torch.nn.Module):
         """Set whether the next backward pass sums gradients over the ranks. If not, each rank keeps its own
         gradients."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
+
+
+def _tables(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a model's embedding and head, or nothing if they share a weight. A head gets a method `compute`, which
+    calls a function on tensors while the head's weight is gathered."""
+    model: Any = getattr(module, "trunk", module)
+    embedding, head = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
+    if not isinstance(embedding, torch.nn.Embedding) or getattr(head, "weight", None) is embedding.weight:
+        return []
+    if type(head) is not torch.nn.Linear:
+        return [embedding]
+    head.compute = lambda work, *tensors: work(*tensors)  # type: ignore[assignment]
+    return [embedding, head]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

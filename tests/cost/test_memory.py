@@ -19,6 +19,7 @@ from baton.cost.memory import (
     state_bytes_per_param,
     table_params,
 )
+from baton.specs.model import ModelSpec
 from tests.cost.round_numbers import MODEL
 
 SHAPE = RankShape(tokens=300, shards=4)
@@ -27,30 +28,38 @@ PARAMS = 10.2e6
 TABLE = 1e5
 
 
-def _phase(name: str, shape: RankShape = SHAPE, layers: int = 10) -> float:
-    return next(float(p.bytes(layers)) for p in rank_phases(MODEL, shape) if p.name == name)
+def _phase(name: str, shape: RankShape = SHAPE, layers: int = 10, model: ModelSpec = MODEL) -> float:
+    return next(float(p.bytes(layers)) for p in rank_phases(model, shape) if p.name == name)
 
 
 def test_the_head_adds_its_gradient_to_a_quarter_of_the_state() -> None:
-    """16 bytes a parameter over four ranks; per token and layer the input (2 · 100), the last norm 8 · 100; both tables
+    """16 bytes a parameter over four ranks; per token and layer the input (2 · 100), the last norm 8 · 100; the head
     and the next block gathered in bfloat16; the head's gradient in float32, and again on a GPU, because it has fewer
-    rows than are computed at a time, on a CPU in bfloat16; 10 bytes a logit, and the gradient of the hidden states."""
+    rows than are computed at a time, on a CPU in bfloat16; 10 bytes a logit, and the gradient of the hidden states.
+    A tied head is gathered with the embedding, and stays so."""
     state = 16 * PARAMS / 4
     kept = 300 * (10 * 2 * 100 + 8 * 100)
-    work = 2 * 2 * TABLE + 2 * 1e6 + 8 * TABLE + 10 * 300 * 1000 + 2 * 300 * 100
+    work = 2 * TABLE + 2 * 1e6 + 8 * TABLE + 10 * 300 * 1000 + 2 * 300 * 100
     assert _phase("backward pass of the head") == pytest.approx(state + kept + work)
     on_cpu = msgspec.structs.replace(SHAPE, on_cpu=True)
     assert _phase("backward pass of the head", on_cpu) == pytest.approx(state + kept + work - 2 * TABLE)
+    tied = msgspec.structs.replace(MODEL, is_tied=True)
+    expected = 16 * (PARAMS - TABLE) / 4 + kept + work
+    assert _phase("backward pass of the head", model=tied) == pytest.approx(expected)
 
 
 def test_a_block_gathers_itself_and_the_next() -> None:
-    """Two blocks in bfloat16, one gradient in float32 and its shard, the head's gradient; a token's activations: norms
-    16 · 100, heads 10 · (80 + 20), MLP 8 · 2000, and gradients of 2 · (2 · 2000 + 100)."""
+    """Two blocks in bfloat16, one gradient in float32 and its shard; a token's activations: norms 16 · 100, heads
+    10 · (80 + 20), MLP 8 · 2000, and gradients of 2 · (2 · 2000 + 100). Of a tied head, the gathered table and its
+    gradient are kept too. A head larger than a block is reduced while the last block is computed."""
     mlp = 6e5 / 3 / 100
     tokens = 300 * (16 * 100 + 10 * (80 + 20) + 8 * mlp + 2 * (2 * mlp + 100))
-    block = 1e6 * (2 * 2 + 4 + 4 / 4) + 2 * TABLE + tokens
-    expected = 16 * PARAMS / 4 + 300 * 10 * 2 * 100 + 2 * 2 * TABLE + block
+    expected = 16 * PARAMS / 4 + 300 * 10 * 2 * 100 + 1e6 * (2 * 2 + 4 + 4 / 4) + tokens
     assert _phase("backward pass of a block") == pytest.approx(expected)
+    tied, large = (msgspec.structs.replace(MODEL, **change) for change in ({"is_tied": True}, {"vocab": 20_000}))
+    assert _phase("backward pass of a block", model=tied) == pytest.approx(expected - 16 * TABLE / 4 + (2 + 2) * TABLE)
+    more = 16 * 2 * (2e6 - TABLE) / 4 + 4 * 2e6 - 1e6 * (4 + 4 / 4)
+    assert _phase("backward pass of a block", model=large) == pytest.approx(expected + more)
 
 
 def test_whole_gradients_are_kept_by_each_rank() -> None:
@@ -82,7 +91,8 @@ def test_an_adapter_trains_few_parameters_on_frozen_weights() -> None:
     alone = RankShape(tokens=300, recomputes=False, adapter_params=adapter)
     half = msgspec.structs.replace(alone, base_bytes=2)
     copied = 2 * (1e7 + TABLE)  # autocast copies what is float32, and no frozen weights in bfloat16
-    assert _phase("forward pass", alone) - _phase("forward pass", half) == pytest.approx(2 * PARAMS + copied)
+    narrow = 300 * (10 * (26 - 16) * 100 + 8 * 100)  # norms of a bfloat16 residual stream
+    assert _phase("forward pass", alone) - _phase("forward pass", half) == pytest.approx(2 * PARAMS + copied + narrow)
 
 
 def test_critic_reference_and_snapshot_add_to_the_state() -> None:
@@ -98,10 +108,11 @@ def test_critic_reference_and_snapshot_add_to_the_state() -> None:
 
 
 def test_only_the_last_stage_has_a_head_and_only_the_first_an_embedding() -> None:
-    first, between, last = (
-        stage_bytes(rank_phases(MODEL, SHAPE, *flags, 2), 3) for flags in ((True, False), (False, False), (False, True))
-    )
-    assert between < first < last
+    stages = [rank_phases(MODEL, SHAPE, *flags, 2) for flags in ((True, False), (False, False), (False, True))]
+    first, between, last = ([float(phase.bytes(3)) for phase in phases[:2]] for phases in stages)
+    table = 16 * TABLE / 4
+    assert first == pytest.approx([each + table for each in between])
+    assert all(ours > theirs + table for ours, theirs in zip(last, between, strict=True))
     assert float(table_params(msgspec.structs.replace(MODEL, is_tied=True), True, True)) == TABLE
 
 
