@@ -9,57 +9,69 @@ fixed. The weights of the chosen experts come from the current router logits, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Name of a router → experts [T, k] of each token, in the order of the recorded pass. −1 means that the router
+"""Name of a router → experts [T, k] of each token, int16, in the order of the recorded pass. −1 means that the router
 chooses."""
 
-_MAX_EXPERTS = 256
-"""Maximum number of experts of a router. The limit exists because engines report an expert as one byte."""
 
+class _Choice(TorchFunctionMode):
+    """Within a router, replaces the top k of its E scores [T, E] by given experts. The router weights them as if it had
+    chosen them itself, whatever its formula."""
 
-@dataclass(frozen=True, slots=True)
-class _Router:
-    module: torch.nn.Module
-    is_normalized: bool
-    """True if the weights of the chosen experts are normalised to sum to one."""
+    def __init__(self, num_experts: int, given: torch.Tensor | None) -> None:
+        super().__init__()
+        self._num_experts, self._given = num_experts, given
+        self.experts: torch.Tensor | None = None
+        """[T, k] experts of the pass; None before."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        # Routers with groups of experts also compute the top k of each group, and of the groups.
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].ndim != 2 or args[0].shape[1] != self._num_experts:
+            return found
+        if self._given is not None:
+            given = self._given.to(found.indices.device, found.indices.dtype)
+            experts = torch.where(given >= 0, given, found.indices)
+            found = torch.return_types.topk((args[0].gather(1, experts), experts))
+        self.experts = found.indices
+        return found
 
 
 class RoutingReplay:
     """Records and replays the choices of all routers of a model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Register hooks on the model's routers. Raises UserError if the model has no router or an unsupported
-        router."""
+    def __init__(
+        self, model: PreTrainedModel, run: Callable[[Any, Callable[[Any], Any]], Any] = lambda model, work: work(model)
+    ) -> None:
+        """Wrap the model's routers. Raises UserError if the model has no router, or one that does not choose the top k.
+
+        `run`: calls a function with the model while its parameters are gathered (`SingleRank.run`).
+        """
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
-        found = _outputs(model)
-        if not found:
-            raise UserError(
-                f"trainer.moe_replay: {type(model).__name__} has no routers that return logits, weights and experts; "
-                "allowed is 'off'"
-            )
-        if any(output[0].shape[-1] > _MAX_EXPERTS for _, output in found.values()):
-            raise UserError(
-                f"trainer.moe_replay: {type(model).__name__} has more than {_MAX_EXPERTS} experts; allowed is 'off'"
-            )
-        self._width = sum(output[2].shape[-1] for _, output in found.values())
-        self._counts = {name: output[2].shape[-1] for name, (_, output) in found.items()}
-        self._routers = {
-            name: _Router(module, _is_normalized(model, output)) for name, (module, output) in found.items()
-        }
+        self._routers = routers_of(model)
         for name, router in self._routers.items():
-            router.module.register_forward_hook(lambda _, __, output, name=name: self._routed(name, output))
+            router.forward = partial(self._route, name, router, router.forward)
+        ids = torch.arange(2, device=model.device)[None]
+        with torch.no_grad(), self.recorded() as routing:
+            run(model, lambda whole: whole(input_ids=ids, use_cache=False).logits)
+        if not routing or routing.keys() != self._routers.keys():
+            raise UserError(
+                f"trainer.moe_replay: {type(model).__name__} has no routers, or routers that do not choose the experts "
+                "with the highest scores; allowed is 'off'"
+            )
 
     @contextmanager
     def recorded(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -82,78 +94,63 @@ class RoutingReplay:
         finally:
             self._replayed = None
 
-    def from_engine(self, routing: Sequence[bytes], places: Sequence[int], num_places: int) -> Routing:
+    def from_engine(
+        self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
+    ) -> Routing:
         """Convert the choices that an engine reported for tokens at `places` to a Routing of shape [num_places, k] per
         router, with −1 at all other places.
 
-        Where the engine reported empty bytes, the routers choose. Raises EngineFault for bytes whose length does not
-        match this model's routers.
+        Where the engine reported empty bytes, the routers choose. Raises EngineFault for bytes that do not match this
+        model's routers.
         """
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
-        if any(len(chosen) != self._width for _, chosen in known):
-            raise EngineFault(
-                f"the engine reported other routers than this model's: expected {self._width} bytes per token"
-            )
-        laid = torch.full((num_places, self._width), -1)
+        counts = [router.top_k for router in self._routers.values()]
+        width = num_bytes(self._routers)
+        if any(len(chosen) != width for _, chosen in known):
+            raise EngineFault(f"the engine reported other routers than this model's: expected {width} bytes per token")
+        laid = np.full((num_places, sum(counts)), -1, dtype=np.int16)
         if known:
-            values = np.frombuffer(b"".join(chosen for _, chosen in known), dtype=np.uint8).reshape(len(known), -1)
-            laid[[place for place, _ in known]] = torch.from_numpy(values.astype(np.int64))
-        parts = torch.split(laid, list(self._counts.values()), dim=1)
-        return dict(zip(self._counts, parts, strict=True))
+            values = np.frombuffer(b"".join(chosen for _, chosen in known), dtype=_item(self._routers))
+            laid[[place for place, _ in known]] = values.reshape(len(known), -1)
+        limits = np.repeat([router.num_experts for router in self._routers.values()], counts)
+        if (laid >= limits).any():
+            raise EngineFault(f"the engine reported expert {laid.max()} of a router with {limits.min()} experts")
+        parts = torch.split(torch.from_numpy(laid).to(device), counts, dim=1)
+        return dict(zip(self._routers, parts, strict=True))
 
-    def _routed(self, name: str, output: Any) -> Any:
-        logits, scores, experts = output
-        if self._recorded is not None:
-            self._recorded[name] = experts.detach()
-        if self._replayed is None:
-            return output
-        given = self._replayed[name].to(experts.device)
-        kept = torch.where(given >= 0, given, experts)
-        return logits, _scores(logits, kept, self._routers[name].is_normalized).to(scores.dtype), kept
+    def as_bytes(self, routing: Routing) -> list[bytes]:
+        """Return recorded choices as one bytes object per token, in the order of the routers (`num_bytes`)."""
+        chosen = torch.cat(tuple(routing.values()), dim=1).cpu().numpy().astype(_item(self._routers))
+        return [row.tobytes() for row in chosen]
 
-
-def routing_bytes(routing: Routing) -> list[bytes]:
-    """Return one bytes object per token, with one byte for each router and chosen expert, in the order of the
-    routers."""
-    chosen = torch.cat(tuple(routing.values()), dim=1).to("cpu", torch.uint8).numpy()
-    return [row.tobytes() for row in chosen]
-
-
-def _outputs(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, Any]]:
-    """Return name → (router, its output for two tokens) for every router of the model."""
-    found: dict[str, tuple[torch.nn.Module, Any]] = {}
-
-    def look(name: str, module: torch.nn.Module, output: Any) -> None:
-        is_routing = isinstance(output, tuple) and len(output) == 3 and all(isinstance(o, torch.Tensor) for o in output)
-        if is_routing and not output[2].is_floating_point() and output[1].shape == output[2].shape:
-            found[name] = module, output
-
-    hooks = [
-        module.register_forward_hook(lambda module, _, output, name=name: look(name, module, output))
-        for name, module in model.named_modules()
-    ]
-    try:
-        with torch.no_grad():
-            model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would keep the first pass's choice
+    def _route(self, name: str, router: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a router; record and replay its choice."""
+        if self._recorded is None and self._replayed is None:
+            return forward(*args, **kwargs)
+        with _Choice(router.num_experts, None if self._replayed is None else self._replayed[name]) as choice:
+            output = forward(*args, **kwargs)
+        if self._recorded is not None and choice.experts is not None:
+            self._recorded[name] = choice.experts.detach().to(torch.int16)
+        return output
 
 
-def _scores(logits: torch.Tensor, experts: torch.Tensor, is_normalized: bool) -> torch.Tensor:
-    """Return the weights [T, k] of the chosen experts: softmax probabilities, normalised to sum to one if the router
-    does so."""
-    chosen = logits.float().softmax(-1).gather(-1, experts)
-    return chosen / chosen.sum(-1, keepdim=True) if is_normalized else chosen
+def routers_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return name → router of a model, which may be on the meta device. Routers have `top_k` and `num_experts`."""
+
+    def is_router(module: Any) -> bool:
+        counts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
+        is_leaf = all(isinstance(child, torch.nn.Linear) for child in module.children())
+        return is_leaf and all(isinstance(count, int) for count in counts)
+
+    return {name: module for name, module in model.named_modules() if is_router(module)}
 
 
-def _is_normalized(model: PreTrainedModel, output: Any) -> bool:
-    logits, scores, experts = output
-    for is_normalized in (True, False):
-        if torch.allclose(_scores(logits, experts, is_normalized), scores.float(), atol=1e-3, rtol=1e-2):
-            return is_normalized
-    raise UserError(
-        f"trainer.moe_replay: the routers of {type(model).__name__} do not weight experts by the softmax of their "
-        "logits, so a choice cannot be replayed; allowed is 'off'"
-    )
+def num_bytes(routers: Mapping[str, Any]) -> int:
+    """Return the number of bytes that an engine reports for a token: one for each router and chosen expert, or two if a
+    router has more than 256 experts."""
+    return int(_item(routers).itemsize * sum(router.top_k for router in routers.values()))
+
+
+def _item(routers: Mapping[str, Any]) -> np.dtype[Any]:
+    return np.dtype("<u2" if max((router.num_experts for router in routers.values()), default=0) > 256 else "u1")

@@ -32,6 +32,7 @@ from baton.policy.load import (
     torch_device,
     torch_dtype,
 )
+from baton.policy.routing import num_bytes, routers_of
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.recipe import Recipe
@@ -263,10 +264,13 @@ def _served_model(recipe: Recipe, tokenizer: Tokenizer, files: _Files, store: St
         digest = weights_digest(tensors)
         base = PolicyVersion(f"base-{digest[:16]}", 0, digest)
         Publisher(store, recipe.weights).publish(tensors, base)
+    routers = routers_of(model) if recipe.engine.report_routing else {}
     limits = ReportLimits(
         vocabulary=int(model.config.get_text_config().vocab_size),
         max_context_tokens=recipe.engine.max_context_tokens,
         end_ids=end_ids(model, tokenizer),
+        routing_bytes=num_bytes(routers),
+        num_experts=min((router.num_experts for router in routers.values()), default=0),
     )
     return _ServedModel(pack_model(directory), base, limits)
 

@@ -178,7 +178,7 @@ class Passes:
         """Return the engine's experts if `moe_replay` is "engine", else None."""
         if self.replay is None or self.settings.moe_replay != "engine":
             return None
-        return self.replay.from_engine(*inputs.reported_experts(is_packed=self.is_packed))
+        return self.replay.from_engine(*inputs.reported_experts(is_packed=self.is_packed), self.model.device)
 
 
 def _unpacked(inputs: ModelInputs, scores: TokenScores) -> TokenScores:

@@ -130,7 +130,7 @@ class LocalTrainer:
         dtype = torch_dtype(settings.dtype, model.device) if has_rounded else torch.float32
         with compute_in(dtype, model.device):
             check_critic(self._parallel.run(model, find_head), model, algorithm)
-        replay = RoutingReplay(model) if settings.moe_replay != "off" else None
+            replay = RoutingReplay(model, self._parallel.run) if settings.moe_replay != "off" else None
         self.passes = Passes(
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, can_share, self._parallel
         )

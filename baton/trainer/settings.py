@@ -108,11 +108,6 @@ class TrainerSettings(Settings):
                 )
         if self.ranks > 1 and self.compile:
             raise ValueError("compile: got true with ranks above 1; allowed with several ranks is false")
-        if self.ranks > 1 and self.moe_replay != "off":
-            raise ValueError(
-                f"moe_replay: got {self.moe_replay!r} with ranks above 1; allowed with several ranks is 'off', because "
-                "they do not record experts"
-            )
         return self
 
 

@@ -142,10 +142,15 @@ def test_a_full_context_is_a_budget_too_and_nothing_left_is_finished_at_once():
 
 
 def test_routing_comes_whole_or_not_at_all():
-    sparse = ReportLimits(vocabulary=100, max_context_tokens=50, routing_bytes=2)
+    sparse = ReportLimits(vocabulary=100, max_context_tokens=50, routing_bytes=2, num_experts=101)
     assert check(LOOSE, report(segment([2, 3], routing=(b"ab", b"cd"))), limits=sparse) is None
     assert check(LOOSE, report(segment([2, 3])), limits=sparse) is None
     assert "not 2 bytes" in check(LOOSE, report(segment([2, 3], routing=(b"ab", b"cdefgh"))), limits=sparse)
+    unknown = check(LOOSE, report(segment([2, 3], routing=(b"ab", b"ce"))), limits=sparse)
+    assert "names an unknown expert; allowed are 0 to 100" in unknown  # e is 101
+    wide = ReportLimits(vocabulary=100, max_context_tokens=50, routing_bytes=2, num_experts=300)
+    assert check(LOOSE, report(segment([2, 3], routing=(b"ab", b"\x2b\x01"))), limits=wide) is not None
+    assert check(LOOSE, report(segment([2], routing=(b"\x2b\x01",))), limits=wide) is None
 
 
 def test_a_long_value_does_not_make_a_long_sentence():

@@ -4,8 +4,7 @@ import pytest
 import torch
 from trainer_cases import VOCAB, are_bit_equal, make_trainer, parameters, random_batch, tiny_model, tiny_tokenizer
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
+    AutoModelForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -13,6 +12,7 @@ from transformers import (
 )
 
 from baton.errors import EngineFault, UserError
+from baton.policy.routing import RoutingReplay, num_bytes, routers_of
 from baton.policy.settings import LoraSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
@@ -34,6 +34,7 @@ from baton.types import (
     Segment,
     Trajectory,
 )
+from tests.model_families import tiny_config
 
 pytestmark = pytest.mark.numerics
 
@@ -161,25 +162,82 @@ def test_weights_that_do_not_sum_to_one_are_replayed_as_they_are():
         )
 
 
-def test_a_model_without_such_routers_is_refused_with_a_sentence():
-    with pytest.raises(UserError, match=r"trainer\.moe_replay: Qwen3ForCausalLM has no routers"):
-        make_trainer(tiny_model(), moe_replay="proximal")
+def family(model_type, *, biased=False, **changes):
+    """A random model of a family. With `biased`, its routers prefer other experts, which get the same weights."""
+    config = tiny_config(model_type)
+    config.update({"vocab_size": VOCAB, "initializer_range": 0.3, **changes})
     torch.manual_seed(0)
-    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"} | {
-        "num_key_value_heads": 2,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
-        "q_lora_rank": None,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-    }
-    with pytest.raises(UserError, match=r"trainer\.moe_replay: .*DeepseekV3ForCausalLM"):
-        make_trainer(DeepseekV3ForCausalLM(DeepseekV3Config(**shape)).eval(), moe_replay="proximal")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, tensor in model.state_dict().items():
+        if biased and name.endswith(("e_score_correction_bias", "expert_bias")):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+SIGMOID = {
+    "deepseek_v3": {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    "glm4_moe": {"routed_scaling_factor": 1.5},
+    "dots1": {"norm_topk_prob": False},
+    "minimax_m2": {},
+    "afmoe": {"route_scale": 2.0},
+}
+"""Families whose routers choose by sigmoid scores plus a bias that the weights of the experts do not contain."""
+SOFTMAX = {
+    "deepseek_v2": {"routed_scaling_factor": 3.0},
+    "flex_olmo": {},
+    "gpt_oss": {},
+    "granitemoe": {},
+    "hunyuan_v1_moe": {},
+    "jetmoe": {},
+    "olmoe": {"norm_topk_prob": False},
+    "qwen2_moe": {},
+}
+
+
+@pytest.mark.parametrize("model_type", [*SIGMOID, *SOFTMAX])
+def test_a_replayed_choice_of_any_family_has_the_gradient_of_the_choice_itself(model_type):
+    found = []
+    for replay in ("off", "proximal"):
+        model = family(model_type, biased=True, **{**SIGMOID, **SOFTMAX}[model_type])
+        trainer = make_trainer(model, moe_replay=replay, correction="second_moment")
+        trainer.step(random_batch(1))
+        found.append({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("model_type", SIGMOID)
+def test_a_choice_that_a_router_would_not_make_is_weighted_by_its_logits(model_type):
+    """The bias changes the choice of experts, not their weights: so a model without it that replays the choice computes
+    what the model with it does."""
+    biased, plain = (family(model_type, biased=b, **SIGMOID[model_type]) for b in (True, False))
+    replays = [RoutingReplay(model) for model in (biased, plain)]
+    ids = torch.arange(2, 14)[None]
+    with torch.no_grad(), replays[0].recorded() as routing:
+        expected = biased(ids).logits
+    with torch.no_grad(), replays[1].replayed(routing):
+        found = plain(ids).logits
+    with torch.no_grad():
+        free = plain(ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (free - expected).abs().max() > 0.01
+
+
+def test_a_model_whose_routers_do_not_choose_the_highest_scores_is_refused_with_a_sentence():
+    for model in (tiny_model(), family("phimoe")):
+        with pytest.raises(UserError, match=rf"trainer\.moe_replay: {type(model).__name__} has no routers, or routers"):
+            make_trainer(model, moe_replay="proximal")
+
+
+def test_experts_beyond_256_take_two_bytes_and_an_unknown_expert_is_refused():
+    replay = RoutingReplay(qwen(num_experts=300, moe_intermediate_size=4))
+    chosen = {name: torch.tensor([[299, 7]], dtype=torch.int16) for name in routers_of(qwen())}
+    (known,) = replay.as_bytes(chosen)
+    assert len(known) == 2 * 2 * 2 == num_bytes(routers_of(qwen(num_experts=300, moe_intermediate_size=4)))
+    laid = replay.from_engine([known, b""], [1, 2], 3, CPU)
+    assert all(each.tolist() == [[-1, -1], [299, 7], [-1, -1]] for each in laid.values())
+    with pytest.raises(EngineFault, match="the engine reported expert 300 of a router with 300 experts"):
+        replay.from_engine([known[:-2] + (300).to_bytes(2, "little")], [0], 1, CPU)
 
 
 # ---- the engine's routing --------------------------------------------------------------------------------------------

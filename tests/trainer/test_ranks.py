@@ -147,9 +147,9 @@ def test_any_number_of_ranks_makes_the_update_of_one_process(name: str, pool: Ra
                 assert ours[key] == pytest.approx(theirs[key], **tolerance), key
 
 
-def gradients(trainer: Trainer, directory: Path) -> dict[str, torch.Tensor]:
+def gradients(trainer: Trainer, directory: Path, batch: Batch | None = None) -> dict[str, torch.Tensor]:
     """The gradients of a first update, before clipping and optimiser: with beta_1 = 0 they are the first moments."""
-    trainer.step(two_version_batch(1))
+    trainer.step(batch or two_version_batch(1))
     trainer.save(directory)
     stored = StoredTensors.in_files(sorted((directory / "baton").rglob("*.safetensors")))
     return {name: stored.whole(name) for name in stored.shapes if name.startswith("exp_avg/")}
@@ -377,7 +377,6 @@ def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, mo
     ("settings", "message"),
     [
         ({"compile": True}, "compile: got true with ranks above 1"),
-        ({"moe_replay": "proximal"}, "moe_replay: got 'proximal' with ranks above 1"),
         ({"tensor_parallel": 3}, "tensor_parallel: got 3 with ranks = 2; allowed are divisors"),
         ({"shard_size": 3}, "shard_size: got 3 with ranks = 2 and tensor_parallel = 1; allowed are divisors"),
         ({"shard_size": 1, "tensor_parallel": 2}, "shard_size: got 1 with ranks = 2 and tensor_parallel = 2"),

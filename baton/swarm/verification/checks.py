@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -35,6 +36,8 @@ class ReportLimits:
     """Token ids that end a trajectory, in addition to the lease's stop_token_ids."""
     routing_bytes: int = 0
     """Number of bytes of routing per token; 0 if the engines report no routing."""
+    num_experts: int = 0
+    """Number of experts of each router. An expert is one byte, or two with more than 256 experts."""
     max_segments: int = 64
     """Maximum number of segments of a report. A report has one segment for each version that the worker has served
     since the last report."""
@@ -119,6 +122,11 @@ def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | N
         return f"the segment at token {place} has the routing of {len(segment.routing)} tokens; allowed are {needed}"
     if any(len(routing) != limits.routing_bytes for routing in segment.routing):
         return f"the segment at token {place} has routing data that is not {limits.routing_bytes} bytes for each token"
+    experts = chain.from_iterable(
+        memoryview(routing).cast("B" if limits.num_experts <= 256 else "H") for routing in segment.routing
+    )
+    if max(experts, default=-1) >= limits.num_experts:
+        return f"the segment at token {place} names an unknown expert; allowed are 0 to {limits.num_experts - 1}"
     return None
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from baton.errors import UserError
 from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
 from baton.policy.memory import held_bytes
-from baton.policy.routing import Routing, RoutingReplay, routing_bytes
+from baton.policy.routing import Routing, RoutingReplay
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import KeptPrefixes
@@ -260,7 +260,8 @@ class EmbeddedEngine(SlotEngine):
         self._decode_rows += width
         self._decoded_tokens += table.num_running
         running = table.num_running
-        reports = table.commit(ids.tolist(), drawn[1].tolist(), routing_bytes(chosen) if chosen else None)
+        routing = None if self._routers is None else self._routers.as_bytes(chosen)
+        reports = table.commit(ids.tolist(), drawn[1].tolist(), routing)
         if table.num_running != running:
             self._params = None
         return reports

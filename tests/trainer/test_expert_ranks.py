@@ -1,0 +1,129 @@
+"""Mixtures of experts over ranks: FSDP2 shards the experts, and each rank replays the choices of its own rows."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from rank_pool import RankPool
+from test_ranks import SHAPES, alone, assert_close, distance, gradients, ranked, setup_of, tensors, two_version_batch
+from trainer_cases import VOCAB, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from baton.policy.load import load_empty
+from baton.policy.routing import num_bytes, routers_of
+from baton.trainer.trainer import Trainer
+from baton.types import Author, Batch, Group, Segment
+from tests.model_families import tiny_config
+
+pytestmark = [pytest.mark.numerics, pytest.mark.timing]
+
+NUM_EXPERTS = 4
+
+
+@pytest.fixture(scope="module")
+def sigmoid_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random DeepSeek-V3: a dense layer, then two groups of two experts, chosen with a bias, and a shared expert."""
+    path = tmp_path_factory.mktemp("sigmoid")
+    config = tiny_config("deepseek_v3")
+    config.update({"vocab_size": VOCAB, "initializer_range": 0.3, "n_group": 2, "topk_group": 1})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.tensor([0.0, 0.2, 0.4, -0.1]))
+    model.save_pretrained(path)
+    tiny_tokenizer().hf.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param))
+
+
+MODELS = pytest.mark.parametrize("path", ["expert_path", "sigmoid_path"], indirect=True)
+
+
+def routed(batch: Batch, path: str) -> Batch:
+    """The batch with a random choice of experts for every token of the policy, as an engine reports it."""
+    routers = routers_of(load_empty(path, dtype=torch.float32))
+    assert num_bytes(routers) == 2 * len(routers)
+    rng = random.Random(0)
+
+    def chosen(segment: Segment) -> Segment:
+        if segment.author is not Author.POLICY:
+            return segment
+        routing = [bytes(e for _ in routers for e in rng.sample(range(NUM_EXPERTS), 2)) for _ in segment.token_ids]
+        return msgspec.structs.replace(segment, routing=routing)
+
+    def of_group(group: Group) -> Group:
+        members = [
+            msgspec.structs.replace(
+                m, trajectory=msgspec.structs.replace(m.trajectory, segments=tuple(map(chosen, m.trajectory.segments)))
+            )
+            for m in group.members
+        ]
+        return msgspec.structs.replace(group, members=tuple(members))
+
+    return Batch(batch.step, tuple(map(of_group, batch.groups)))
+
+
+SMOOTH: dict[str, Any] = {
+    "name": "grpo",
+    "correction": "none",
+    "max_grad_norm": math.inf,
+    "betas": (0.0, 0.999),
+    "moe_replay": "engine",
+}
+"""No bound cuts a token, and no gradient is clipped: rounding cannot become a different update."""
+
+
+@MODELS
+def test_the_gradients_of_ranks_that_replay_the_engine_are_those_of_one_process(
+    path: str, pool: RankPool, tmp_path: Path
+) -> None:
+    batch = routed(two_version_batch(1), path)
+    exact = gradients(alone(setup_of(path, **SMOOTH)), tmp_path / "exact", batch)
+    own = gradients(alone(setup_of(path, **{**SMOOTH, "moe_replay": "off"})), tmp_path / "own", batch)
+    assert distance(own, exact) > 0.1  # the routers would choose other experts
+    rounded = gradients(alone(setup_of(path, **SMOOTH, dtype="bfloat16")), tmp_path / "rounded", batch)
+    packed = {"packing": "always", "activation_checkpointing": True}
+    for name, more in {"two": {}, "four": packed, "two copies of two that reduce each": {}}.items():
+        size, shape = SHAPES[name]
+        setup = setup_of(path, **SMOOTH, **shape, **more, ranks=size)
+        assert distance(gradients(ranked(pool, size, setup), tmp_path / name, batch), exact) < 1e-5, name
+    coarse = gradients(ranked(pool, 2, setup_of(path, **SMOOTH, ranks=2, dtype="bfloat16")), tmp_path / "coarse", batch)
+    assert distance(coarse, exact) < 2 * distance(rounded, exact)
+
+
+@MODELS
+@pytest.mark.parametrize("settings", [{"moe_replay": "off"}, {"moe_replay": "proximal", "packing": "always"}])
+def test_experts_over_ranks_make_the_updates_of_one_process_and_resume_with_any_number(
+    path: str, settings: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    setup = setup_of(path, name="grpo", num_minibatches=2, num_epochs=2, **settings)
+
+    def make(size: int) -> Trainer:
+        if size == 1:
+            return alone(setup)
+        return ranked(pool, size, msgspec.structs.replace(setup, trainer={**setup.trainer, "ranks": size}))
+
+    one, four = make(1), make(4)
+    for step in (1, 2):
+        expected, found = one.step(two_version_batch(step)), four.step(two_version_batch(step))
+        for key in ("policy/loss", "policy/grad_norm", "policy/entropy"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
+    assert_close(tensors(four), tensors(one))
+    four.save(tmp_path / "checkpoint")
+    one.step(two_version_batch(3))
+    for size in (2, 1):
+        other = make(size)
+        other.restore(tmp_path / "checkpoint")
+        other.step(two_version_batch(3))
+        assert_close(tensors(other), tensors(one))
