@@ -34,7 +34,6 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     _check_peft()
     from peft import LoraConfig
 
-    torch.manual_seed(seed)
     path = str(model.name_or_path)
     is_local = Path(path).is_dir()
     name, _, revision = path.partition("@")
@@ -49,12 +48,12 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         revision=None if is_local else revision or None,
     )
     try:
-        with _apart_from_base():
+        # On the meta device, because PEFT would cast adapters to the dtype of their layer's weight.
+        with torch.device("meta"):
             model.add_adapter(config, _NAME)
     except ValueError as error:
         raise UserError(f"lora.targets: got {settings.targets!r}: {error}") from error
-    if model.device.type == "meta":
-        _create_values(model, seed)
+    _create_values(model, seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad and model.device.type != "meta":
@@ -62,22 +61,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     model.eval()  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def _apart_from_base() -> Iterator[None]:
-    """Have PEFT create adapters in float32 on the CPU instead of casting and moving them to their layer's weight."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    name = "_move_adapter_to_device_of_base_layer"
-    move = getattr(BaseTunerLayer, name)
-    setattr(BaseTunerLayer, name, lambda *arguments, **more: None)
-    try:
-        yield
-    finally:
-        setattr(BaseTunerLayer, name, move)
-
-
 def _create_values(model: PreTrainedModel, seed: int) -> None:
-    """Replace the adapters of a model on the meta device by those that PEFT creates on the CPU from the same seed."""
+    """Replace adapters on the meta device by those that PEFT creates on the CPU in float32."""
     torch.manual_seed(seed)
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
     for module in layers:

@@ -63,6 +63,18 @@ def original(name):
     return name.replace(".base_layer", "")
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_adapters_are_equal_and_in_float32_whatever_the_dtype_and_the_device_of_the_model(place):
+    def added(model):
+        adapters.add_adapters(model, LORA, seed=7)
+        return adapters.raw_tensors(model)
+
+    expected, found = added(tiny_model()), added(tiny_model().to(place, torch.bfloat16))
+    assert {(tensor.dtype, tensor.device.type) for tensor in found.values()} == {(torch.float32, "cpu")}
+    assert are_bit_equal(found, expected)
+    assert all(tensor.any() == ("lora_A" in name) for name, tensor in found.items())
+
+
 def test_before_the_first_update_the_policy_is_the_base_model(base):
     assert torch.equal(logits(make_trainer(load(base), lora=LORA).model), logits(load(base)))
 
