@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "rollout.placement",
     "rollout.stall_timeout_s",
     "engine.processes",
+    "engine.devices",
     "swarm",
     "weights.store",
     "weights.keep",

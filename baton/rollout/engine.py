@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from pydantic import Field, model_validator
@@ -57,6 +57,9 @@ class EngineSettings(Settings):
     processes: int = Field(default=0, ge=0)
     """Number of engine processes on a CPU, with one torch thread each; 0 runs one engine in the trainer's process. Only
     for kind `embedded`."""
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """GPUs for the engines that the run starts on this machine, such as [2, 3], as indices among the visible GPUs. By
+    default, the GPUs that no trainer rank uses; if there are none, engines share the trainer's."""
     slots: int = Field(default=64, ge=8, multiple_of=8)
     """Number of trajectories that an engine generates concurrently; a multiple of 8."""
     max_context_tokens: int = 1024

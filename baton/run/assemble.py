@@ -47,6 +47,7 @@ from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport, WorkerTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.device_sharing import DeviceSharing
+from baton.run.devices import environment_with, layout_of, visible
 from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import evaluate
 from baton.run.hosting import check_swarm, open_swarm
@@ -86,7 +87,15 @@ def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = No
 
 def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
     """Construct the recipe's engine. The engine loads a copy of the model at `path`."""
-    return engine_of_model(path, recipe.engine, version, device=recipe.model.device, attention=recipe.model.attention)
+    layout, device, variables = layout_of(recipe), recipe.model.device, {}
+    if layout is not None and layout.engines:
+        own = layout.engines[0]
+        if recipe.engine.kind == "vllm":
+            device, variables = "cuda", visible(own)
+        else:
+            device = f"cuda:{own[0]}"
+    with environment_with(variables):
+        return engine_of_model(path, recipe.engine, version, device=device, attention=recipe.model.attention)
 
 
 def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerTransport:

@@ -19,6 +19,7 @@ from baton.policy.tokenizer import load_tokenizer, split_revision
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
 from baton.rewards.scorer import RewardScorer
+from baton.run.devices import layout_of
 from baton.run.memory import (
     ProcessMemory,
     change_that_fits,
@@ -53,6 +54,8 @@ class Footprint(msgspec.Struct, frozen=True):
     """Memory of the KV cache; included in the engine's bytes."""
     processes: tuple[ProcessMemory, ...]
     """The processes of trainer and embedded engines, and the memory of each."""
+    gpus: str
+    """The GPUs of each trainer rank and engine on this machine; empty on a CPU, and on other machines."""
     available_bytes: int | None
     """Free memory of the trainer's device; None if the trainer runs on other machines."""
     device: str
@@ -90,6 +93,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     parameters = sum(p.numel() for p in model.parameters())
     spec, on_cpu = spec_of(config, parameters), _on_cpu(recipe, is_here=is_here)
     engine = engine_terms_of(recipe, spec, on_cpu=on_cpu)
+    layout = layout_of(recipe) if is_here else None
     cache = next(term for term in engine if "KV cache" in term.name)
     device = torch_device(recipe.model.device) if is_here else None
     trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
@@ -100,7 +104,8 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
         trainer_bytes=math.ceil(stage_bytes(rank_phases_of(recipe, spec, on_cpu=on_cpu), spec.num_layers)),
         engine_bytes=math.ceil(sum(term.bytes(spec.num_layers) for term in engine)),
         cache_bytes=math.ceil(cache.bytes(spec.num_layers)),
-        processes=processes_of(recipe, spec, on_cpu=on_cpu),
+        processes=processes_of(recipe, spec, on_cpu=on_cpu, layout=layout),
+        gpus="" if layout is None else str(layout),
         available_bytes=None if device is None else available_bytes(device),
         device=str(device or recipe.model.device),
         max_positions=_max_positions(config),
@@ -168,10 +173,11 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
     free, on_cpu = available_bytes(device), device.type == "cpu"
 
     def fits(changed: Recipe) -> bool:
-        return needed_bytes(processes_of(changed, model, on_cpu=on_cpu), on_cpu=on_cpu) <= free
+        processes = processes_of(changed, model, on_cpu=on_cpu, layout=layout_of(changed))
+        return needed_bytes(processes, on_cpu=on_cpu) <= free
 
     if not fits(recipe):
-        processes = processes_of(recipe, model, on_cpu=on_cpu)
+        processes = processes_of(recipe, model, on_cpu=on_cpu, layout=layout_of(recipe))
         raise UserError(explain(processes, free, str(device), change_that_fits(recipe, fits)))
     if recipe.rollout.is_colocated and not on_cpu:
         phases = rank_phases_of(recipe, model, on_cpu=False)

@@ -39,6 +39,7 @@ from baton.recipe.recipe import Recipe
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import Tracer
 from baton.rollout.engines.embedded.rescore import Rescorer
+from baton.run.devices import layout_of, visible
 from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import Authenticator, Role, TokenFile, write_private
 from baton.swarm.background_publisher import BackgroundPublisher, VersionRetention
@@ -166,13 +167,15 @@ def _start_workers(
     url = hub.listen.url(hub.port)
     if _lets_others_join(recipe, supervisor):
         hub.members.say(f"the hub listens at {url}; to join: {hub.listen.join_command(hub.port)}")
+    layout = layout_of(recipe) if local_tokens else None
     local = LocalWorkers(
         hub.listen,
         hub.port,
         local_tokens,
         files.run / "workers",
         say=hub.members.say,
-        device=recipe.model.device,
+        device=recipe.model.device.partition(":")[0],
+        environments=[] if layout is None else [visible(gpus) for gpus in layout.engines],
     )
     if supervisor is not None:
         certificate = hub.listen.certificate

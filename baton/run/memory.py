@@ -19,6 +19,7 @@ from baton.cost.memory import (
 )
 from baton.policy.settings import DTypeChoice, LoraSettings, dtype_on
 from baton.recipe.recipe import Recipe
+from baton.run.devices import DeviceLayout
 from baton.specs.model import ModelSpec
 from baton.trainer.memory import trainer_phases
 
@@ -45,6 +46,8 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     phase: str
     """What the process does while it needs most."""
     parts: tuple[MemoryPart, ...]
+    gpus: tuple[tuple[int, ...], ...] = ()
+    """The GPUs of each of the equal processes; empty on a CPU, and on other machines."""
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +94,13 @@ def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[
     )
 
 
-def processes_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[ProcessMemory, ...]:
+def processes_of(
+    recipe: Recipe, model: ModelSpec, *, on_cpu: bool, layout: DeviceLayout | None = None
+) -> tuple[ProcessMemory, ...]:
     """Return the processes of the recipe that run on this machine's devices, with their memory.
 
+    layout: this machine's GPUs; None on a CPU, and on other machines, where every process but the engine of a single
+    trainer has a GPU of its own.
     An engine of another kind than `embedded` is not counted, because it takes a fixed share of its device.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
@@ -102,13 +109,14 @@ def processes_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Pro
     engine = engine_terms_of(recipe, model, on_cpu=on_cpu) if has_engine else ()
     apart = recipe.swarm.workers if recipe.swarm.is_on else recipe.engine.processes
     is_inside = has_engine and not recipe.swarm.is_on and not recipe.engine.processes
-    found = []
-    if ranks > 1:
-        found.append(_process(f"each of {ranks} trainer ranks", ranks, phases, layers, on_cpu=on_cpu))
+    trainer_gpus = () if layout is None else tuple((gpu,) for gpu in layout.trainer)
+    engine_gpus = () if layout is None else layout.engines
+    generation, found = [Phase(GENERATION, engine)], []
+    if ranks > 1 or not is_inside or engine_gpus != trainer_gpus:
+        name = "the trainer" if ranks == 1 else f"each of {ranks} trainer ranks"
+        found.append(_process(name, trainer_gpus or ranks, phases, layers, on_cpu=on_cpu))
         if is_inside:
-            found.append(_process("the engine", 1, [Phase(GENERATION, engine)], layers, on_cpu=on_cpu))
-    elif not is_inside:
-        found.append(_process("the trainer", 1, phases, layers, on_cpu=on_cpu))
+            found.append(_process("the engine", engine_gpus or 1, generation, layers, on_cpu=on_cpu))
     else:
         rests = tuple(term for term in phases[0].terms if term.name in _SLEEPING)
         if recipe.rollout.is_colocated:
@@ -116,18 +124,22 @@ def processes_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Pro
         else:
             turns = [Phase(phase.name, (*phase.terms, *engine)) for phase in phases]
         name = "the trainer or the engine" if recipe.rollout.is_colocated else "the trainer with the engine"
-        found.append(_process(name, 1, turns, layers, on_cpu=on_cpu))
+        found.append(_process(name, trainer_gpus or 1, turns, layers, on_cpu=on_cpu))
     if has_engine and apart:
         name = "the engine" if apart == 1 else f"each of {apart} engines"
-        found.append(_process(name, apart, [Phase(GENERATION, engine)], layers, on_cpu=on_cpu))
+        found.append(_process(name, engine_gpus or apart, generation, layers, on_cpu=on_cpu))
     return tuple(found)
 
 
-def _process(name: str, count: int, phases: Sequence[Phase], layers: int, *, on_cpu: bool) -> ProcessMemory:
+def _process(
+    name: str, places: int | tuple[tuple[int, ...], ...], phases: Sequence[Phase], layers: int, *, on_cpu: bool
+) -> ProcessMemory:
+    """places: the GPUs of each of equal processes, or their number."""
     top = largest(phases, layers)
     terms = (*top.terms, overhead(float(top.bytes(layers)), on_cpu=on_cpu))
     parts = [MemoryPart(term.name, math.ceil(float(term.bytes(layers))), term.is_assumed) for term in terms]
-    return ProcessMemory(name, count, top.name, tuple(part for part in parts if part.num_bytes))
+    count, gpus = (places, ()) if isinstance(places, int) else (len(places), places)
+    return ProcessMemory(name, count, top.name, tuple(part for part in parts if part.num_bytes), gpus)
 
 
 def gib(num_bytes: float) -> str:
@@ -141,8 +153,11 @@ def sleeping_bytes(phases: Sequence[Phase], layers: int) -> float:
 
 
 def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
-    """Return the bytes that processes need together on a CPU. On GPUs, each of equal processes has its own GPU, and the
-    first has one of each."""
+    """Return the bytes that processes need together on a CPU, or on the GPU where they need most. On GPUs that are not
+    known, each of equal processes has its own GPU, and the first GPU has one of each."""
+    if any(process.gpus for process in processes):
+        gpus = {gpu for process in processes for each in process.gpus for gpu in each}
+        return max(sum(p.num_bytes for p in processes for each in p.gpus if gpu in each) for gpu in gpus)
     return sum(process.num_bytes * (process.count if on_cpu else 1) for process in processes)
 
 

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +44,12 @@ class LocalWorkers:
         *,
         say: Callable[[str], None],
         device: str,
+        environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         """Start a worker for each token file. The token file's name is also the name of the worker and of its log file.
 
-        listen, port: address of the hub. directory: directory of the log files.
+        listen, port: address of the hub. directory: directory of the log files. environments: variables that each
+        worker has in addition to those of this process.
         """
         fingerprint = listen.fingerprint()
         self._command = [
@@ -66,6 +68,7 @@ class LocalWorkers:
         self._directory, self._say = directory, say
         directory.mkdir(parents=True, exist_ok=True)
         self._token_files = {path.name: path for path in token_files}
+        self._environments = dict(zip(self._token_files, environments, strict=False))
         self._children = [_Child(name, self._start_worker(name), time.monotonic()) for name in self._token_files]
 
     def pids(self) -> list[int]:
@@ -107,6 +110,7 @@ class LocalWorkers:
 
     def _start_worker(self, name: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        environment |= self._environments.get(name, {})
         with self._log(name).open("ab") as log:
             return subprocess.Popen(
                 [*self._command, "--token-file", str(self._token_files[name])],

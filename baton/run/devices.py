@@ -1,0 +1,113 @@
+"""Divide this machine's GPUs between the trainer and the engines that a run starts here.
+
+    ranks ─▶ GPUs 0 to ranks - 1 (one rank: the GPU of `model.device`)
+    engines ─▶ `engine.devices`; by default the GPUs that no rank uses, and the trainer's only if there are no others
+
+An engine in a process of its own sees only its GPUs, by the environment variable of the CUDA or ROCm runtime.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from baton.errors import UserError
+from baton.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayout:
+    """The GPUs of a run on this machine, as indices among the visible GPUs."""
+
+    trainer: tuple[int, ...]
+    """The GPU of each rank."""
+    engines: tuple[tuple[int, ...], ...]
+    """The GPUs of each engine."""
+
+    def __str__(self) -> str:
+        trainer = [f"trainer rank {rank}: {gpu}" for rank, gpu in enumerate(self.trainer)]
+        engines = [f"engine {index}: {', '.join(map(str, gpus))}" for index, gpus in enumerate(self.engines)]
+        return "; ".join([*trainer, *engines])
+
+
+def divide(
+    num_gpus: int, trainer: Sequence[int], num_engines: int, *, each: int = 1, chosen: Sequence[int] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Return the GPUs of each engine, `each` per engine. If there are fewer than all engines need, engines share them.
+
+    chosen: GPUs that engines may use, instead of those that the trainer does not use. Raises UserError if a chosen GPU
+    does not exist, or if one engine needs more GPUs than there are.
+    """
+    if missing := [gpu for gpu in chosen if gpu >= num_gpus]:
+        raise UserError(
+            f"engine.devices: got {missing[0]}, but this machine has {num_gpus} visible GPU(s): allowed are 0 to "
+            f"{num_gpus - 1}"
+        )
+    free = [gpu for gpu in range(num_gpus) if gpu not in trainer]
+    pool = list(chosen) or (free if len(free) >= each else []) or list(range(num_gpus))
+    places = [tuple(pool[first : first + each]) for first in range(0, len(pool) - each + 1, each)]
+    if not places:
+        raise UserError(
+            f"engine.vllm.tensor_parallel × pipeline_parallel: got {each}, but {len(pool)} GPU(s) are there for "
+            "engines; lower the value, or change engine.devices"
+        )
+    return tuple(places[engine % len(places)] for engine in range(num_engines))
+
+
+def layout_of(recipe: Recipe) -> DeviceLayout | None:
+    """Return the GPUs of a run whose trainer is on this machine; None if it runs on the CPU. Raises UserError."""
+    import torch
+
+    from baton.policy.load import torch_device
+
+    device = torch_device(recipe.model.device)
+    if device.type != "cuda":
+        if recipe.engine.devices:
+            raise UserError(
+                f"engine.devices: got {list(recipe.engine.devices)}, but model.device is {device}; remove the key"
+            )
+        return None
+    num_gpus, ranks = torch.cuda.device_count(), recipe.trainer.ranks
+    own = device.index or 0
+    if max(own, ranks - 1) >= num_gpus:
+        key, got = ("model.device", str(device)) if own >= num_gpus else ("trainer.ranks", str(ranks))
+        raise UserError(f"{key}: got {got}, but this machine has {num_gpus} visible GPU(s); lower the value")
+    trainer = (own,) if ranks == 1 else tuple(range(ranks))
+    engine, vllm = recipe.engine, recipe.engine.vllm
+    if recipe.rollout.is_colocated:
+        if engine.devices:
+            raise UserError(
+                f'engine.devices: got {list(engine.devices)}, but with rollout.placement = "colocated" the engine uses '
+                "the trainer's GPU; remove one of the keys"
+            )
+        return DeviceLayout(trainer, (trainer,))
+    count = recipe.swarm.workers if recipe.swarm.is_on else int(engine.kind != "sglang")
+    each = vllm.tensor_parallel * vllm.pipeline_parallel if engine.kind == "vllm" else 1
+    return DeviceLayout(trainer, divide(num_gpus, trainer, count, each=each, chosen=engine.devices))
+
+
+def visible(gpus: Sequence[int]) -> dict[str, str]:
+    """Return the environment variable with which a new process sees only these of the GPUs that this process sees."""
+    import torch
+
+    names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if torch.version.hip else ("CUDA_VISIBLE_DEVICES",)
+    name = next((each for each in names if each in os.environ), names[0])
+    known = [each.strip() for each in os.environ.get(name, "").split(",") if each.strip()]
+    return {name: ",".join(known[gpu] if known else str(gpu) for gpu in gpus)}
+
+
+@contextmanager
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started in this context."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
