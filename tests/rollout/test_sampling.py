@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.rollout.engines import sampling
 from baton.rollout.engines.sampling import mix, noise_key, pick, row_params, sample, uniforms
 from baton.types import SamplingParams
 
@@ -134,6 +135,27 @@ def test_rows_of_mixed_parameters_equal_the_same_rows_alone():
     for row, p in enumerate(params):
         alone = sample(logits_WV[row : row + 1], row_params([p], 50, CPU), uniform[row : row + 1])
         assert (mixed[0][row], mixed[1][row]) == (alone[0][0], alone[1][0])
+
+
+def test_rows_that_are_sampled_in_parts_equal_the_same_rows_alone(monkeypatch):
+    """Parts of two rows: without a filter, with one filtered row, with two, and the last part of one row."""
+    logits_WV = torch.randn(7, 48, generator=torch.Generator().manual_seed(0))
+    changes = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"top_k": 2},
+        {"top_p": 0.1},
+    ]
+    params = [SamplingParams(1, **change) for change in changes]
+    uniform = np.linspace(0.1, 0.9, 7)
+    whole = sample(logits_WV, row_params(params, 48, CPU), uniform)
+    monkeypatch.setattr(sampling, "CHUNK_VALUES", 96)
+    parts = sample(logits_WV, row_params(params, 48, CPU), uniform)
+    assert torch.equal(parts[0], whole[0])
+    assert torch.equal(parts[1], whole[1])
 
 
 def test_a_last_bit_of_the_logits_hardly_ever_changes_a_draw():

@@ -22,6 +22,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 _SCALE = float(1 << 50)
 """Probabilities are converted to integers in units of 2^-50, so that their cumulative sum is exact and monotonic."""
+CHUNK_VALUES = 1 << 18
+"""Number of logits from which a CPU samples at once. Intermediate results of this size stay in the processor's cache.
+The allocator would return those of a whole batch to the system, which then clears their pages in every step."""
 
 
 def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
@@ -55,6 +58,21 @@ class RowParams:
     """[F] indices of the rows with top-p or top-k; None if there is no such row."""
     top_k_F1: Tensor | None
     top_p_F1: Tensor | None
+
+    def part(self, rows: slice) -> RowParams:
+        """Return the parameters of adjacent rows."""
+        temperature_W1, is_greedy_W = self.temperature_W1, self.is_greedy_W
+        filters: tuple[Tensor | None, ...] = (None, None, None)
+        if (filtered_F := self.filtered_F) is not None and self.top_k_F1 is not None and self.top_p_F1 is not None:
+            is_inside_F = (filtered_F >= rows.start) & (filtered_F < rows.stop)
+            if is_inside_F.any():
+                filters = (filtered_F[is_inside_F] - rows.start, self.top_k_F1[is_inside_F], self.top_p_F1[is_inside_F])
+        return RowParams(
+            rows.stop - rows.start,
+            None if temperature_W1 is None else temperature_W1[rows],
+            None if is_greedy_W is None else is_greedy_W[rows],
+            *filters,
+        )
 
 
 def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device: torch.device) -> RowParams:
@@ -91,16 +109,28 @@ def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64])
     Logprobs are normalised over the whole vocabulary, before top-p and top-k, at the row's temperature (1 for greedy
     rows). If the logits of a row are not finite, the row's logprob is nan and its id is arbitrary.
     """
+    width, vocabulary = logits_WV.shape
+    size = max(1, CHUNK_VALUES // vocabulary) if logits_WV.device.type == "cpu" else width
+    draw_W = torch.from_numpy(uniform_W).to(logits_WV.device)
+    parts = []
+    for begin in range(0, width, size):
+        rows = slice(begin, begin + size)
+        parts.append(_sample(logits_WV[rows], params.part(rows) if size < width else params, draw_W[rows]))
+    ids, logprobs = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+def _sample(logits_WV: Tensor, params: RowParams, draw_W: Tensor) -> tuple[Tensor, Tensor]:
     logits_WV = logits_WV.float()
     if params.temperature_W1 is not None:
         logits_WV = logits_WV / params.temperature_W1
     logprobs_WV = torch.log_softmax(logits_WV, dim=-1)
-    mass_WV = logprobs_WV.exp().double().mul_(_SCALE).long()
+    mass_WV = logprobs_WV.exp().mul_(_SCALE).long()  # a float32 times a power of two is exact
     if params.filtered_F is not None:
         assert params.top_k_F1 is not None
         assert params.top_p_F1 is not None
         mass_WV[params.filtered_F] = _filtered(mass_WV[params.filtered_F], params.top_k_F1, params.top_p_F1)
-    ids_W = pick(mass_WV, torch.from_numpy(uniform_W).to(mass_WV.device))
+    ids_W = pick(mass_WV, draw_W)
     if params.is_greedy_W is not None:
         ids_W = torch.where(params.is_greedy_W, logits_WV.argmax(dim=-1), ids_W)
     return ids_W, logprobs_WV.gather(1, ids_W[:, None])[:, 0]
