@@ -22,9 +22,9 @@ SIZE = 4
 class RankPool:
     """Processes, to be lent to one trainer at a time."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, size: int = SIZE) -> None:
         self.scratch = scratch
-        pipes = [frame_sockets(MAX_FRAME_BYTES) for _ in range(SIZE)]
+        pipes = [frame_sockets(MAX_FRAME_BYTES) for _ in range(size)]
         self.sockets = [ours for ours, _ in pipes]
         descriptors = [theirs.fileno() for _, theirs in pipes]
         self.process = subprocess.Popen(
