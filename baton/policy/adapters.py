@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import Damaged, EngineFault, UserError
 from baton.policy.settings import LoraSettings
+from baton.policy.stages import all_tensors
 
 _NAME = "default"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -105,18 +106,20 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's adapter by their names in `state_dict`. The tensors are detached, but not
     copied."""
-    return {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" in name}
+    return {name: tensor.detach() for name, tensor in all_tensors(model).items() if ".lora_" in name}
 
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return a model's adapter in the published form, with the scale multiplied into B. If `raw` is given, use its
     tensors instead of the model's."""
     raw = raw_tensors(model) if raw is None else raw
+    config: Any = model.peft_config[_NAME]
     found = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and _NAME in module.lora_A:
-            low, high = (raw[f"{name}.{side}.{_NAME}.weight"] for side in ("lora_A", "lora_B"))
-            found[name + _A], found[name + _B] = low, high * module.scaling[_NAME]
+    for name, low in raw.items():
+        if name.endswith(ending := f".lora_A.{_NAME}.weight"):
+            module = name.removesuffix(ending)
+            high = raw[f"{module}.lora_B.{_NAME}.weight"]
+            found[module + _A], found[module + _B] = low, high * (config.lora_alpha / config.r)
     return found
 
 

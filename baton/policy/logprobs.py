@@ -85,28 +85,36 @@ def packed_scores(
     return TokenScores(*head_scores(head, hidden_NH, targets_N, wanted), hidden_NH)
 
 
-def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1)) -> bool:
+def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), *, has_head: bool = True) -> bool:
     """Return whether rows get the same scores packed in one pass as scored one after another. `shares`: number of
-    consecutive rows that share each prompt."""
-    if (head := find_head(model)) is None:
+    consecutive rows that share each prompt. `has_head`: False compares the hidden states of a stage without a head."""
+    if has_head and find_head(model) is None:
         return False
+    vocabulary: int = model.config.get_text_config().vocab_size
     num_rows, lengths = sum(shares), [(5, 9, 8)[row % 3] for row in range(sum(shares))]
-    ids = torch.arange(num_rows * 9, device=model.device).mul(7).remainder(head.vocabulary).view(num_rows, 9)
+    ids = torch.arange(num_rows * 9, device=model.device).mul(7).remainder(vocabulary).view(num_rows, 9)
     ids[:, :2] = torch.repeat_interleave(ids[: len(shares), :2], torch.tensor(shares, device=model.device), dim=0)
     places = torch.arange(9, device=model.device).expand(num_rows, -1)
     is_scored = (places > 1) & (places < torch.tensor(lengths, device=model.device)[:, None])
     with torch.no_grad():
         try:
             tokens = concatenated(ids, is_scored, [2] * num_rows, lengths, shares)
-            packed = packed_scores(model, tokens, temperature=1.0).logprobs
+            if has_head:
+                packed = packed_scores(model, tokens, temperature=1.0).logprobs
+            else:
+                packed = packed_hidden_states(model, tokens)[tokens.before]
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return False
         alone = [
             padded_scores(model, row[None, :length], first=2, temperature=1.0).logprobs[0]
+            if has_head
+            else hidden_states(model, row[None, : length - 1])[0, 1:]
             for row, length in zip(ids, lengths, strict=True)
         ]
     tolerance = 0.1 if torch.is_autocast_enabled(model.device.type) else 1e-3
-    return torch.allclose(packed, torch.cat(alone), atol=tolerance, rtol=tolerance)
+    expected = torch.cat(alone)
+    largest = 1.0 if has_head else float(expected.abs().max())
+    return torch.allclose(packed, expected, atol=tolerance * largest, rtol=tolerance)
 
 
 def hidden_states(model: PreTrainedModel, input_ids_BS: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,11 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(found.values())
 
 
-def gathered(tensors: Mapping[str, torch.Tensor], *, is_kept: bool) -> dict[str, torch.Tensor]:
+Gather = Callable[[str, torch.Tensor], torch.Tensor]
+"""Gathers a tensor by name, on the ranks that need it."""
+
+
+def gathered(tensors: Mapping[str, torch.Tensor], gather: Gather, *, is_kept: bool) -> dict[str, torch.Tensor]:
     """Gather tensors one after another. Ranks with `is_kept` get the gathered tensors in host memory; other ranks get
     an empty dict.
 
@@ -144,7 +148,7 @@ def gathered(tensors: Mapping[str, torch.Tensor], *, is_kept: bool) -> dict[str,
     """
     found = {}
     for name, tensor in tensors.items():
-        full = whole(tensor)
+        full = gather(name, tensor)
         if is_kept:
             found[name] = full.cpu()
     return found

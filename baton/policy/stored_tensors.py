@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from baton.files import writing
 from baton.policy.digest import identity_digest
-from baton.policy.sharding import Box, box_of, local, whole
+from baton.policy.sharding import Box, Gather, box_of, local
 from baton.policy.tensors import identity, policy_tensors
 
 MAX_FILE_BYTES = 50 * 10**9
@@ -362,6 +362,7 @@ class ModelWriter:
 def write_gathered(
     tensors: Mapping[str, torch.Tensor],
     put: Callable[[str, torch.Tensor], None] | None,
+    gather: Gather,
     dtype: torch.dtype | None = None,
 ) -> str:
     """Gather tensors one after another, cast floating-point ones to `dtype`, and pass them to `put`.
@@ -370,7 +371,7 @@ def write_gathered(
     """
     identities = []
     for name, tensor in tensors.items():
-        full = whole(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+        full = gather(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
         if put is not None:
             full = full.cpu()
             put(name, full)
@@ -379,10 +380,10 @@ def write_gathered(
     return "" if put is None else identity_digest(identities)
 
 
-def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, is_first: bool) -> None:
+def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, first: int) -> None:
     """Write this rank's shards of tensors into a file, unless it has none. Of equal copies only one is written; that of
-    a tensor without shards by the rank with `is_first`. Raises OSError."""
-    own = {name: tensor for name, tensor in tensors.items() if local(tensor).numel() and _is_ours(tensor, is_first)}
+    a tensor without shards by rank `first`, the first one of those with these tensors. Raises OSError."""
+    own = {name: tensor for name, tensor in tensors.items() if local(tensor).numel() and _is_ours(tensor, rank, first)}
     if not own:
         return
     offsets = {name: {"saved_offsets": [side.start for side in box_of(tensor)]} for name, tensor in own.items()}
@@ -392,10 +393,10 @@ def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, is_firs
             file.put(name, local(tensor))
 
 
-def _is_ours(tensor: torch.Tensor, is_first: bool) -> bool:
+def _is_ours(tensor: torch.Tensor, rank: int, first: int) -> bool:
     if not isinstance(tensor, DTensor):
-        return is_first
+        return rank == first
     mesh = tensor.device_mesh
     places = zip(tensor.placements, mesh.get_coordinate() or (), strict=True)
     # Ranks that share products hold equal shards of the layers that they compute completely, on meshes of their own.
-    return 0 in mesh.mesh.flatten().tolist() and all(index == 0 for place, index in places if place.is_replicate())
+    return first in mesh.mesh.flatten().tolist() and all(index == 0 for place, index in places if place.is_replicate())

@@ -12,15 +12,16 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault
 from baton.policy.adapters import adapter_tensors, has_adapters, raw_tensors
 from baton.policy.digest import Identity, identity_digest
+from baton.policy.stages import all_tensors
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by their names in `state_dict`. The tensors are detached, but not copied.
+    """Return the model's tensors by their names in `state_dict` (`all_tensors`). They are detached, but not copied.
 
     Tied weights appear once, under the name that safetensors files use.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
-    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
+    return {name: tensor.detach() for name, tensor in all_tensors(model).items() if name not in tied}
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

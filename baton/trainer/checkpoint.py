@@ -35,7 +35,7 @@ from baton.errors import Damaged, UserError
 from baton.files import flush_to_disk, remove_directory, verify, writing
 from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
 from baton.policy.load import open_weights, save_configuration
-from baton.policy.sharding import gathered
+from baton.policy.sharding import Gather, gathered
 from baton.policy.stored_tensors import (
     ModelWriter,
     StoredTensors,
@@ -68,7 +68,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
 
 
-def write_weights(directory: Path, model: PreTrainedModel, *, is_first: bool) -> str:
+def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is_first: bool) -> str:
     """Write a model, or its adapter, in float32; return the digest of its published tensors. Raises OSError.
 
     Collective: the ranks gather one tensor after another, and the first one writes it. Other ranks return "".
@@ -76,32 +76,32 @@ def write_weights(directory: Path, model: PreTrainedModel, *, is_first: bool) ->
     tensors = trained_tensors(model)
     layout = None if has_adapters(model) else file_layout(model)
     if layout is None:
-        found = gathered(tensors, is_kept=is_first)
+        found = gathered(tensors, gather, is_kept=is_first)
         if not is_first:
             return ""
         with writing(directory):
             model.save_pretrained(directory, state_dict=dict(found))
         return saved_digest(StoredTensors.of(found), model)
     if not is_first:
-        return write_gathered(tensors, None)
+        return write_gathered(tensors, None, gather)
     with writing(directory):
         save_configuration(model, directory)
     with ModelWriter(directory, layout, {name: tensor.dtype for name, tensor in tensors.items()}) as files:
-        return write_gathered(tensors, files.put)
+        return write_gathered(tensors, files.put, gather)
 
 
-def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], *, is_first: bool) -> None:
+def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], gather: Gather, *, is_first: bool) -> None:
     """Write a critic's tensors. Raises OSError. Collective: all ranks must call it."""
     if not is_first:
-        write_gathered(critic, None)
+        write_gathered(critic, None, gather)
         return
     with TensorFile(_made(directory / "baton" / _CRITIC), {n: (t.dtype, t.shape) for n, t in critic.items()}) as file:
-        write_gathered(critic, file.put)
+        write_gathered(critic, file.put, gather)
 
 
-def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: int | None) -> None:
-    """Write the optimiser's moments, or this rank's shards of them; `rank` is None in a single process. Raises
-    OSError."""
+def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: int | None, first: int = 0) -> None:
+    """Write the optimiser's moments, or this rank's shards of them; `rank` is None in a single process. `first`: first
+    rank of this rank's stage. Raises OSError."""
     if rank is None:
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in moments.items()}
         with TensorFile(_made(directory / "baton" / "optimizer.safetensors"), specs) as file:
@@ -110,7 +110,7 @@ def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: 
         return
     (directory / "baton" / _SHARDS).mkdir(parents=True, exist_ok=True)
     file_name = f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
-    write_own_shards(directory / "baton" / _SHARDS / file_name, moments, is_first=rank == 0)
+    write_own_shards(directory / "baton" / _SHARDS / file_name, moments, rank=rank, first=first)
 
 
 def write_state(directory: Path, tokenizer: Any, state: CheckpointState) -> None:

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from baton.policy.adapters import without_adapters
 from baton.policy.load import torch_dtype
-from baton.policy.logprobs import TokenScores, compute_in, packed_scores, padded_scores
-from baton.policy.packing import PackedTokens, concatenated
+from baton.policy.logprobs import TokenScores, compute_in, hidden_states, packed_scores, padded_scores
+from baton.policy.packing import PackedTokens, concatenated, packed_hidden_states
 from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
@@ -78,7 +78,8 @@ class FixedValues:
     """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]."""
 
     proximal_logprobs: torch.Tensor | None
-    """None if the step has one update, whose logprobs then serve as proximal logprobs."""
+    """None if the step has one update, whose logprobs then serve as proximal logprobs. All scores are None before the
+    last pipeline stage."""
     reference_logprobs: torch.Tensor | None
     """None without a reference model."""
     values: torch.Tensor | None
@@ -112,8 +113,39 @@ class Passes:
         """Return whether the critic is a head on the policy."""
         return self.critic is not None and self.critic.trunk is None
 
-    def scores(self, inputs: ModelInputs, model: PreTrainedModel | None = None, *, is_update: bool) -> TokenScores:
-        """Score a microbatch's tokens: [B, K]. An update includes entropies, a shared critic hidden states."""
+    def hidden_shape(self, inputs: ModelInputs) -> tuple[int, ...]:
+        """Return the shape of the hidden states between two stages: [T, H], or [B, S − 1, H] in a padded pass."""
+        if self.parallel.pipeline.num_stages == 1:
+            return ()
+        width: int = self.model.config.get_text_config().hidden_size
+        if self.is_packed or inputs.shares:
+            return len(inputs.packed().input_ids), width
+        return len(inputs.input_ids), inputs.input_ids.shape[1] - 1, width
+
+    def scores(
+        self, inputs: ModelInputs, model: PreTrainedModel | None = None, *, is_update: bool
+    ) -> TokenScores | None:
+        """Score a microbatch's tokens through all stages; None before the last stage, which has the scores."""
+        pipeline = self.parallel.pipeline
+        output = self.output(inputs, pipeline.receive(self.hidden_shape(inputs)), model, is_update=is_update)
+        if isinstance(output, TokenScores):
+            return output
+        pipeline.send(output)
+        return None
+
+    def output(
+        self,
+        inputs: ModelInputs,
+        arrived: torch.Tensor | None,
+        model: PreTrainedModel | None = None,
+        *,
+        is_update: bool,
+    ) -> TokenScores | torch.Tensor:
+        """Score a microbatch's tokens: [B, K]. An update includes entropies, a shared critic hidden states.
+
+        With several stages, `arrived` is the output of the stage before, and that of a stage before the last are hidden
+        states.
+        """
         model = self.model if model is None else model
         is_packed = self.is_packed or bool(inputs.shares)
         has_bonus = is_update and self.algorithm.entropy_coef > 0
@@ -121,14 +153,18 @@ class Passes:
         if not is_packed:
             wants["with_hidden"] = self.is_shared and model is self.model
 
-        def score(whole: PreTrainedModel) -> TokenScores:
+        def compute(whole: PreTrainedModel) -> TokenScores | torch.Tensor:
+            if not self.parallel.pipeline.is_last:
+                if is_packed:
+                    return packed_hidden_states(whole, inputs.packed())
+                return hidden_states(whole, inputs.input_ids[:, :-1])
             if is_packed:
                 return packed_scores(whole, inputs.packed(), **wants)  # type: ignore[arg-type]
             return padded_scores(whole, inputs.input_ids, first=inputs.first, **wants)  # type: ignore[arg-type]
 
         with compute_in(torch_dtype(self.settings.dtype, self.model.device), self.model.device):
-            scores = self.parallel.run(model, score)
-            return _unpacked(inputs, scores) if is_packed else scores
+            found = self.parallel.run(model, compute, arrived)
+            return _unpacked(inputs, found) if is_packed and isinstance(found, TokenScores) else found
 
     def values(self, inputs: ModelInputs, scores: TokenScores) -> torch.Tensor:
         """Return the critic's values [B, K]. A shared critic reads the hidden states of `scores`."""
@@ -155,7 +191,8 @@ class Passes:
         reference = None
         if self.reference is not None:
             with without_adapters(self.reference):
-                reference = self.scores(inputs, self.reference, is_update=False).logprobs
+                scores = self.scores(inputs, self.reference, is_update=False)
+                reference = None if scores is None else scores.logprobs
         given = self._given_routing(inputs)
         wants_proximal = (
             algorithm.num_updates > 1 or algorithm.correction == "second_moment" or algorithm.needs_model_for_advantages
@@ -164,8 +201,8 @@ class Passes:
             return FixedValues(None, reference, None, given)
         with self.replayed(given), self._recorded() as chosen:
             scores = self.scores(inputs, is_update=False)
-        values = None if self.critic is None else self.values(inputs, scores)
-        return FixedValues(scores.logprobs, reference, values, given or chosen or None)
+        values = None if self.critic is None or scores is None else self.values(inputs, scores)
+        return FixedValues(None if scores is None else scores.logprobs, reference, values, given or chosen or None)
 
     def replayed(self, routing: Routing | None) -> AbstractContextManager[None]:
         """Return a context for forward and backward passes in which `routing` is replayed."""

@@ -129,7 +129,10 @@ class LocalTrainer:
         has_rounded = lora is not None or not self._parallel.is_alone
         dtype = torch_dtype(settings.dtype, model.device) if has_rounded else torch.float32
         with compute_in(dtype, model.device):
-            check_critic(self._parallel.run(model, find_head), model, algorithm)
+            if self._parallel.pipeline.is_last:
+                if reference is not None:
+                    self._parallel.run(reference, find_head)
+                check_critic(self._parallel.run(model, find_head), model, algorithm)
             replay = RoutingReplay(model, self._parallel.run) if settings.moe_replay != "off" else None
         self.passes = Passes(
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, can_share, self._parallel
@@ -163,7 +166,7 @@ class LocalTrainer:
         self._offload.wake_up()
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step and return its metrics by name.
+        """Run one train step and return its metrics by name; none before the last pipeline stage.
 
         Token metrics are means over the trained tokens of all updates. `policy/mismatch_kl` and
         `policy/logprob_diff_*` compare engine and trainer on tokens of the trainer's own version, if the batch has any.
@@ -204,13 +207,15 @@ class LocalTrainer:
         totals.add_ranks(self._parallel)
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
+        if not self._parallel.pipeline.is_last:
+            return {}
         # After the updates, because statistics of rewards that are not finite would hide TrainingDiverged.
         metrics = {
             **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),
             "policy/lr": self.learners[0].lr * rate,
         }
-        if self._parallel.is_first:
+        if self._parallel.rank == self._parallel.first_of_stage:
             self._alarms.watch(metrics)
         return metrics
 
@@ -250,9 +255,9 @@ class LocalTrainer:
         if self._parallel.is_first:
             specs = {name: (dtype if t.is_floating_point() else t.dtype, t.shape) for name, t in tensors.items()}
             with TensorFile(path, specs) as file:
-                self._stamp(write_gathered(tensors, file.put, dtype))
+                self._stamp(write_gathered(tensors, file.put, self._parallel.whole, dtype))
         else:
-            self._stamp(write_gathered(tensors, None, dtype))
+            self._stamp(write_gathered(tensors, None, self._parallel.whole, dtype))
         return self._version
 
     def save(self, directory: Path) -> None:
@@ -269,11 +274,11 @@ class LocalTrainer:
 
     def _write(self, directory: Path) -> None:
         parallel, critic = self._parallel, self.passes.critic
-        self._stamp(write_weights(directory, self.model, is_first=parallel.is_first))
-        moments = {n: t for learner in self.learners for n, t in learner.moments().items()}
-        write_optimizer(directory, moments, None if parallel.is_alone else parallel.rank)
+        self._stamp(write_weights(directory, self.model, parallel.whole, is_first=parallel.is_first))
+        moments = {n: t for learner in self.learners for n, t in learner.moments(parallel.repeated).items()}
+        write_optimizer(directory, moments, None if parallel.is_alone else parallel.rank, parallel.first_of_stage)
         if critic is not None:
-            write_critic(directory, critic.state_dict(), is_first=parallel.is_first)
+            write_critic(directory, critic.state_dict(), parallel.whole, is_first=parallel.is_first)
         state = CheckpointState(
             version=self._version,
             num_updates=self._num_updates,
@@ -313,6 +318,8 @@ class LocalTrainer:
         digest = parallel.of_first(saved_digest(parts[0][0], self.model) if parallel.is_first else "")
         if digest != state.version.digest:
             raise UserError(f"{directory} is damaged: its weights have digest {digest}, not {state.version.digest}")
+        elsewhere = {name for name, tensor in parts[0][1].items() if tensor.is_meta}
+        moments = {name: tensor for name, tensor in moments.items() if name.partition("/")[2] not in elsewhere}
         if state.num_updates and not moments:
             raise UserError(f"{directory} cannot be resumed: its optimizer state is empty")
         for learner in reversed(self.learners):
@@ -323,7 +330,8 @@ class LocalTrainer:
         with torch.no_grad():
             for saved, own in parts:
                 for name, tensor in own.items():
-                    saved.fill(name, local(tensor), box_of(tensor))
+                    if not tensor.is_meta:  # another stage has it
+                        saved.fill(name, local(tensor), box_of(tensor))
         self._num_updates = state.num_updates
         self._version = PolicyVersion(self._version.lineage, state.version.number, digest)
         if parallel.is_first:

@@ -364,7 +364,7 @@ def pad(
 def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMicroBatch]]:
     """Run the passes before the first update, and estimate the advantages that depend on them."""
     found = [[PreparedMicroBatch(micro, passes.fixed_values(micro.inputs)) for micro in p.microbatches] for p in parts]
-    if not passes.algorithm.needs_model_for_advantages:
+    if not passes.algorithm.needs_model_for_advantages or not passes.parallel.pipeline.is_last:
         return found
     everything = [prepared for part in found for prepared in part]
     filled = iter(_with_advantages(everything, [row for part in parts for row in part.rows], passes))

@@ -60,7 +60,9 @@ def fit_attention(
         if each is not None:
             prefer_packed_attention(each)
     with compute_in(dtype, model.device):
-        is_sound = parallel.run(model, packs_as_it_pads)
+        has_head = parallel.pipeline.is_last
+        is_sound = parallel.run(model, lambda whole: packs_as_it_pads(whole, has_head=has_head))
+    is_sound = parallel.largest(float(not is_sound)) == 0.0  # on every stage
     if not is_sound and settings.packing == "always":
         raise UserError(
             f"trainer.packing: got 'always', but {type(model).__name__} on {model.device} does not score concatenated "

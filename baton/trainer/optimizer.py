@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -56,17 +56,24 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None)
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+def clip_gradients(
+    parameters: Mapping[str, torch.nn.Parameter],
+    max_norm: float,
+    total_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm,
+    repeated: Collection[str] = (),
+) -> float:
     """Scale gradients down to the Euclidean norm `max_norm` over all shards; return the norm before scaling.
 
-    Collective if the gradients are sharded.
+    `total_norm` returns the norm over all stages, each of which leaves out those in `repeated`. Collective if the
+    gradients are sharded.
     """
-    groups = by_mesh(p.grad for p in parameters if p.grad is not None)
-    norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in groups]
+    counted = by_mesh(p.grad for name, p in parameters.items() if p.grad is not None and name not in repeated)
+    norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in counted]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0] if norms else torch.zeros(())
+    norm = total_norm(norm)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch's clip_grads_with_norm_
-    for grads in groups:
-        torch._foreach_mul_(grads, scale.to(grads[0].device))
+    for grads in by_mesh(p.grad for p in parameters.values() if p.grad is not None):
+        torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
     return norm.item()
 
 

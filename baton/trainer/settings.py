@@ -64,12 +64,15 @@ class TrainerSettings(Settings):
     ranks: int = Field(default=1, ge=1)
     """Number of processes that shard the model, its gradients and its optimiser state. 1 trains in the controller
     process."""
+    stages: int | tuple[int, ...] = 1
+    """Number of pipeline stages, or the number of layers of each, such as [10, 14, 6]. Must divide `ranks`; the ranks
+    of a stage share its layers. The first stage has the embedding, the last one the head."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of ranks that split each matrix product, by the model's own plan. Must divide `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
-    """Number of consecutive ranks that share one copy of the model (HSDP). Must divide `ranks`. Fewer ranks share a
-    copy across a fast network, such as that within a machine, at the price of more memory. Without the key, all ranks
-    share one copy."""
+    """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or the
+    ranks of a stage. Fewer ranks share a copy across a fast network, such as that within a machine, at the price of
+    more memory. Without the key, all ranks share one copy."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. Saves memory,
     costs time."""
@@ -88,17 +91,43 @@ class TrainerSettings(Settings):
             raise ValueError("each must be at least 0 and less than 1")
         return betas
 
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks of a stage that train different rows."""
+        return self.ranks // self.num_stages // self.tensor_parallel
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> TrainerSettings:
+        numbers = [self.stages] if isinstance(self.stages, int) else [self.num_stages, *self.stages]
+        if min(numbers) < 1 or self.ranks % self.num_stages:
+            raise ValueError(
+                f"stages: got {self.stages if isinstance(self.stages, int) else list(self.stages)} with ranks = "
+                f"{self.ranks}; allowed are a divisor of ranks, or a list of as many positive numbers of layers"
+            )
+        if self.num_stages > 1 and (self.tensor_parallel > 1 or self.moe_replay != "off"):
+            key = "tensor_parallel" if self.tensor_parallel > 1 else "moe_replay"
+            raise ValueError(
+                f"stages: got {self.num_stages} stages with {key} = {getattr(self, key)!r}; allowed with it is 1, "
+                "because the two were not tested together"
+            )
+        return self
+
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerSettings:
         if self.ranks % self.tensor_parallel:
             raise ValueError(
                 f"tensor_parallel: got {self.tensor_parallel} with ranks = {self.ranks}; allowed are divisors of it"
             )
-        if self.shard_size is not None and (self.ranks % self.shard_size or self.tensor_parallel > 1):
+        if self.shard_size is not None and (self.data_ranks % self.shard_size or self.tensor_parallel > 1):
             raise ValueError(
                 f"shard_size: got {self.shard_size} with ranks = {self.ranks} and tensor_parallel = "
-                f"{self.tensor_parallel}; allowed are divisors of ranks with tensor_parallel = 1; omit the key to "
-                "share one copy of the model among all ranks"
+                f"{self.tensor_parallel}; allowed are divisors of ranks / stages with tensor_parallel = 1; omit the "
+                "key to share one copy of the model among all ranks"
             )
         for key in ("ranks", "compile", "moe_replay"):
             if self.share_prompts and getattr(self, key) != type(self).model_fields[key].default:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,9 +37,9 @@ class Learner:
     lr: float
     """Peak learning rate."""
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        """Return the optimiser's state by name (`optimizer_tensors`)."""
-        return optimizer_tensors(self.optimizer, self.parameters)
+    def moments(self, omitted: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Return the optimiser's state by name (`optimizer_tensors`), without that of some parameters."""
+        return optimizer_tensors(self.optimizer, {n: p for n, p in self.parameters.items() if n not in omitted})
 
     def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Copy weights and optimiser state, or this rank's shards of them, to the host."""
@@ -112,18 +112,29 @@ class Update:
             learner.optimizer.zero_grad(set_to_none=True)
         policy_sum = value_sum = 0.0
         num_backward = sum(each.micro.has_gradient for each in prepared)  # microbatches with gradient come first
-        for place, each in enumerate(prepared):
-            parallel.before_backward(is_last=place == num_backward - 1)
+
+        def forward(place: int, arrived: torch.Tensor | None) -> torch.Tensor:
+            nonlocal policy_sum, value_sum
+            each = prepared[place]
             with torch.set_grad_enabled(each.micro.has_gradient), self.passes.replayed(each.fixed.routing):
-                scores = self.passes.scores(each.micro.inputs, is_update=True)
+                scores = self.passes.output(each.micro.inputs, arrived, is_update=True)
+                if not isinstance(scores, TokenScores):
+                    return scores
                 loss, value = self._policy_loss(each, scores, shape, correction, elsewhere[place])
                 policy_sum += value
                 if critic is not None:
                     of_values = self._value_loss(each, scores) / max(1, part.num_trained_tokens)
                     value_sum += self._checked(of_values.item(), "the value loss", each.micro.rows)
                     loss = loss + of_values * (algorithm.value_coef if critic.trunk is None else 1.0)
-                if each.micro.has_gradient:
-                    loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        def backward(place: int, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            parallel.before_backward(is_last=place == num_backward - 1)
+            with self.passes.replayed(prepared[place].fixed.routing):
+                output.backward(gradient)  # type: ignore[no-untyped-call]
+
+        shapes = [self.passes.hidden_shape(each.micro.inputs) for each in prepared]
+        parallel.pipeline.run(shapes, num_backward, forward, backward)
         parallel.after_backward()
         self._move(part, has_gradient=num_backward > 0)
         self.totals.losses.append(policy_sum)
@@ -146,7 +157,10 @@ class Update:
         for one in prepared:
             with self.passes.replayed(one.fixed.routing):
                 scores = self.passes.scores(one.micro.inputs, is_update=True)
-            inputs.append(one.micro.loss_inputs(scores.logprobs, one.fixed.proximal_logprobs))
+            if scores is not None:
+                inputs.append(one.micro.loss_inputs(scores.logprobs, one.fixed.proximal_logprobs))
+        if not self.passes.parallel.pipeline.is_last:
+            return found
         for _ in range(2):  # the tokens in GSPO's ratio depend on the episodes that a correction drops
             own = []
             for each, others in zip(inputs, found, strict=True):
@@ -225,14 +239,15 @@ class Update:
 
         Raises TrainingDiverged if any rank found a number that is not finite, or a mismatch above the error limits.
         """
-        norms = []
+        norms, parallel = [], self.passes.parallel
         for learner in self.learners:
-            parameters = learner.parameters.values()
             if not has_gradient:
-                for parameter in parameters:
+                for parameter in learner.parameters.values():
                     parameter.grad = torch.zeros_like(parameter)  # the optimiser still steps, so its moments decay
-            norm = clip_gradients(parameters, self.passes.settings.max_grad_norm)
-            norms.append(self._checked(norm, "the gradient's norm", part.rows))
+            limit = self.passes.settings.max_grad_norm
+            norms.append(clip_gradients(learner.parameters, limit, parallel.total_norm, parallel.repeated))
+            if parallel.pipeline.is_last:  # others have the same norm, but not the loss, which tells more
+                self._checked(norms[-1], "the gradient's norm", part.rows)
         mismatch = excessive_mismatch(self.totals.distance, self.passes.settings)
         if self.trouble is None and mismatch is not None:
             self.trouble = f"train step {self.step}: {mismatch}"

@@ -6,13 +6,15 @@ rows, advantages and divisors; then each takes its share of the rows (`balance.p
     parameters and gradients    gathered and summed within forward and backward passes (`policy/sharding.py`)
     sums                        per-token values for the advantages, and metrics
     trouble                     a description of a number that is not finite, from any rank
+    hidden states, gradients    between neighbouring pipeline stages (`pipeline.py`)
 
-All ranks run the same passes in the same order; a rank with fewer microbatches gets idle ones.
+The ranks of a stage run the same passes in the same order; a rank with fewer microbatches gets idle ones. Stages differ
+in what they compute: only the last one has scores, losses and metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,11 +23,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from baton.policy.sharding import Sharded, local
+from baton.policy.sharding import Sharded, local, whole
+from baton.policy.stages import StageModel
 from baton.policy.stored_tensors import StoredTensors, fill_model
 from baton.policy.tensor_parallel import split_products
 from baton.trainer.advantages import FloatArray
 from baton.trainer.parallel.balance import ALONE, BatchShare
+from baton.trainer.parallel.pipeline import Pipeline, transfer
 
 Result = TypeVar("Result")
 
@@ -43,9 +47,14 @@ class SingleRank:
     rank: int = 0
     is_first: bool = True
     """True on rank 0, which writes files and logs warnings for all."""
+    first_of_stage: int = 0
+    """First rank of this rank's pipeline stage."""
+    pipeline: Pipeline = Pipeline()
+    repeated: Collection[str] = ()
+    """Names of parameters that another stage has, too, and counts in its norms and checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Shard the parameters of modules over the ranks, in place, and move them to the ranks' devices.
+        """Cut modules to this rank's stage and shard their parameters, in place; move them to the rank's device.
 
         Parameters on the meta device are then read from files. The first module is the policy, whose body a critic
         copies.
@@ -54,8 +63,9 @@ class SingleRank:
     def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
         """Set the tensors that `shard` reads for a model on the meta device."""
 
-    def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
-        """Run `work` with a module that was passed to `shard`; `work` returns a tensor or a dataclass of tensors."""
+    def run(self, module: Any, work: Callable[[Any], Result], arrived: torch.Tensor | None = None) -> Result:
+        """Run `work` with a module that was passed to `shard`; `work` returns a tensor or a dataclass of tensors.
+        `arrived`: output of the stage before, for the module's forward pass."""
         return work(module)
 
     def before_backward(self, *, is_last: bool) -> None:
@@ -63,6 +73,14 @@ class SingleRank:
 
     def after_backward(self) -> None:
         """Reduce the gradients that the backward passes of an update did not reduce."""
+
+    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm over all stages, given that of this stage's gradients."""
+        return norm
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a tensor of a model by name. Rank 0 gets it; other ranks may get a tensor on the meta device."""
+        return whole(tensor)
 
     def sums(self, values: FloatArray) -> FloatArray:
         """Return [N] sums over the ranks that train different rows."""
@@ -89,40 +107,69 @@ class RankGroup(SingleRank):
     """The ranks of torch's process group; models are sharded over them."""
 
     def __init__(
-        self, device: torch.device, *, dtype: torch.dtype, tensor_parallel: int, shard_size: int, reduces_each: bool
+        self,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        stages: int | Sequence[int],
+        tensor_parallel: int,
+        shard_size: int | None,
+        reduces_each: bool,
     ) -> None:
         """Create the device mesh over torch's process group.
 
+        `stages`: number of pipeline stages, or the number of layers of each. A stage has consecutive ranks. Of these,
         `tensor_parallel` consecutive ranks split the matrix products of the same rows; FSDP shards over the other
-        dimension. `shard_size` consecutive ranks share one copy of the model; it is the number of ranks or a divisor of
-        it, and then `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce
-        gradients after each microbatch.
+        dimension. `shard_size` consecutive ranks share one copy of the stage, by default all; otherwise
+        `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce gradients after
+        each microbatch.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.rank = dist.get_rank()
         self.is_first = self.rank == 0
         self._device = device
-        num_data = self.num_ranks // tensor_parallel
-        mesh = init_device_mesh(device.type, (num_data, tensor_parallel), mesh_dim_names=("data", "products"))
+        self._stages = stages
+        num_stages = stages if isinstance(stages, int) else len(stages)
+        self._ranks_per_stage = self.num_ranks // num_stages
+        stage, place = divmod(self.rank, self._ranks_per_stage)
+        self.first_of_stage = self.rank - place
+        column = range(place, self.num_ranks, self._ranks_per_stage)
+        self.pipeline = Pipeline(stage, column, dtype, device)
+        num_data = self._ranks_per_stage // tensor_parallel
+        shape = num_stages, num_data, tensor_parallel
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stages", "data", "products"))
+        self._column = mesh["stages"]
         self._data, self._products = mesh["data"], mesh["products"] if tensor_parallel > 1 else None
         self._shards, self._dtype = self._data, dtype
-        if shard_size < num_data:
+        if shard_size is not None and shard_size < num_data:
             assert tensor_parallel == 1, "TrainerSettings refuses copies of a model with tensor parallelism"
-            shape = num_data // shard_size, shard_size
-            self._shards = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards"))
+            shape = num_stages, num_data // shard_size, shard_size
+            self._shards = init_device_mesh(device.type, shape, mesh_dim_names=("stages", "copies", "shards"))[
+                "copies", "shards"
+            ]
         self.share = BatchShare(self._data.get_local_rank(), num_data)
         self._reduces_each = reduces_each
         self._sharded: dict[int, Sharded] = {}
+        self._cut: dict[int, StageModel] = {}
         self._left_apart: list[torch.nn.Parameter] = []
+        self._shared: list[torch.nn.Parameter] = []
         self._stored: dict[int, StoredTensors] = {}
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Apply tensor parallelism and FSDP. Raises UserError for a model that tensor parallelism does not support."""
+        """Cut stages, then apply tensor parallelism and FSDP. Raises UserError for a model that these do not
+        support."""
         stored = [self._stored.pop(id(module), None) for module in modules]
         for module, own in zip(modules, stored, strict=True):
             if module is None or id(module) in self._sharded:
                 continue
             names: list[str] = []
+            shared: Sequence[str] = ()
+            if self.pipeline.num_stages > 1:
+                assert isinstance(module, PreTrainedModel), "support.toml refuses a critic with stages"
+                cut = self._cut[id(module)] = StageModel(module, self._stages, self.pipeline.stage)
+                shared = cut.shared
+                if module is modules[0] and self.pipeline.is_last:
+                    self.repeated = shared
             model = module if isinstance(module, PreTrainedModel) else getattr(module, "trunk", None)
             if self._products is not None and model is not None:
                 apart = {id(parameter) for parameter in split_products(model, self._products)}
@@ -131,12 +178,19 @@ class RankGroup(SingleRank):
             if (weights := own or stored[0]) is not None:
                 fill_model(module, weights, self._device)
             self._left_apart += [module.get_parameter(name) for name in names]
+            self._shared += [module.get_parameter(name) for name in shared]
 
     def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
         self._stored[id(model)] = stored
 
-    def run(self, module: Any, work: Callable[[Any], Result]) -> Result:
-        return self._sharded[id(module)].run(work)
+    def run(self, module: Any, work: Callable[[Any], Result], arrived: torch.Tensor | None = None) -> Result:
+        if (cut := self._cut.get(id(module))) is None:
+            return self._sharded[id(module)].run(work)
+        cut.arrived = arrived
+        try:
+            return self._sharded[id(module)].run(work)
+        finally:
+            cut.arrived = None
 
     def before_backward(self, *, is_last: bool) -> None:
         """Reduce gradients only in the last pass of an update, or in every pass with `reduces_each`."""
@@ -144,11 +198,33 @@ class RankGroup(SingleRank):
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum the gradients of layers that each rank applied only to its own attention heads."""
+        """Sum the gradients of layers that each rank applied only to its own attention heads, and those of a tied
+        embedding over the first and the last stage."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
                 dist.all_reduce(local(parameter.grad), group=self._products.get_group())
+        for parameter in self._shared:
+            if parameter.grad is not None and local(parameter.grad).numel():
+                self.pipeline.add_other_end(local(parameter.grad))
+
+    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        if self.pipeline.num_stages == 1:
+            return norm
+        squares = norm.to(self._device, torch.float64).square()
+        dist.all_reduce(squares, group=self._column.get_group())
+        return squares.sqrt()
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a tensor within its stage; the stage's first rank sends it to rank 0."""
+        owner = next((cut.owner_of(name) for cut in self._cut.values()), 0)
+        found = whole(tensor) if owner == self.pipeline.stage else torch.empty_like(tensor, device="meta")
+        if owner and self.is_first:
+            found = torch.empty_like(found, device=self._device)
+            transfer([dist.P2POp(dist.irecv, found, owner * self._ranks_per_stage)])
+        elif owner and owner == self.pipeline.stage and self.rank == self.first_of_stage:
+            transfer([dist.P2POp(dist.isend, found.contiguous(), 0)])
+        return found
 
     def sums(self, values: FloatArray) -> FloatArray:
         # In float64, so that a value that one rank has and the others pass as 0 is returned exactly.

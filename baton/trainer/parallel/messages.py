@@ -115,6 +115,7 @@ class Stepped(msgspec.Struct, frozen=True, tag="Stepped"):
 
     version: PolicyVersion
     metrics: dict[str, float]
+    """Empty from ranks before the last pipeline stage."""
 
 
 class Published(msgspec.Struct, frozen=True, tag="Published"):

@@ -76,8 +76,9 @@ class RankServer:
                 parallel = RankGroup(
                     device,
                     dtype=torch_dtype(settings.dtype, device),
+                    stages=settings.stages,
                     tensor_parallel=settings.tensor_parallel,
-                    shard_size=settings.shard_size or self._place.size // settings.tensor_parallel,
+                    shard_size=settings.shard_size,
                     reduces_each=settings.shard_gradients,
                 )
                 self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)

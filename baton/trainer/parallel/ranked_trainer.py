@@ -44,9 +44,9 @@ class RankedTrainer:
 
         Raises the errors of `LocalTrainer.step`, or RankLost.
         """
-        answer = self._ask(messages.TrainStep(batch), messages.Stepped)[0]
-        self._version = answer.version
-        return answer.metrics
+        answers = self._ask(messages.TrainStep(batch), messages.Stepped)
+        self._version = answers[0].version
+        return next(answer.metrics for answer in answers if answer.metrics)  # the last pipeline stage has them
 
     def publish(self) -> PublishedWeights:
         """Return a copy of the current weights, or of the adapter alone, on the host."""

@@ -1,0 +1,144 @@
+"""Pipeline stages: cuts a model in place to the blocks of one stage, by the plan of the model's family.
+
+    first stage    ids ─▶ embedding, blocks ─▶ hidden states
+    other stages   hidden states ─▶ blocks ─▶ hidden states
+    last stage     hidden states ─▶ blocks, norm, head ─▶ scores
+
+Modules without weights take the place of other stages' parts. So the model's own `forward` still computes masks,
+rotary embeddings and whatever else a family needs, and parameters keep their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from baton.errors import UserError
+
+
+def stage_layers(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage. `stages`: the number of stages, or the numbers themselves.
+
+    If the layers do not divide equally, the first stages get one more, because the last one computes the head. Raises
+    UserError if the numbers do not sum to the model's layers, or if a stage would have none.
+    """
+    wanted = stages if isinstance(stages, int) else tuple(stages)
+    if isinstance(wanted, int):
+        found = tuple(num_layers // wanted + (stage < num_layers % wanted) for stage in range(wanted))
+    else:
+        found = wanted
+    if sum(found) != num_layers or min(found) < 1:
+        raise UserError(
+            f"trainer.stages: got {wanted if isinstance(wanted, int) else list(wanted)}, but the model has "
+            f"{num_layers} layers; allowed are at most as many stages, or a list of positive numbers with this sum"
+        )
+    return found
+
+
+class StageModel:
+    """A model that has been cut to one stage."""
+
+    def __init__(self, model: PreTrainedModel, stages: int | Sequence[int], stage: int) -> None:
+        """Cut `model` in place to stage `stage` of `stages` (`stage_layers`).
+
+        Raises UserError if transformers has no pipeline plan for the model, or for numbers that do not fit it.
+        """
+        base: Any = model.base_model
+        before, after = _plan_of(model)
+        layers = stage_layers(stages, len(base.layers))
+        is_first, is_last = stage == 0, stage == len(layers) - 1
+        own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
+        self.arrived: Tensor | None = None
+        """Output of the stage before, for the next forward pass. None in a pass of this stage alone, which is a probe:
+        its hidden states are invented."""
+        self.specs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+        """Tensors of the whole model, on the meta device."""
+        prefix = f"{model.base_model_prefix}."
+        by_layer = chain.from_iterable([owner] * count for owner, count in enumerate(layers))
+        self._owners = {f"{prefix}layers.{place}.": owner for place, owner in enumerate(by_layer)}
+        self._owners |= {f"{prefix}{name}.": len(layers) - 1 for name in after} | {prefix: 0, "": len(layers) - 1}
+        """Prefix of the names of tensors → stage. Of several prefixes, the first one holds."""
+        embedding, head = base.get_submodule(before[0]), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        is_tied = getattr(head, "weight", None) is embedding.weight
+        self.shared = [f"{prefix}{before[0]}.weight"] if is_tied and (is_first or is_last) and len(layers) > 1 else []
+        """Names of the parameters that the first and the last stage have: a tied embedding."""
+        if not is_first:
+            setattr(base, before[0], _Embedding(self, embedding, embedding.weight if is_tied and is_last else None))
+        for name in () if is_first else before[1:]:
+            setattr(base, name, _Elsewhere(getattr(base, name)))
+        for place, block in enumerate(base.layers):
+            if place not in own:
+                base.layers[place] = _Entry(self, block) if place == own.start - 1 else _Elsewhere(block)
+        if not is_last:
+            for parent, names in ((base, after), (model, [n for n, _ in model.named_children()])):
+                for name in names:
+                    if (part := getattr(parent, name)) is not base:
+                        setattr(parent, name, _Elsewhere(part))
+        model._baton_stage = self  # type: ignore[assignment]
+
+    def owner_of(self, name: str) -> int:
+        """Return the stage that has a tensor of the model; the first of several."""
+        return next(stage for prefix, stage in self._owners.items() if name.startswith(prefix))
+
+
+def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a model's `state_dict`; those of its tensors that only other stages have are on the meta device."""
+    own: dict[str, Tensor] = model.state_dict()
+    cut: StageModel | None = getattr(model, "_baton_stage", None)
+    return own if cut is None else {name: own.get(name, spec) for name, spec in cut.specs.items()}
+
+
+def _plan_of(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Return the names of the base model's parts before its blocks, the embedding first, and after them."""
+    names = list(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or ())
+    base: Any = model.base_model
+    others = [name for name, part in base.named_children() if name not in names and list(part.parameters())]
+    if "layers" not in names or others:
+        why = f"has weights outside the plan ({', '.join(others)})" if names else "has no pipeline plan in transformers"
+        raise UserError(f"trainer.stages: {type(model).__name__} {why}; allowed is 1")
+    place = names.index("layers")
+    return names[:place], names[place + 1 :]
+
+
+class _Elsewhere(torch.nn.Module):
+    """A part that another stage has; passes hidden states on."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        # Base models read attributes of their blocks, such as the kind of attention.
+        vars(self).update({key: value for key, value in vars(part).items() if not key.startswith("_")})
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class _Entry(_Elsewhere):
+    """The last block of the stage before. What a base model did to the embedding's output is without effect here."""
+
+    def __init__(self, stage: StageModel, part: torch.nn.Module) -> None:
+        super().__init__(part)
+        self._stage = stage
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        arrived = self._stage.arrived
+        return hidden_states if arrived is None else arrived.view_as(hidden_states)
+
+
+class _Embedding(_Elsewhere):
+    """The embedding of the first stage. The last stage has its weight, too, if it is tied to the head."""
+
+    def __init__(self, stage: StageModel, part: torch.nn.Embedding, tied: torch.nn.Parameter | None) -> None:
+        super().__init__(part)
+        self._stage, self.weight = stage, tied
+        self._width, self._dtype = part.embedding_dim, part.weight.dtype
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what arrived, for ids."""
+        if self._stage.arrived is not None:
+            return self._stage.arrived.view(*hidden_states.shape, -1)
+        return torch.nn.functional.one_hot(hidden_states % self._width, self._width).to(self._dtype)

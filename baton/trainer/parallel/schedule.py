@@ -1,0 +1,55 @@
+"""The order of a pipeline stage's passes (1F1B), and what it exchanges with its neighbours. Needs no torch.
+
+    stages 3, microbatches 4      time ─▶
+    stage 0    F0 F1 F2          B0 F3       B1       B2       B3
+    stage 1       F0 F1       B0 F2       B1 F3    B2       B3
+    stage 2          F0    B0 F1       B1 F2    B2 F3    B3
+
+Before each pass, a stage sends the output of the pass before and receives the input of this one, in one exchange of at
+most two messages. No exchange waits for one that waits for it, even if a message is sent only when its receiver waits
+for it: `tests/trainer/test_schedule.py` simulates this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward or backward pass of a stage."""
+
+    place: int
+    """Index of the microbatch."""
+    is_forward: bool
+
+    def input_from(self, stage: int, num_stages: int) -> int | None:
+        """Return the stage that computes the input of this pass; None if there is none."""
+        return _stage(stage - 1 if self.is_forward else stage + 1, num_stages)
+
+    def output_to(self, stage: int, num_stages: int) -> int | None:
+        """Return the stage that needs the output of this pass; None if there is none."""
+        return _stage(stage + 1 if self.is_forward else stage - 1, num_stages)
+
+
+def _stage(stage: int, num_stages: int) -> int | None:
+    return stage if 0 <= stage < num_stages else None
+
+
+def schedule(stage: int, num_stages: int, num_trained: int, num_scored: int = 0) -> list[Pass]:
+    """Return the passes of a stage over microbatches 0 … num_trained − 1, then `num_scored` further forward passes.
+
+    A stage runs ahead by as many forward passes as there are stages after it. At most num_stages − stage microbatches
+    wait for their backward pass.
+    """
+    ahead = min(num_stages - 1 - stage, num_trained)
+    forwards = [Pass(place, True) for place in range(num_trained + num_scored)]
+    backwards = [Pass(place, False) for place in range(num_trained)]
+    alternating = [each for pair in zip(forwards[ahead:num_trained], backwards, strict=False) for each in pair]
+    return [*forwards[:ahead], *alternating, *backwards[num_trained - ahead :], *forwards[num_trained:]]
+
+
+def exchanges(passes: Sequence[Pass]) -> list[tuple[Pass | None, Pass | None]]:
+    """Return for each exchange the pass whose output is sent and the pass whose input is received."""
+    return list(zip([None, *passes], [*passes, None], strict=True))
