@@ -87,12 +87,13 @@ def _tables(module: torch.nn.Module) -> list[torch.nn.Module]:
     calls a function on tensors while the head's weight is gathered."""
     model: Any = getattr(module, "trunk", module)
     embedding, head = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
-    if not isinstance(embedding, torch.nn.Embedding) or getattr(head, "weight", None) is embedding.weight:
+    if getattr(head, "weight", None) is getattr(embedding, "weight", None):
         return []
-    if type(head) is not torch.nn.Linear:
-        return [embedding]
-    head.compute = lambda work, *tensors: work(*tensors)  # type: ignore[assignment]
-    return [embedding, head]
+    found: list[torch.nn.Module] = [embedding] if isinstance(embedding, torch.nn.Embedding) else []
+    if type(head) is torch.nn.Linear:
+        head.compute = lambda work, *tensors: work(*tensors)  # type: ignore[assignment]
+        found.append(head)
+    return found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

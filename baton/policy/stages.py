@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,36 +21,16 @@ from transformers import PreTrainedModel
 from baton.errors import UserError
 
 
-def stage_layers(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage. `stages`: the number of stages, or the numbers themselves.
-
-    If the layers do not divide equally, the first stages get one more, because the last one computes the head. Raises
-    UserError if the numbers do not sum to the model's layers, or if a stage would have none.
-    """
-    wanted = stages if isinstance(stages, int) else tuple(stages)
-    if isinstance(wanted, int):
-        found = tuple(num_layers // wanted + (stage < num_layers % wanted) for stage in range(wanted))
-    else:
-        found = wanted
-    if sum(found) != num_layers or min(found) < 1:
-        raise UserError(
-            f"trainer.stages: got {wanted if isinstance(wanted, int) else list(wanted)}, but the model has "
-            f"{num_layers} layers; allowed are at most as many stages, or a list of positive numbers with this sum"
-        )
-    return found
-
-
 class StageModel:
     """A model that has been cut to one stage."""
 
-    def __init__(self, model: PreTrainedModel, stages: int | Sequence[int], stage: int) -> None:
-        """Cut `model` in place to stage `stage` of `stages` (`stage_layers`).
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], stage: int) -> None:
+        """Cut `model` in place. `layers`: number of layers of each stage.
 
-        Raises UserError if transformers has no pipeline plan for the model, or for numbers that do not fit it.
+        Raises UserError if transformers has no pipeline plan for the model.
         """
         base: Any = model.base_model
         before, after = _plan_of(model)
-        layers = stage_layers(stages, len(base.layers))
         is_first, is_last = stage == 0, stage == len(layers) - 1
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         self.arrived: Tensor | None = None
@@ -95,11 +75,11 @@ def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _plan_of(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of the base model's parts before its blocks, the embedding first, and after them."""
-    names = list(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or ())
-    base: Any = model.base_model
+    base, shape = cast(Any, model.base_model), model.config.get_text_config()
+    names = list(getattr(shape, "base_model_pp_plan", None) or ())
     others = [name for name, part in base.named_children() if name not in names and list(part.parameters())]
-    if "layers" not in names or others:
-        why = f"has weights outside the plan ({', '.join(others)})" if names else "has no pipeline plan in transformers"
+    if others or "layers" not in names or getattr(shape, "num_kv_shared_layers", None):
+        why = "passes more than hidden states between its layers" if names else "has no pipeline plan in transformers"
         raise UserError(f"trainer.stages: {type(model).__name__} {why}; allowed is 1")
     place = names.index("layers")
     return names[:place], names[place + 1 :]

@@ -100,6 +100,7 @@ CHANGES_BITS = (
     "trainer.share_prompts",
     "trainer.activation_checkpointing",
     "trainer.ranks",
+    "trainer.stages",
     "trainer.tensor_parallel",
     "trainer.shard_size",
     "trainer.shard_gradients",

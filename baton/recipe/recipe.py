@@ -117,6 +117,7 @@ class Recipe(Settings):
         trainer, swarm = self.trainer, self.swarm
         shapes = {
             "tensor_parallel": trainer.tensor_parallel > 1,
+            "stages": trainer.num_stages > 1,
             "copies": (trainer.shard_size or trainer.ranks) < trainer.ranks,
         }
         shapes["ranks"] = trainer.ranks > 1

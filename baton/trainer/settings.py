@@ -109,7 +109,7 @@ class TrainerSettings(Settings):
                 f"stages: got {self.stages if isinstance(self.stages, int) else list(self.stages)} with ranks = "
                 f"{self.ranks}; allowed are a divisor of ranks, or a list of as many positive numbers of layers"
             )
-        if self.num_stages > 1 and (self.tensor_parallel > 1 or self.moe_replay != "off"):
+        if self.num_stages > 1 and (self.tensor_parallel > 1 or self.moe_replay == "engine"):
             key = "tensor_parallel" if self.tensor_parallel > 1 else "moe_replay"
             raise ValueError(
                 f"stages: got {self.num_stages} stages with {key} = {getattr(self, key)!r}; allowed with it is 1, "

@@ -155,7 +155,7 @@ def measure(case: Case) -> Peaks:
     if case.ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
         group = RankGroup(
-            device, dtype=dtype, tensor_parallel=1, shard_size=case.ranks, reduces_each=case.shard_gradients
+            device, dtype=dtype, stages=1, tensor_parallel=1, shard_size=case.ranks, reduces_each=case.shard_gradients
         )
     live = LiveStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), resizes(live):

@@ -32,9 +32,11 @@ from baton.errors import RankLost, TrainingDiverged, UserError
 from baton.policy.head import find_head
 from baton.policy.logprobs import hidden_states, padded_scores
 from baton.policy.settings import LoraSettings
-from baton.policy.stages import StageModel, stage_layers
+from baton.policy.stages import StageModel
+from baton.recipe.support import support_table
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.ranked_trainer import RankedTrainer
+from baton.trainer.parallel.schedule import stage_layers
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.trainer import Trainer
 from baton.types import Batch, PolicyVersion
@@ -82,32 +84,59 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+SLOW = pytest.mark.slow
+FAMILIES = [
+    pytest.param(name, marks=() if name in ("llama", "gemma3_text", "gpt2") else SLOW)
+    for entry in support_table().support
+    if entry.test
+    for name in entry.when.get("architecture", ())
+]
+EXACT = {"name": "grpo", "correction": "none", "max_grad_norm": math.inf, "betas": (0.0, 0.999)}
+"""No bound cuts a token, and no gradient is clipped: rounding cannot become a different update."""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts", "lora"])
 def test_the_gradients_of_stages_are_those_of_one_process(
     kind: str, pool: RankPool, deep_path: dict[str, str], tmp_path: Path
 ) -> None:
-    """In float32; and in bfloat16, where shapes round differently, at most twice as far from float32 as one process."""
-    path, lora = deep_path.get(kind, deep_path["tied"]), LoraSettings(rank=2) if kind == "lora" else None
-    # No bound cuts a token, and no gradient is clipped: rounding cannot become a different update.
-    own = {"name": "grpo", "correction": "none", "max_grad_norm": math.inf, "betas": (0.0, 0.999), "lora": lora}
+    path = deep_path.get(kind, deep_path["tied"])
+    own = {**EXACT, "lora": LoraSettings(rank=2) if kind == "lora" else None}
     exact = gradients(alone(setup_of(path, **own)), tmp_path / "exact")
     for name, (size, shape) in SHAPES.items():
         found = gradients(staged(pool, path, size, **own, **shape), tmp_path / name)
         assert distance(found, exact) < 1e-5, name
-    rounded = gradients(alone(setup_of(path, **own, dtype="bfloat16")), tmp_path / "rounded")
-    for size in (3, 4):
-        shape = {"stages": 2 if size == 4 else 3, "dtype": "bfloat16"}
-        found = gradients(staged(pool, path, size, **own, **shape), tmp_path / f"{size} rounded")
-        assert 1e-4 < distance(found, exact) < 2 * distance(rounded, exact), size
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "kl in loss", "kl in reward", "second moment", "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied", "untied", "experts", "lora"])
+def test_stages_in_bfloat16_round_as_one_rank_does(
+    kind: str, pool: RankPool, deep_path: dict[str, str], tmp_path: Path
+) -> None:
+    path = deep_path.get(kind, deep_path["tied"])
+    own = {**EXACT, "lora": LoraSettings(rank=2) if kind == "lora" else None, "dtype": "bfloat16"}
+    one = gradients(staged(pool, path, 1, **own), tmp_path / "one")
+    many = gradients(staged(pool, path, 3, **own, stages=3), tmp_path / "many")
+    assert distance(many, one) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo",
+        "gspo",
+        "kl in reward",
+        *(pytest.param(name, marks=SLOW) for name in ("dapo", "kl in loss", "second moment", "lora", "experts")),
+    ],
+)
 def test_stages_make_the_update_of_one_process(name: str, pool: RankPool, deep_path: dict[str, str]) -> None:
     """The gradient is clipped, so the weights show that its norm is that over all stages."""
-    one = alone(setup_of(deep_path["tied"], **CASES[name]))
+    path = deep_path.get(name, deep_path["tied"])
+    settings = CASES.get(name, {"name": "grpo", "num_minibatches": 2, "moe_replay": "proximal"})
+    one = alone(setup_of(path, **settings))
     expected = [one.step(two_version_batch(step)) for step in (1, 2)]
     for size, stages in (3, 3), (4, 2):
-        many = staged(pool, deep_path["tied"], size, stages=stages, **CASES[name])
+        many = staged(pool, path, size, stages=stages, **settings)
         found = [many.step(two_version_batch(step)) for step in (1, 2)]
         assert many.version == PolicyVersion("first", 2)
         assert_close(tensors(many), tensors(one))
@@ -126,6 +155,7 @@ def test_stages_without_a_gradient_stay_in_step(pool: RankPool, deep_path: dict[
         assert_close(tensors(many), tensors(one))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
 def test_a_checkpoint_is_resumed_by_other_stages_by_ranks_and_by_one_process(
     kind: str, pool: RankPool, deep_path: dict[str, str], tmp_path: Path
@@ -196,7 +226,7 @@ def test_layers_are_divided_equally_or_as_asked() -> None:
         ({"stages": (3, 4, 5)}, r"stages: got \[3, 4, 5\] with ranks = 4"),
         ({"stages": (3, -1)}, r"stages: got \[3, -1\] with ranks = 4"),
         ({"stages": 2, "tensor_parallel": 2}, "stages: got 2 stages with tensor_parallel = 2; allowed with it is 1"),
-        ({"stages": 2, "moe_replay": "proximal"}, "stages: got 2 stages with moe_replay = 'proximal'"),
+        ({"stages": 2, "moe_replay": "engine"}, "stages: got 2 stages with moe_replay = 'engine'"),
         ({"stages": 2, "shard_size": 4}, "shard_size: got 4 with ranks = 4"),
     ],
 )
@@ -205,9 +235,9 @@ def test_settings_that_do_not_fit_stages_are_refused_in_a_sentence(settings: dic
         TrainerSettings(ranks=4, **settings)
 
 
-def test_a_model_that_cannot_be_cut_is_refused_in_a_sentence(
-    pool: RankPool, model_path: str, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_cut_is_refused_in_a_sentence(pool: RankPool, model_path: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer\.stages: a critic was not tested with stages; allowed with it is 1"):
+        staged(pool, model_path, 2, name="ppo", stages=2)
     with pytest.raises(UserError, match=r"trainer\.stages: got 3, but the model has 2 layers"):
         staged(pool, model_path, 3, stages=3)
     AutoModelForCausalLM.from_config(tiny_config("gpt2")).save_pretrained(tmp_path)
@@ -216,18 +246,15 @@ def test_a_model_that_cannot_be_cut_is_refused_in_a_sentence(
         staged(pool, str(tmp_path), 2, stages=2)
 
 
-CUT = """
-afmoe apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 exaone4 flex_olmo gemma gemma2 gemma3_text glm
-glm4 glm4_moe gpt_neox gpt_oss granite helium llama minimax_m2 ministral mistral mixtral olmo olmo2 olmo3 phi phi3 qwen2
-qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
-""".split()
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("family", CUT)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_stages_of_every_family_score_as_the_whole_model(family: str) -> None:
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    if not getattr(whole.config, "base_model_pp_plan", None):
+        with pytest.raises(UserError, match=r"has no pipeline plan in transformers; allowed is 1"):
+            StageModel(whole, (1, 1), 0)
+        return
     for parameter in whole.parameters():
         parameter.normal_(0.0, 0.2)
     ids = torch.randint(0, 300, (2, 9))
@@ -235,7 +262,7 @@ def test_the_stages_of_every_family_score_as_the_whole_model(family: str) -> Non
     for stage in range(2):
         model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
         model.load_state_dict(whole.state_dict())
-        cut = StageModel(model, 2, stage)
+        cut = StageModel(model, (1, 1), stage)
         assert {cut.owner_of(name) for name in model.state_dict() if name not in cut.shared} == {stage}
         if stage:
             assert find_head(model) is not None
@@ -269,7 +296,7 @@ def test_a_stage_that_hangs_is_named_when_its_time_is_up(deep_path: dict[str, st
     trainer = RankedTrainer(ranks, setup_of(deep_path["tied"], name="grpo", ranks=3, stages=3), 30.0)
     os.kill(ranks.pids[1], signal.SIGSTOP)
     begin = time.monotonic()
-    with pytest.raises(RankLost, match="trainer rank 1 did not answer TrainStep in 30 s|trainer rank [02] failed"):
+    with pytest.raises(RankLost, match="trainer rank 1 did not answer TrainStep in 30 s"):
         trainer.step(random_batch(1))
     assert time.monotonic() - begin < 60.0
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)

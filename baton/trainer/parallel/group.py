@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from baton.errors import UserError
 from baton.policy.sharding import Sharded, local, whole
 from baton.policy.stages import StageModel
 from baton.policy.stored_tensors import StoredTensors, fill_model
@@ -30,6 +31,7 @@ from baton.policy.tensor_parallel import split_products
 from baton.trainer.advantages import FloatArray
 from baton.trainer.parallel.balance import ALONE, BatchShare
 from baton.trainer.parallel.pipeline import Pipeline, transfer
+from baton.trainer.parallel.schedule import stage_layers
 
 Result = TypeVar("Result")
 
@@ -165,8 +167,10 @@ class RankGroup(SingleRank):
             names: list[str] = []
             shared: Sequence[str] = ()
             if self.pipeline.num_stages > 1:
-                assert isinstance(module, PreTrainedModel), "support.toml refuses a critic with stages"
-                cut = self._cut[id(module)] = StageModel(module, self._stages, self.pipeline.stage)
+                if not isinstance(module, PreTrainedModel):
+                    raise UserError("trainer.stages: a critic was not tested with stages; allowed with it is 1")
+                layers = stage_layers(self._stages, module.config.get_text_config().num_hidden_layers)
+                cut = self._cut[id(module)] = StageModel(module, layers, self.pipeline.stage)
                 shared = cut.shared
                 if module is modules[0] and self.pipeline.is_last:
                     self.repeated = shared

@@ -1,4 +1,4 @@
-"""The order of a pipeline stage's passes (1F1B), and what it exchanges with its neighbours. Needs no torch.
+"""The layers of pipeline stages, the order of a stage's passes (1F1B), and what it exchanges. Needs no torch.
 
     stages 3, microbatches 4      time ─▶
     stage 0    F0 F1 F2          B0 F3       B1       B2       B3
@@ -14,6 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from baton.errors import UserError
+
+
+def stage_layers(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage. `stages`: the number of stages, or the numbers themselves.
+
+    If the layers do not divide equally, the first stages get one more, because the last one computes the head. Raises
+    UserError if the numbers do not sum to the model's layers, or if a stage would have none.
+    """
+    wanted = stages if isinstance(stages, int) else tuple(stages)
+    if isinstance(wanted, int):
+        found = tuple(num_layers // wanted + (stage < num_layers % wanted) for stage in range(wanted))
+    else:
+        found = wanted
+    if sum(found) != num_layers or min(found) < 1:
+        raise UserError(
+            f"trainer.stages: got {wanted if isinstance(wanted, int) else list(wanted)}, but the model has "
+            f"{num_layers} layers; allowed are at most as many stages, or a list of positive numbers with this sum"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
