@@ -2,7 +2,7 @@
 
 Matrix products are computed in the dtype of the model's forward pass (bfloat16 in autocast); all later values are
 float32. The gradient of the head's weight accumulates in float32, so that the gradient hardly depends on the number of
-pieces. Shapes: N tokens, H hidden size, V vocabulary.
+pieces; on a CPU in bfloat16, the addends are rounded to bfloat16. Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ _ENTROPY_ROWS = 4096
 """Maximum number of tokens whose probabilities [tokens, V] are in memory at the same time while the entropy is
 summed."""
 
+_CACHED_LOGITS = 2**19
+"""Maximum number of float32 logits at a time on a CPU (2 MiB), where reading them from memory takes longer than
+computing with them. The matrix products have more rows."""
+
 _PRODUCT_ROWS = 8192
-"""Rows of the head's gradient that are computed at a time on CUDA, where the product is a tensor of its own before it
-is added."""
+"""Rows of the head's gradient that are computed at a time if the product is a tensor of its own before it is added."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Key of a model's configuration whose value scales the logits (Cohere, Falcon-H1, Granite) → 1 if the logits are
@@ -176,44 +179,47 @@ class _HeadScores(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-        pieces = _pieces(len(targets_T), head.vocabulary)
-        found, products = [], None
+        pieces = _pieces(len(targets_T), head.vocabulary, MAX_LOGITS)
+        found: list[tuple[torch.Tensor, ...]] = []
+        products = None
         for piece in pieces:
-            products = linear(hidden_TH[piece].to(dtype), weight, bias)
-            found.append(score(head.shaped(products), targets_T[piece], wanted))
+            products, targets = linear(hidden_TH[piece].to(dtype), weight, bias), targets_T[piece]
+            for rows in _pieces(len(targets), head.vocabulary, _logits_at_once(products.device)):
+                scores = score(head.shaped(products[rows]), targets[rows], wanted)
+                found.append(tuple(each for each in scores if each is not None))
+        logprobs, normaliser, *entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
+        entropy = entropies[0] if entropies else None
         # The weight is saved without a cast, because FSDP gathers a sharded weight again for the backward pass.
-        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, products if len(pieces) == 1 else None)
+        kept = products if len(pieces) == 1 else None
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, normaliser, entropy, kept)
         ctx.others = head, wanted, dtype
-        logprobs = torch.cat([logprobs for logprobs, _ in found])
-        entropies = [entropy for _, entropy in found if entropy is not None]
-        if not entropies:
-            return logprobs, None
-        entropy = torch.cat(entropies)
-        if not wanted.entropy_has_gradient:
+        if entropy is not None and not wanted.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        hidden_TH, weight_VH, bias_V, targets_T, kept = ctx.saved_tensors
+        hidden_TH, weight_VH, bias_V, *by_token, kept = ctx.saved_tensors
         head, wanted, dtype = ctx.others
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden_TH) if wants_hidden else None
         of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
-        for piece in _pieces(len(targets_T), head.vocabulary):
+        for piece in _pieces(len(hidden_TH), head.vocabulary, MAX_LOGITS):
             hidden = hidden_TH[piece].to(dtype)
-            products = (linear(hidden, weight, bias) if kept is None else kept).float()
-            of_products = _gradient(
-                head, products, targets_T[piece], wanted, [g if g is None else g[piece] for g in gradients]
-            )
+            products = linear(hidden, weight, bias) if kept is None else kept
+            of_products = torch.empty_like(products)
+            values = [each if each is None else each[piece] for each in (*by_token, *gradients)]
+            for rows in _pieces(len(products), head.vocabulary, _logits_at_once(products.device)):
+                found = _gradient(head, products[rows], wanted, *(v if v is None else v[rows] for v in values))
+                of_products[rows] = found
+                if of_bias is not None:
+                    of_bias += found.sum(0)
             if of_hidden is not None:
-                of_hidden[piece] = (of_products.to(dtype) @ weight).to(of_hidden.dtype)
+                of_hidden[piece] = (of_products @ weight).to(of_hidden.dtype)
             if of_weight is not None:
                 _add_product(of_weight, of_products, hidden)
-            if of_bias is not None:
-                of_bias += of_products.sum(0)
         return (
             of_hidden,
             None if of_weight is None else of_weight.to(weight_VH.dtype),
@@ -222,44 +228,62 @@ class _HeadScores(torch.autograd.Function):
         )
 
 
-def _pieces(num_tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, MAX_LOGITS // vocabulary)
+def _pieces(num_tokens: int, vocabulary: int, max_logits: int) -> list[slice]:
+    size = max(1, max_logits // vocabulary)
     return [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
 
 
-@torch.enable_grad()
+def _logits_at_once(device: torch.device) -> int:
+    return _CACHED_LOGITS if device.type == "cpu" else MAX_LOGITS
+
+
 def _gradient(
     head: Head,
     products: torch.Tensor,
-    targets: torch.Tensor,
     wanted: RequestedScores,
-    gradients: list[torch.Tensor | None],
+    targets: torch.Tensor,
+    normaliser: torch.Tensor,
+    entropy: torch.Tensor | None,
+    of_logprobs: torch.Tensor,
+    of_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient [n, V] of the linear layer's output, given `gradients` of log-probabilities and entropies."""
-    leaf = products.detach().requires_grad_()
-    scores = score(head.shaped(leaf), targets, wanted)
-    pairs = [
-        (s, g) for s, g in zip(scores, gradients, strict=True) if s is not None and g is not None and s.requires_grad
-    ]
-    return torch.autograd.grad([s for s, _ in pairs], leaf, [g for _, g in pairs])[0]
+    """Return the gradient [n, V] of the linear layer's output, float32.
+
+    For logits x: ∂ log π(t) / ∂x_v = 1[v = t] − p_v, and ∂H / ∂x_v = −p_v (log p_v + H).
+    """
+    shaped = head.shaped(products)
+    logits = shaped if wanted.temperature == 1.0 else shaped / wanted.temperature
+    logprobs = logits - normaliser[:, None]
+    if wanted.entropy_has_gradient:
+        assert entropy is not None
+        assert of_entropy is not None
+        factor = -of_logprobs[:, None] - of_entropy[:, None] * (logprobs + entropy[:, None])
+        found = logprobs.exp_().mul_(factor)
+    else:
+        found = logprobs.exp_().mul_(-of_logprobs[:, None])
+    found.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
+    if head.cap is not None:
+        found *= 1.0 - (shaped / head.cap) ** 2
+    return found if (scale := head.scale / wanted.temperature) == 1.0 else found.mul_(scale)
 
 
 def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add of_productsᵀ · hidden to `total_VH` in float32. On CUDA the two factors have the dtype of the forward
-    pass."""
-    if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
-        factor = of_products.to(hidden.dtype)
-        for begin in range(0, len(total_VH), _PRODUCT_ROWS):
-            rows = slice(begin, begin + _PRODUCT_ROWS)
-            total_VH[rows] += torch.mm(factor[:, rows].T, hidden, out_dtype=torch.float32)
-    else:
-        total_VH.addmm_(of_products.T, hidden.float())
+    """Add of_productsᵀ · hidden to `total_VH`, which is float32."""
+    if hidden.dtype is torch.float32:
+        total_VH.addmm_(of_products.T, hidden)
+        return
+    # A CPU has no kernel with a float32 result.
+    wider = {"out_dtype": torch.float32} if hidden.device.type == "cuda" else {}
+    for begin in range(0, len(total_VH), _PRODUCT_ROWS):
+        rows = slice(begin, begin + _PRODUCT_ROWS)
+        total_VH[rows] += torch.mm(of_products[:, rows].T, hidden, **wider)
 
 
 def score(
     logits: torch.Tensor, targets: torch.Tensor, wanted: RequestedScores
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of targets [N] from logits [N, V], and the entropy if requested."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return log π of targets [N] from logits [N, V], the logarithm of the sum of the exponentials, and the entropy if
+    requested."""
     logits = logits.float()
     if wanted.temperature != 1.0:
         logits = logits / wanted.temperature
@@ -268,10 +292,10 @@ def score(
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[..., None]).squeeze(-1) - normaliser
     if not wanted.with_entropy:
-        return logprobs, None
+        return logprobs, normaliser, None
     if wanted.entropy_has_gradient:
-        return logprobs, normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
-    return logprobs, entropy(logits.detach(), normaliser.detach())
+        return logprobs, normaliser, normaliser - ((logits - normaliser[..., None]).exp() * logits).sum(-1)
+    return logprobs, normaliser, entropy(logits.detach(), normaliser.detach())
 
 
 @torch.no_grad()

@@ -62,7 +62,8 @@ def padded_scores(
     # Do not compute the logits before `first`, if the model has an argument for this.
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if _can_keep(model) else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
-    return TokenScores(*score(logits_BKV, targets_BK, wanted), None)
+    logprobs, _, entropy = score(logits_BKV, targets_BK, wanted)
+    return TokenScores(logprobs, entropy, None)
 
 
 def packed_scores(

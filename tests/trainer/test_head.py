@@ -58,8 +58,8 @@ def test_each_family_scores_as_its_own_forward_without_all_logits_at_once(name, 
     model = family(name, initializer_range=initializer_range)
     found = find_head(model)
     assert (found.scale, found.cap) == FAMILIES[name][1:]
-    sizes, original = [], head.score
-    monkeypatch.setattr(head, "score", lambda logits, *a: sizes.append(logits.numel()) or original(logits, *a))
+    sizes, original = [], head.Head.shaped
+    monkeypatch.setattr(head.Head, "shaped", lambda own, x: sizes.append(x.numel()) or original(own, x))
     monkeypatch.setattr(head, "MAX_LOGITS", 3 * VOCAB)
     ids = torch.arange(2 * 9).mul(7).remainder(VOCAB).view(2, 9)
     wants = {"temperature": 0.7, "with_entropy": True, "entropy_has_gradient": True}
@@ -74,6 +74,20 @@ def test_each_family_scores_as_its_own_forward_without_all_logits_at_once(name, 
         torch.testing.assert_close(gradient, same, atol=1e-3 * same.abs().max().item() + 1e-7, rtol=1e-3)
     assert max(sizes) <= 3 * VOCAB
     assert len(sizes) == 2 * 5  # 14 tokens by 3, forwards and backwards
+
+
+def test_logits_that_are_computed_in_parts_that_fit_a_cache_are_those_of_the_whole(monkeypatch):
+    model = family("gemma2")
+    hidden = torch.randn(7, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weights = torch.linspace(-1, 1, 7)
+    found = []
+    for limit in (2**19, 2 * VOCAB):  # all rows at once; two at a time
+        monkeypatch.setattr(head, "_CACHED_LOGITS", limit)
+        logprobs, entropy = head_scores(find_head(model), hidden, torch.arange(7), WANTED)
+        objective = (logprobs * weights + entropy * weights**2).sum()
+        found.append([logprobs, entropy, *torch.autograd.grad(objective, [hidden, find_head(model).linear.weight])])
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
 
 
 def test_a_gemma_with_small_logits_does_not_pass_for_a_model_without_a_cap():
@@ -119,7 +133,8 @@ def test_adapters_in_the_head_are_not_passed_over():
 
 @pytest.mark.parametrize("num_pieces", [1, 128])
 def test_in_bfloat16_the_heads_gradient_is_that_of_float64_whatever_the_cut(num_pieces, monkeypatch):
-    """The logits are bfloat16's; from there on the reference is computed in float64."""
+    """The logits are bfloat16's; from there on the reference is computed in float64. The products of the gradient are
+    rounded to bfloat16, each of them by at most 2⁻⁹, their sums are not."""
     torch.manual_seed(0)
     tokens, width, vocabulary = 512, 64, 256
     layer = torch.nn.Linear(width, vocabulary)
@@ -137,7 +152,7 @@ def test_in_bfloat16_the_heads_gradient_is_that_of_float64_whatever_the_cut(num_
     with compute_in(torch.bfloat16, torch.device("cpu")):
         logprobs, _ = head_scores(head.Head(layer, scale=0.5), hidden, targets, WANTED)
     (logprobs * weights.float()).sum().backward()
-    assert (layer.weight.grad - expected).norm() < 1e-5 * expected.norm()
+    assert (layer.weight.grad - expected).norm() < 2**-8 * expected.norm()
     assert (layer.bias.grad - leaf.grad.sum(0)).norm() < 1e-5 * leaf.grad.sum(0).norm()
     of_hidden = leaf.grad @ layer.weight.detach().double()
     assert (hidden.grad - of_hidden).norm() < 1e-2 * of_hidden.norm()  # a product in bfloat16
