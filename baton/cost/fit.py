@@ -65,6 +65,7 @@ def train_step_s(
         prompt=constant(1e-9),
         output=constant(tokens),
         trained_share=trained_share,
+        forwards_all=True,  # as `baton profile` measures
     )
     flops = model.num_layers * layer_flops(model, load) + load.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train

@@ -50,8 +50,10 @@ class StageTerms(msgspec.Struct, frozen=True):
 def forward_passes(work: Workload, backward: float = 2.0) -> float:
     """Return the time of a train step in forward passes. A backward pass counts as `backward` forward passes,
     recomputation as one."""
-    update = work.epochs * (1 + work.trained_share * (backward + work.recompute))
-    return update * (1 + work.has_critic) + work.has_proximal_forward + work.has_reference + work.has_critic
+    forward = 1.0 if work.forwards_all else work.trained_share
+    update = work.epochs * (forward + work.trained_share * (backward + work.recompute))
+    others = forward * (work.has_proximal_forward + work.has_reference + work.has_critic)
+    return update * (1 + work.has_critic) + others
 
 
 def layer_flops(model: ModelSpec, work: Workload) -> float:

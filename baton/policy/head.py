@@ -212,7 +212,8 @@ class _HeadScores(torch.autograd.Function):
             of_products = torch.empty_like(products)
             values = [each if each is None else each[piece] for each in (*by_token, *gradients)]
             for rows in _pieces(len(products), head.vocabulary, _logits_at_once(products.device)):
-                found = _gradient(head, products[rows], wanted, *(v if v is None else v[rows] for v in values))
+                own: list[Any] = [each if each is None else each[rows] for each in values]
+                found = _gradient(head, products[rows], wanted, *own)
                 of_products[rows] = found
                 if of_bias is not None:
                     of_bias += found.sum(0)
@@ -273,7 +274,7 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
         total_VH.addmm_(of_products.T, hidden)
         return
     # A CPU has no kernel with a float32 result.
-    wider = {"out_dtype": torch.float32} if hidden.device.type == "cuda" else {}
+    wider: Any = {"out_dtype": torch.float32} if hidden.device.type == "cuda" else {}
     for begin in range(0, len(total_VH), _PRODUCT_ROWS):
         rows = slice(begin, begin + _PRODUCT_ROWS)
         total_VH[rows] += torch.mm(of_products[:, rows].T, hidden, **wider)

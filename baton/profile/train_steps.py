@@ -217,7 +217,12 @@ def _trainer(recipe: Recipe) -> Trainer:
     """Build the recipe's trainer with one rank, and with a learning rate so low that the weights hardly change."""
     alone: dict[str, object] = {"ranks": 1, "stages": 1, "tensor_parallel": 1}
     # The batches have invented behavior logprobs, so the mismatch has no meaning.
-    alone |= {"max_mismatch_kl": (math.inf, math.inf), "max_logprob_diff": (math.inf, math.inf)}
+    # With the forward passes of trajectories without advantage, so that these show how long a backward pass takes.
+    alone |= {
+        "metrics_of_all_tokens": True,
+        "max_mismatch_kl": (math.inf, math.inf),
+        "max_logprob_diff": (math.inf, math.inf),
+    }
     still = recipe.trainer.model_copy(update={**alone, "lr": 1e-12, "warmup_steps": 0, "decay": "constant"})
     recipe = with_dtypes(recipe.model_copy(update={"trainer": still}))
     return build_trainer(recipe, load_tokenizer(recipe.model.path))

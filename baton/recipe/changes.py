@@ -58,6 +58,7 @@ MAY_CHANGE = (
     "weights.chunk_mb",
     "weights.keyframe_every",
     "inspection",
+    "trainer.metrics_of_all_tokens",
     "trainer.max_mismatch_kl",
     "trainer.max_logprob_diff",
 )

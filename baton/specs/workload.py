@@ -92,7 +92,9 @@ class Workload(msgspec.Struct, frozen=True):
     epochs: int = 1
     minibatches: int = 1
     trained_share: float = 1.0
-    """Share of trajectories with a nonzero advantage. Trajectories whose advantage is zero need only a forward pass."""
+    """Share of trajectories with a nonzero advantage."""
+    forwards_all: bool = True
+    """Run a forward pass for trajectories whose advantage is zero, too."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False

@@ -160,6 +160,16 @@ class AlgorithmSettings(Settings):
         return self.kl_coef > 0 and self.kl_in == "loss"
 
     @property
+    def is_flat(self) -> bool:
+        """Return whether the loss has no gradient at tokens of advantage 0."""
+        return not (self.has_loss_kl or self.entropy_coef or self.advantage == "gae")
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Return whether an update depends on the logprobs of episodes without advantage."""
+        return not self.is_flat or self.needs_model_for_advantages or self.correction == "second_moment"
+
+    @property
     def fewest_judged(self) -> int:
         """Minimum number of scored trajectories in a group that is trained."""
         return 2 if self.advantage in GROUP_RELATIVE else 1

@@ -168,7 +168,8 @@ class LocalTrainer:
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name; none before the last pipeline stage.
 
-        Token metrics are means over the trained tokens of all updates. `policy/mismatch_kl` and
+        Token metrics are means over the trained tokens of all updates whose logprobs were computed; without one, they
+        are absent. `policy/mismatch_kl` and
         `policy/logprob_diff_*` compare engine and trainer on tokens of the trainer's own version, if the batch has any.
 
         Raises TrainingDiverged, with the weights unchanged; UserError for a group that is too small for the algorithm;
@@ -229,7 +230,8 @@ class LocalTrainer:
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             device=device,
             multiples=FEW_SHAPES if makes_kernels else ANY_SHAPE,
-            is_flat=not (algorithm.has_loss_kl or algorithm.entropy_coef or self.passes.critic is not None),
+            is_flat=algorithm.is_flat,
+            skips_flat=not (settings.metrics_of_all_tokens or algorithm.needs_all_tokens),
             keeps_masked=algorithm.needs_model_for_advantages,
             is_packed=self.passes.is_packed,
             shares_prompts=self.passes.can_share,

@@ -141,7 +141,7 @@ class MiniBatch:
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
-    """Rows of all ranks' microbatches, in the order of the batch."""
+    """Rows with trained tokens, of all ranks, in the order of the batch, including rows that no microbatch has."""
 
 
 def cut(
@@ -151,6 +151,7 @@ def cut(
     device: torch.device,
     multiples: tuple[int, int] = ANY_SHAPE,
     is_flat: bool = True,
+    skips_flat: bool = False,
     keeps_masked: bool = False,
     is_packed: bool = False,
     shares_prompts: bool = False,
@@ -162,7 +163,8 @@ def cut(
     microbatches fill the difference.
 
     `is_flat`: the loss has no gradient at advantage 0, so rows with zero advantages get microbatches that run forward
-    only. A loss with a KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a
+    only, or with `skips_flat` none if the whole episode has no advantage. They still count in the divisors. A loss with
+    a KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a
     trained token, because their logprobs or values affect the advantages of other rows. `multiples`: round rows and
     width of a microbatch up to these. `is_packed`: the budget counts tokens without padding. `shares_prompts`: rows of
     the same prompt share it where this costs less; the budget counts a shared prompt once. Requires a single rank.
@@ -171,7 +173,9 @@ def cut(
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
     kinds: list[tuple[list[TrainingSample], bool]] = [(trained, True)]
     if is_flat:
-        kinds = [([r for r in trained if r.has_advantage], True), ([r for r in trained if not r.has_advantage], False)]
+        moved = {row.name for row in trained if row.has_advantage or not skips_flat}
+        others = [row for row in trained if not row.has_advantage and row.name in moved]
+        kinds = [([row for row in trained if row.has_advantage], True), (others, False)]
     found = []
     for kind, has_gradient in kinds:
         dealt = balanced([share.cost(len(row.token_ids)) for row in kind], share.size)

@@ -53,6 +53,10 @@ class TrainerSettings(Settings):
     """Compute the prompt of a group once for all its trajectories in a microbatch, in each minibatch in which this
     costs less by number of tokens. The update changes by rounding only. Requires one rank, and no `compile` or
     `moe_replay`."""
+    metrics_of_all_tokens: bool = False
+    """Also run a forward pass for the trajectories of episodes without advantage, which have no gradient, so that
+    entropy, mismatch and weights are means over all trained tokens. Does not change the update. Losses to which these
+    trajectories contribute compute them in any case."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass. Saves memory, costs about a third more computation."""
 

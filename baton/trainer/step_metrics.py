@@ -109,14 +109,17 @@ class Totals:
         sums, distance, num_tokens = self.tokens, self.distance, max(1.0, self.tokens.tokens)
         found = {
             "policy/loss": statistics.fmean(self.losses),
-            "policy/entropy": sums.entropy / num_tokens,
-            "policy/clip_frac": sums.clipped / num_tokens,
-            "policy/approx_kl": sums.moved / num_tokens,
-            "policy/weight_mean": sums.weight / num_tokens,
-            "policy/weight_cut_frac": sums.cut / num_tokens,
             "policy/grad_norm": statistics.fmean(self.grad_norms),
             "tokens/padding_frac": 1.0 - self.real / max(1, self.places),
         }
+        if sums.tokens:
+            found |= {
+                "policy/entropy": sums.entropy / num_tokens,
+                "policy/clip_frac": sums.clipped / num_tokens,
+                "policy/approx_kl": sums.moved / num_tokens,
+                "policy/weight_mean": sums.weight / num_tokens,
+                "policy/weight_cut_frac": sums.cut / num_tokens,
+            }
         if self.imbalance is not None:
             found["tokens/imbalance"] = self.imbalance
         if self.has_reference:

@@ -151,7 +151,7 @@ class Update:
         """
         algorithm = self.passes.algorithm
         found: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in prepared]
-        if not algorithm.compares_episodes or not any(row.path for row in part.rows):
+        if not prepared or not algorithm.compares_episodes or not any(row.path for row in part.rows):
             return found
         inputs = []
         for one in prepared:

@@ -76,7 +76,7 @@ def run_one(name: str, seed: int, steps: int, overrides: list[str]) -> dict[str,
         "wall_s": round(wall_s, 1),
         "reward_by_step": [round(row["reward/mean"], 4) for row in steps_rows],
         "held_out_accuracy": {"before": accuracy[0], "after": accuracy[-1]},
-        "means": {k: statistics.fmean(r[k] for r in steps_rows) for k in keys if all(k in r for r in steps_rows)},
+        "means": {k: statistics.fmean(found) for k in keys if (found := [r[k] for r in steps_rows if k in r])},
         "run": {key: facts[key] for key in ("commit", "threads", "processor", "cores", "packages")},
     }
 

@@ -83,7 +83,7 @@ def run(recipe: Path, overrides: list[str]) -> dict[str, Any]:
             if name.startswith("eval/") and name.endswith("/avg@1")
         },
         **{
-            name: [round(row[key], 4) for row in trained]
+            name: [round(row[key], 4) if key in row else None for row in trained]
             for name, key in (
                 ("reward", "reward/mean"),
                 ("response_length", "response_length/mean"),

@@ -90,3 +90,5 @@ def test_rows_without_an_advantage_go_forward_only() -> None:
     half = msgspec.structs.replace(WORK, recompute=False, has_proximal_forward=False, trained_share=0.5)
     assert forward_passes(half) == 1 + 0.5 * 2
     assert forward_passes(half, 3.0) == 1 + 0.5 * 3
+    skipped = msgspec.structs.replace(half, has_proximal_forward=True, forwards_all=False)
+    assert forward_passes(skipped) == 0.5 * (1 + 2) + 0.5 * 1

@@ -89,28 +89,86 @@ def tiny_trainer():
     return make_trainer()
 
 
-def test_rows_without_an_advantage_change_neither_update_nor_metrics_by_having_no_gradient(monkeypatch):
-    """Two groups of three have equal rewards: run with gradient all the same, they give the same."""
-    batch = random_batch(1, num_groups=3)
+def batch_with_equal_rewards():
+    """Three groups with advantages, and two groups of three with equal rewards."""
     equal = random_batch(1, seed=5, num_groups=2, first_id=3).groups
-    equal = tuple(
+    equal = (
         make_group(g.group_id, [0.5] * 3, [m.trajectory.segments for m in g.members], prompt_ids=(4, 5)) for g in equal
     )
-    batch = Batch(1, (*batch.groups, *equal))
-    apart, metrics = stepped(batch)
-    cut = local_trainer.cut
-    forced = []
+    return Batch(1, (*random_batch(1, num_groups=3).groups, *equal))
 
-    def with_gradient(*arguments, **named):
+
+def has_gradients(monkeypatch, change=lambda part: part):
+    """Return a list that gets `has_gradient` of each microbatch that a step computes. `change`: applied to its cut."""
+    cut, found = local_trainer.cut, []
+
+    def watched(*arguments, **named):
         part = cut(*arguments, **named)
-        forced.extend(micro.has_gradient for micro in part.microbatches)
-        return replace(part, microbatches=tuple(replace(m, has_gradient=True) for m in part.microbatches))
+        found.extend(micro.has_gradient for micro in part.microbatches)
+        return change(part)
 
-    monkeypatch.setattr(local_trainer, "cut", with_gradient)
-    together, others = stepped(batch)
+    monkeypatch.setattr(local_trainer, "cut", watched)
+    return found
+
+
+def test_rows_without_an_advantage_change_neither_update_nor_metrics_by_having_no_gradient(monkeypatch):
+    """Run with gradient all the same, they give the same."""
+    batch = batch_with_equal_rewards()
+    apart, metrics = stepped(batch, metrics_of_all_tokens=True)
+    forced = has_gradients(
+        monkeypatch,
+        lambda part: replace(part, microbatches=tuple(replace(m, has_gradient=True) for m in part.microbatches)),
+    )
+    together, others = stepped(batch, metrics_of_all_tokens=True)
     assert set(forced) == {True, False}
     assert are_bit_equal(parameters(apart), parameters(together))
     assert metrics == others
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
+@pytest.mark.parametrize("several", [{}, {"num_minibatches": 2, "num_epochs": 2}])
+def test_rows_without_an_advantage_are_skipped_and_the_update_keeps_its_bits(several, aggregation, monkeypatch):
+    batch = batch_with_equal_rewards()
+    found = has_gradients(monkeypatch)
+    skipped, metrics = stepped(batch, aggregation=aggregation, **several)
+    assert set(found) == {True}
+    whole, others = stepped(batch, aggregation=aggregation, metrics_of_all_tokens=True, **several)
+    assert set(found) == {True, False}
+    assert are_bit_equal(parameters(skipped), parameters(whole))
+    assert metrics["policy/entropy"] != others["policy/entropy"], "of fewer tokens"
+    for name in ("policy/loss", "policy/grad_norm", "tokens/trained", "staleness/mean", "reward/mean"):
+        assert metrics[name] == pytest.approx(others[name], abs=1e-7), name
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        {"entropy_coef": 0.1},
+        {"correction": "second_moment"},
+        {"kl_coef": 0.1},
+        {"kl_coef": 0.1, "kl_in": "reward"},
+        {"advantage": "gae", "critic": "shared", "normalize_advantages": True},
+    ],
+)
+def test_rows_without_an_advantage_are_computed_if_the_update_depends_on_them(needs, monkeypatch):
+    batch = batch_with_equal_rewards()
+    found, sizes = has_gradients(monkeypatch), []
+    for wants in (False, True):
+        reference = tiny_model(seed=3) if "kl_coef" in needs else None
+        stepped(batch, reference=reference, metrics_of_all_tokens=wants, **needs)
+        sizes.append(len(found))
+    assert sizes[1] == 2 * sizes[0] > 0
+
+
+def test_a_step_without_any_advantage_has_no_token_metrics(monkeypatch):
+    equal = tuple(make_group(9 + i, [0.5] * 3, [[policy(5, version=0)]] * 3) for i in range(2))
+    computed = has_gradients(monkeypatch)
+    _, metrics = stepped(Batch(1, equal))
+    assert computed == []
+    assert (metrics["policy/loss"], metrics["policy/grad_norm"], metrics["tokens/trained"]) == (0.0, 0.0, 6.0)
+    assert not {"policy/entropy", "policy/approx_kl", "policy/mismatch_kl", "policy/ess"} & set(metrics)
+    _, metrics = stepped(Batch(1, equal), metrics_of_all_tokens=True)
+    assert metrics["policy/entropy"] > 0
 
 
 def test_an_update_without_any_advantage_still_lets_the_moments_decay():

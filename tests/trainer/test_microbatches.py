@@ -254,6 +254,9 @@ def test_rows_without_an_advantage_are_kept_apart_and_have_no_gradient():
     part = cut_of(groups, 1000)
     assert [({r.group_id for r in m.rows}, m.has_gradient) for m in part.microbatches] == [({0, 2}, True), ({1}, False)]
     assert (part.num_episodes, part.num_trained_tokens) == (9, 9)
+    skipped = cut_of(groups, 1000, skips_flat=True)
+    assert [{r.group_id for r in m.rows} for m in skipped.microbatches] == [{0, 2}]
+    assert (skipped.num_episodes, skipped.num_trained_tokens) == (9, 9), "the divisors are those of all rows"
     (whole,) = cut_of(groups, 1000, is_flat=False).microbatches  # a KL term, say: there all have a gradient
     assert (len(whole.rows), whole.has_gradient) == (9, True)
 

@@ -89,9 +89,11 @@ class TerminalObserver(_Progress):
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         self._bar.update(self._steps, completed=step)
+        # absent if no trajectory has an advantage
+        entropy = f"{metrics['policy/entropy']:5.3f}" if "policy/entropy" in metrics else "    –"
         self._console.print(
             f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
-            f"length {metrics['response_length/mean']:6.1f}  entropy {metrics['policy/entropy']:5.3f}  "
+            f"length {metrics['response_length/mean']:6.1f}  entropy {entropy}  "
             f"{metrics['perf/throughput']:6.0f} tok/s  {metrics['perf/step_time']:.2f} s",
             soft_wrap=True,
         )
