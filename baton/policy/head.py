@@ -25,7 +25,7 @@ _ENTROPY_ROWS = 4096
 """Maximum number of tokens whose probabilities [tokens, V] are in memory at the same time while the entropy is
 summed."""
 
-_CACHED_LOGITS = 2**19
+CACHED_LOGITS = 2**19
 """Maximum number of float32 logits at a time on a CPU (2 MiB), where reading them from memory takes longer than
 computing with them. The matrix products have more rows."""
 
@@ -235,7 +235,7 @@ def _pieces(num_tokens: int, vocabulary: int, max_logits: int) -> list[slice]:
 
 
 def _logits_at_once(device: torch.device) -> int:
-    return _CACHED_LOGITS if device.type == "cpu" else MAX_LOGITS
+    return CACHED_LOGITS if device.type == "cpu" else MAX_LOGITS
 
 
 def _gradient(

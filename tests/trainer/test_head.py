@@ -82,7 +82,7 @@ def test_logits_that_are_computed_in_parts_that_fit_a_cache_are_those_of_the_who
     weights = torch.linspace(-1, 1, 7)
     found = []
     for limit in (2**19, 2 * VOCAB):  # all rows at once; two at a time
-        monkeypatch.setattr(head, "_CACHED_LOGITS", limit)
+        monkeypatch.setattr(head, "CACHED_LOGITS", limit)
         logprobs, entropy = head_scores(find_head(model), hidden, torch.arange(7), WANTED)
         objective = (logprobs * weights + entropy * weights**2).sum()
         found.append([logprobs, entropy, *torch.autograd.grad(objective, [hidden, find_head(model).linear.weight])])
