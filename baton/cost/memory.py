@@ -75,6 +75,8 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ranks that share one copy of the model."""
     split: Array = 1
     """Number of ranks that split each matrix product."""
+    is_stage: bool = False
+    """Whether the rank belongs to one of several pipeline stages: FSDP then gathers also what a single rank has."""
     value_bytes: int = 2
     """Bytes of a value in linear layers: 2 is bfloat16, by autocast in a single process, by gathers with several
     ranks."""
@@ -146,8 +148,13 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
 
 def _is_rounded(how: RankShape) -> Array:
     """Return whether the residual stream is bfloat16: that of gathered or frozen weights, but not of autocast."""
-    has_rounded = (np.asarray(how.shards) > 1) | bool(how.adapter_params and how.base_bytes == 2)
+    has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
+
+
+def _gathers(how: RankShape) -> Array:
+    """Return whether FSDP gathers the parameters of a block to compute it."""
+    return (np.asarray(how.shards) > 1) | how.is_stage
 
 
 def rank_phases(
@@ -159,15 +166,19 @@ def rank_phases(
     """
     first, last = np.asarray(is_first, float), np.asarray(is_last, float)
     tokens, wide, shards = how.tokens, how.value_bytes, np.asarray(how.shards, float)
-    is_sharded = (shards > 1).astype(float)
+    is_sharded = _gathers(how).astype(float)
     layer, head = model.layer_params / how.split, model.embedding_params / how.split
     tables = table_params(model, is_first, is_last) / how.split
     trains_all = float(not how.adapter_params)
     state = _state(model, how, first, last)
 
     residual = np.where(_is_rounded(how), 2.0, 4.0)
+    if how.is_stage:  # outputs that wait for their gradients, and a message
+        waiting = (1 - last) * in_flight + 1
+        state = (*state, Term("hidden states between stages", waiting * tokens * residual * model.hidden))
     saved, gradients = block_token_bytes(model, how)
     waits = residual * model.hidden if how.recomputes else saved
+    later = Term("activations", 0.0, tokens * waits * (in_flight - 1.0))  # of other microbatches
     kept = Term("activations", last * tokens * 4 * residual * model.hidden, tokens * waits * in_flight)
     # FSDP gathers embedding and head apart, where each is used; tied ones stay gathered
     tied = is_sharded * model.is_tied * first * last
@@ -197,7 +208,9 @@ def rank_phases(
         Phase("forward pass", (*state, kept, gathered, of_forward, copies, pieces)),
         Phase("backward pass of the head", (*state, kept, gathered, of_head, pieces, *_between(copies, how))),
         Phase("backward pass of a block", (*state, _until_blocks(kept), gathered, Term("one block", blocks))),
-        Phase("backward pass of the embedding", (*state, gathered, Term("gradient of the embedding", of_tables))),
+        Phase(
+            "backward pass of the embedding", (*state, later, gathered, Term("gradient of the embedding", of_tables))
+        ),
     ]
     trained = how.adapter_params / model.num_layers if how.adapter_params else layer
     at_once = 0.0 if how.adapter_params else tables + model.other_params

@@ -79,6 +79,11 @@ class Recipe(Settings):
                 "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
                 "engine.report_routing = true"
             )
+        if self.trainer.num_stages > 1 and self.algorithm.advantage == "gae":
+            raise ValueError(
+                f"trainer.stages: got {self.trainer.num_stages} stages with algorithm.advantage = 'gae', but a critic "
+                "was not tested with stages; use stages = 1 or an algorithm without a critic"
+            )
         longest = max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
         if longest >= self.engine.max_context_tokens:
             raise ValueError(

@@ -30,6 +30,7 @@ from baton.run.memory import (
     processes_of,
     rank_phases_of,
     sleeping_bytes,
+    stages_of,
 )
 from baton.run.tokenization import PromptEncoder
 from baton.specs.model import ModelSpec
@@ -101,7 +102,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
         example_prompt=tokenizer.text(prompt_ids, keep_special=True),
         example_prompt_tokens=len(prompt_ids),
         parameters=parameters,
-        trainer_bytes=math.ceil(stage_bytes(rank_phases_of(recipe, spec, on_cpu=on_cpu), spec.num_layers)),
+        trainer_bytes=math.ceil(max(stage_bytes(*stage) for stage in stages_of(recipe, spec, on_cpu=on_cpu))),
         engine_bytes=math.ceil(sum(term.bytes(spec.num_layers) for term in engine)),
         cache_bytes=math.ceil(cache.bytes(spec.num_layers)),
         processes=processes_of(recipe, spec, on_cpu=on_cpu, layout=layout),

@@ -22,6 +22,7 @@ from baton.recipe.recipe import Recipe
 from baton.run.devices import DeviceLayout
 from baton.specs.model import ModelSpec
 from baton.trainer.memory import trainer_phases
+from baton.trainer.parallel.schedule import stage_layers
 
 GENERATION = "generation"
 _SLEEPING = ("weights", "moments", "frozen weights")
@@ -59,8 +60,8 @@ def value_bytes(dtype: DTypeChoice, *, on_cpu: bool) -> int:
     return 4 if dtype_on("cpu" if on_cpu else "cuda", dtype) == "float32" else 2
 
 
-def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Phase, ...]:
-    """Return the phases of a rank of the recipe's trainer."""
+def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int = 0) -> tuple[Phase, ...]:
+    """Return the phases of a rank of the recipe's trainer, in a pipeline stage of several."""
     longest = recipe.engine.max_context_tokens
     batch = recipe.rollout.batch_groups * recipe.rollout.group_size * longest / recipe.algorithm.num_minibatches
     published = recipe.engine.dtype if recipe.weights.dtype == "auto" else recipe.weights.dtype
@@ -74,7 +75,15 @@ def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[P
         longest_tokens=longest,
         batch_tokens=batch,
         on_cpu=on_cpu,
+        stage=stage,
     )
+
+
+def stages_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> list[tuple[tuple[Phase, ...], int]]:
+    """Return the phases of a rank of each pipeline stage, and its number of layers. Raises UserError if the recipe's
+    stages do not fit the model."""
+    layers = stage_layers(recipe.trainer.stages, model.num_layers)
+    return [(rank_phases_of(recipe, model, on_cpu=on_cpu, stage=stage), count) for stage, count in enumerate(layers)]
 
 
 def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Term, ...]:
@@ -113,8 +122,13 @@ def processes_of(
     engine_gpus = () if layout is None else layout.engines
     generation, found = [Phase(GENERATION, engine)], []
     if ranks > 1 or not is_inside or engine_gpus != trainer_gpus:
-        name = "the trainer" if ranks == 1 else f"each of {ranks} trainer ranks"
-        found.append(_process(name, trainer_gpus or ranks, phases, layers, on_cpu=on_cpu))
+        stages = stages_of(recipe, model, on_cpu=on_cpu)
+        size = ranks // len(stages)
+        name = "the trainer" if ranks == 1 else f"each of {size} trainer ranks" if size > 1 else "the trainer rank"
+        for stage, (own, count) in enumerate(stages):
+            where = f" of stage {stage + 1} of {len(stages)}" if len(stages) > 1 else ""
+            places = trainer_gpus[stage * size : (stage + 1) * size] or size
+            found.append(_process(name + where, places, own, count, on_cpu=on_cpu))
         if is_inside:
             found.append(_process("the engine", engine_gpus or 1, generation, layers, on_cpu=on_cpu))
     else:

@@ -42,23 +42,26 @@ def trainer_phases(
     longest_tokens: int,
     batch_tokens: float,
     on_cpu: bool,
+    stage: int = 0,
 ) -> tuple[Phase, ...]:
-    """Return the phases of one rank of a trainer.
+    """Return the phases of one rank of a trainer, in a pipeline stage of several.
 
     `value_bytes`: bytes of a value in linear layers. `published_bytes`: bytes of a published weight. `longest_tokens`:
     of a trajectory. `batch_tokens`: at most so many in an update.
     """
-    data_ranks = settings.ranks // settings.tensor_parallel
+    data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
     has_reference = algorithm.kl_coef and (lora is None or algorithm.reference is not None)
-    tokens = max(settings.max_tokens_per_microbatch, longest_tokens)
+    limit = max(settings.max_tokens_per_microbatch, longest_tokens)
+    tokens = max(min(limit, batch_tokens / data_ranks), min(limit, longest_tokens))
     alone = settings.ranks == 1
     return rank_phases(
         model,
         RankShape(
-            tokens=max(min(tokens, batch_tokens / data_ranks), min(tokens, longest_tokens)),
+            tokens=tokens,
             shards=settings.shard_size or data_ranks,
             split=settings.tensor_parallel,
+            is_stage=settings.num_stages > 1,
             value_bytes=value_bytes,
             recomputes=settings.activation_checkpointing,
             whole_gradients=not settings.shard_gradients,
@@ -70,4 +73,7 @@ def trainer_phases(
             published_bytes=published_bytes if alone else 0.0,
             has_snapshot=on_cpu and algorithm.num_updates > 1,
         ),
+        is_first=stage == 0,
+        is_last=after == 0,
+        in_flight=min(1 + after, max(1.0, batch_tokens / data_ranks / tokens)),
     )

@@ -116,6 +116,22 @@ def test_only_the_last_stage_has_a_head_and_only_the_first_an_embedding() -> Non
     assert float(table_params(msgspec.structs.replace(MODEL, is_tied=True), True, True)) == TABLE
 
 
+def test_a_first_stage_keeps_the_activations_of_as_many_microbatches_as_there_are_stages() -> None:
+    """Of 3 stages: 2 · 100 bytes for each token, layer and microbatch, and for its output; one more for a message."""
+    shape = msgspec.structs.replace(SHAPE, is_stage=True)
+    one, three = (
+        next(p for p in rank_phases(MODEL, shape, True, False, count) if p.name == "backward pass of a block")
+        for count in (1, 3)
+    )
+    assert float(three.bytes(4) - one.bytes(4)) == pytest.approx(2 * 300 * (4 + 1) * 2 * 100)
+    between = next(term for term in three.terms if term.name == "hidden states between stages")
+    assert float(between.bytes(4)) == pytest.approx((3 + 1) * 300 * 2 * 100)
+    alone = msgspec.structs.replace(shape, shards=1)  # FSDP gathers on one rank, too
+    terms = {term.name: term for term in rank_phases(MODEL, alone)[0].terms}
+    assert terms["copies in bfloat16"].bytes(4) == 0
+    assert terms["gathered head"].bytes(4) > 0
+
+
 def test_layers_that_fit_are_those_whose_memory_does() -> None:
     phases = rank_phases(MODEL, SHAPE, True, False, 2)
     most = float(most_layers(phases, 5e7))

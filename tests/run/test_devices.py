@@ -165,6 +165,22 @@ def test_each_worker_of_this_machine_sees_its_gpus(tmp_path: Path, monkeypatch: 
     workers.close()
 
 
+def test_the_memory_of_each_stage_is_told_and_only_its_gpus_have_it(small: Any, tmp_path: Path) -> None:
+    own = recipe(small, tmp_path, "trainer.ranks=4", "trainer.stages=2")
+    model = read_model(Path(own.model.path))
+    first, last, engine = processes_of(own, model, on_cpu=False, layout=DeviceLayout((0, 1, 2, 3), ((0,),)))
+    assert (first.name, first.gpus) == ("each of 2 trainer ranks of stage 1 of 2", ((0,), (1,)))
+    assert (last.name, last.gpus) == ("each of 2 trainer ranks of stage 2 of 2", ((2,), (3,)))
+    assert needed_bytes((first, last, engine), on_cpu=False) == max(first.num_bytes + engine.num_bytes, last.num_bytes)
+    with pytest.raises(
+        UserError, match=r"trainer\.stages: got 2 stages with algorithm.advantage = 'gae', but a critic"
+    ):
+        recipe(small, tmp_path, "trainer.ranks=4", "trainer.stages=2", "algorithm=ppo")
+    too_many = recipe(small, tmp_path, "trainer.ranks=64", "trainer.stages=64")
+    with pytest.raises(UserError, match=r"trainer\.stages: got 64, but the model has \d+ layers; allowed are at most"):
+        processes_of(too_many, model, on_cpu=False)
+
+
 def test_the_memory_of_a_gpu_counts_who_is_on_it(small: Any, tmp_path: Path) -> None:
     own = recipe(small, tmp_path, "swarm.workers=2")
     model = read_model(Path(own.model.path))

@@ -41,7 +41,7 @@ def run_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def recipe(model: Path, directory: Path, ranks: int = 2) -> Recipe:
+def recipe(model: Path, directory: Path, ranks: int = 2, stages: int = 1) -> Recipe:
     tree: dict[str, Any] = {
         "run": {"name": "r", "directory": str(directory), "steps": STEPS, "threads": 1, "seed": 3},
         "model": {"path": str(model), "device": "cpu"},
@@ -50,7 +50,7 @@ def recipe(model: Path, directory: Path, ranks: int = 2) -> Recipe:
         "reward": [{"kind": "function", "function": "tests.run.test_resume:evenness", "isolate": False}],
         "rollout": {"batch_groups": 4, "group_size": 4, "max_new_tokens": 12},
         "engine": {"slots": 16, "max_context_tokens": 64},
-        "trainer": {"lr": 1e-3, "decay": "linear", "ranks": ranks},
+        "trainer": {"lr": 1e-3, "decay": "linear", "ranks": ranks, "stages": stages},
         "algorithm": {"num_minibatches": 2},
         "eval": {"every": 4, "num_prompts": 4},
         "checkpoint": {"every": 1, "keep": 3},
@@ -78,8 +78,9 @@ def weights(wanted: Recipe) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_a_run_by_ranks_that_is_stopped_and_resumed_equals_one_never_stopped(
-    run_model: Path, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+    stages: int, run_model: Path, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -88,7 +89,7 @@ def test_a_run_by_ranks_that_is_stopped_and_resumed_equals_one_never_stopped(
         return pool.lend(count)
 
     monkeypatch.setattr(build, "LocalRanks", lend)
-    unbroken, stopped = recipe(run_model, tmp_path / "a"), recipe(run_model, tmp_path / "b")
+    unbroken, stopped = (recipe(run_model, tmp_path / name, stages=stages) for name in "ab")
     train(unbroken)
     train(stopped, stop_after=1)
     train(stopped, resume=True)

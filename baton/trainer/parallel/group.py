@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from baton.errors import UserError
 from baton.policy.sharding import Sharded, local, whole
 from baton.policy.stages import StageModel
 from baton.policy.stored_tensors import StoredTensors, fill_model
@@ -167,8 +166,7 @@ class RankGroup(SingleRank):
             names: list[str] = []
             shared: Sequence[str] = ()
             if self.pipeline.num_stages > 1:
-                if not isinstance(module, PreTrainedModel):
-                    raise UserError("trainer.stages: a critic was not tested with stages; allowed with it is 1")
+                assert isinstance(module, PreTrainedModel), "a recipe with stages and a critic is refused"
                 layers = stage_layers(self._stages, module.config.get_text_config().num_hidden_layers)
                 cut = self._cut[id(module)] = StageModel(module, layers, self.pipeline.stage)
                 shared = cut.shared
