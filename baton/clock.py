@@ -55,6 +55,8 @@ class RestartRule:
         return failures, retry_wait_s(failures, first_s=self.first_wait_s, longest_s=self.longest_wait_s)
 
 
+Clock = Callable[[], float]
+"""Returns the time in seconds: monotonic in a live run, virtual in the simulator."""
 T = TypeVar("T")
 
 

@@ -195,11 +195,14 @@ class Segment(msgspec.Struct, frozen=True):
     experts per token]. Empty unless the model is a mixture of experts and the engine reports its routing."""
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "token_ids", id_column(self.token_ids))
+        if not isinstance(self.token_ids, TokenColumn):
+            msgspec.structs.force_setattr(self, "token_ids", id_column(self.token_ids))
         if not isinstance(self.behavior_logprobs, TokenColumn):
             msgspec.structs.force_setattr(self, "behavior_logprobs", TokenColumn(array("d", self.behavior_logprobs)))
-        if not isinstance(self.routing, TokenColumn):
-            msgspec.structs.force_setattr(self, "routing", TokenColumn(list(self.routing)) if self.routing else ())
+        if not self.routing:
+            msgspec.structs.force_setattr(self, "routing", ())
+        elif not isinstance(self.routing, TokenColumn):
+            msgspec.structs.force_setattr(self, "routing", TokenColumn(list(self.routing)))
         if self.routing and len(self.routing) != len(self.token_ids):
             raise ValueError(
                 f"a segment of {len(self.token_ids)} tokens must have as many routing entries or none: "
@@ -249,7 +252,8 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "prompt_ids", id_column(self.prompt_ids))
+        if not isinstance(self.prompt_ids, TokenColumn):
+            msgspec.structs.force_setattr(self, "prompt_ids", id_column(self.prompt_ids))
 
     def extended(self, segments: tuple[Segment, ...], finish_reason: FinishReason | None = None) -> Trajectory:
         """Return this trajectory with whole segments appended.
@@ -260,8 +264,10 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
         """
         if self.finish_reason is not None:
             raise ValueError(f"trajectory {self.name} is finished ({self.finish_reason}): no segment can be appended")
-        merged = list(self.segments)
+        merged, length, num_policy = list(self.segments), self.num_tokens, self.num_policy_tokens
         for segment in segments:
+            length += len(segment.token_ids)
+            num_policy += len(segment.token_ids) if segment.author is Author.POLICY else 0
             last = merged[-1] if merged else None
             if last is None:
                 merged.append(segment)
@@ -274,9 +280,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
             is_merged = (segment.author, segment.policy_version) == (last.author, last.policy_version)
             merged[len(merged) - is_merged :] = [last.followed_by(segment, is_merged=is_merged)]
         grown = msgspec.structs.replace(self, segments=tuple(merged), finish_reason=finish_reason)
-        added = [(len(s.token_ids), s.author) for s in segments]
-        grown.__dict__["num_tokens"] = self.num_tokens + sum(length for length, _ in added)
-        grown.__dict__["num_policy_tokens"] = self.num_policy_tokens + sum(n for n, by in added if by is Author.POLICY)
+        grown.__dict__["num_tokens"], grown.__dict__["num_policy_tokens"] = length, num_policy
         return grown
 
     def segments_between(self, start: int, end: int) -> tuple[Segment, ...]:

@@ -43,13 +43,14 @@ from baton.run.devices import layout_of, visible
 from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import Authenticator, Role, TokenFile, write_private
 from baton.swarm.background_publisher import BackgroundPublisher, VersionRetention
-from baton.swarm.hub.access import AccessControl, WorkerRequirements
+from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.http_routes import HttpRoutes
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.membership import Membership
 from baton.swarm.hub.overview import HubOverview
 from baton.swarm.hub.traced import TracedLeaseBroker, TracedLogprobScorer
+from baton.swarm.hub.worker_access import WorkerRequirements
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import ListenAddress
@@ -136,7 +137,7 @@ def open_swarm(
         ),
         verifier,
         say,
-        supervisor,
+        *(() if supervisor is None else (supervisor.weight,)),
     )
     hub = Hub(access, members)
     shared = None if files.shared is None else SharedMemory(files.shared)

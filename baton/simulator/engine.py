@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,9 +24,11 @@ import numpy as np
 from baton.cost.generate import scanned_tokens
 from baton.records.trace import Tracer
 from baton.simulator.clock import VirtualClock
+from baton.simulator.counted_tokens import counted_segment
 from baton.simulator.inputs import EngineSpec
 from baton.simulator.timing import steps_within
-from baton.simulator.transport import EngineTime, GenerationRequest
+from baton.simulator.transport import EngineTime
+from baton.types import FinishReason, FromWorker, Lease, Report, Retry
 
 WATERMARK = 0.01
 """A sequence is admitted only if this share of the KV cache stays free, as in vLLM."""
@@ -36,9 +39,19 @@ _CLOSE = 1e-9
 
 
 @dataclass(slots=True, eq=False)
-class SimulatedLease(GenerationRequest):
-    """A lease in an engine. `tokens` is the number of tokens at the last call of `_count`."""
+class SimulatedLease:
+    """A lease in an engine."""
 
+    lease: int
+    group_id: int
+    sample_index: int
+    prompt: int
+    tokens: int
+    """Number of response tokens at the last call of `_count`."""
+    length: int
+    """Number of response tokens of the complete trajectory."""
+    version: int
+    is_exact: bool
     grown: list[tuple[int, int]] = field(default_factory=list)
     """(version, number of tokens) of segments that are not reported yet."""
     end_step: int = -1
@@ -52,21 +65,10 @@ class SimulatedLease(GenerationRequest):
     """Version → number of tokens generated since the admission, for the trace."""
 
 
-@dataclass(slots=True, eq=False)
-class LeaseProgress:
-    """An engine's report about one lease."""
-
-    row: SimulatedLease
-    segments: list[tuple[int, int]]
-    """(version, number of tokens) of the segments since the last report."""
-    end: str
-    """How the lease ended: `finished`, `put_down` (aborted) or `refused`; empty if it has not ended."""
-
-
 class EngineOwner(Protocol):
     """The receiver of an engine's reports."""
 
-    def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
+    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
         """Receive reports of the engine. The owner may call the engine's methods submit, abort and switch from this
         method."""
 
@@ -114,13 +116,21 @@ class SimEngine:
         return len(self._rows)
 
     @property
-    def leases(self) -> list[int]:
-        return [*self._rows]
+    def leases(self) -> Collection[int]:
+        return self._rows.keys()
 
-    def submit(self, request: GenerationRequest) -> None:
-        w = request
-        row = SimulatedLease(w.lease, w.group_id, w.sample_index, w.prompt, w.tokens, w.length, w.version, w.is_exact)
-        self._rows[row.lease] = row
+    def submit(self, lease: Lease) -> None:
+        known = lease.trajectory
+        row = self._rows[lease.lease_id] = SimulatedLease(
+            lease.lease_id,
+            known.group_id,
+            known.sample_index,
+            len(known.prompt_ids),
+            known.num_tokens,
+            lease.sampling.max_new_tokens,
+            lease.version,
+            lease.is_exact,
+        )
         self._waiting.append(row)
         if not self._width or len(self._waiting) + self._width <= self.slots:
             self._poke()
@@ -169,7 +179,7 @@ class SimEngine:
         if self._is_stopped:
             return
         self._settle(self._whole_steps())
-        reports: list[LeaseProgress] = []
+        reports: list[FromWorker] = []
         self._report_all(reports)
         if reports:
             self._owner.on_reports(self, reports)
@@ -239,7 +249,7 @@ class SimEngine:
     def _between(self) -> None:
         self._is_between = True
         self._since_s = max(self._since_s, self._clock.now_s)
-        reports: list[LeaseProgress] = []
+        reports: list[FromWorker] = []
         self._end_complete(reports)
         if self._aborting or self._dropping:
             self._end_unwanted(reports)
@@ -257,16 +267,16 @@ class SimEngine:
         self._admit()
         self._plan()
 
-    def _end_complete(self, reports: list[LeaseProgress]) -> None:
+    def _end_complete(self, reports: list[FromWorker]) -> None:
         heap, step = self._heap, self._step
         while heap and heap[0][0] <= step:
             row = heapq.heappop(heap)[2]
             self._count(row)
             self._leave(row, "finish")
             del self._rows[row.lease]
-            reports.append(LeaseProgress(row, row.grown, "finished"))
+            self._report(reports, row, FinishReason.LENGTH)
 
-    def _end_unwanted(self, reports: list[LeaseProgress]) -> None:
+    def _end_unwanted(self, reports: list[FromWorker]) -> None:
         gone = set()
         for lease in (*self._aborting, *self._dropping):
             row = self._rows.pop(lease, None)
@@ -276,8 +286,7 @@ class SimEngine:
             if row.end_step >= 0:
                 self._count(row)
                 self._leave(row)
-            if lease not in self._dropping:
-                reports.append(LeaseProgress(row, row.grown, "put_down"))
+            self._report(reports, row, is_aborted=True)
         self._aborting.clear()
         self._dropping.clear()
         self._heap = [item for item in self._heap if item[2].lease not in gone]
@@ -285,7 +294,7 @@ class SimEngine:
         if self._waiting:
             self._waiting = deque(row for row in self._waiting if row.lease not in gone)
 
-    def _exchange(self, reports: list[LeaseProgress]) -> None:
+    def _exchange(self, reports: list[FromWorker]) -> None:
         assert self._switch is not None, "no switch was requested"
         version, resumes, load_s = self._switch
         self._switch = None
@@ -302,13 +311,30 @@ class SimEngine:
         self._since_s += load_s
         self.busy.load_s += load_s
 
-    def _report_all(self, reports: list[LeaseProgress]) -> None:
+    def _report_all(self, reports: list[FromWorker]) -> None:
         for _, _, row in sorted(self._heap, key=lambda item: item[2].born):
             self._count(row)
             if row.grown:
-                reports.append(LeaseProgress(row, row.grown, ""))
-                row.grown = []
+                self._report(reports, row)
         self._report_s = self._clock.now_s + self._report_every_s
+
+    def _report(
+        self,
+        reports: list[FromWorker],
+        row: SimulatedLease,
+        reason: FinishReason | None = None,
+        *,
+        is_aborted: bool = False,
+    ) -> None:
+        """Append a report of the tokens that are not reported yet. A dropped lease is not reported."""
+        offset = at = row.tokens - sum(count for _, count in row.grown)
+        segments = []
+        for version, count in row.grown:
+            segments.append(counted_segment(at, count, version))
+            at += count
+        row.grown = []
+        if row.lease not in self._dropping:
+            reports.append(Report(row.lease, offset, tuple(segments), reason, is_aborted))
 
     def _fresh(self, row: SimulatedLease) -> int:
         return row.length - (row.end_step - self._step) - row.tokens
@@ -365,7 +391,8 @@ class SimEngine:
             waiting.popleft()
             if self.version is None or (row.version != self.version if row.is_exact else row.version > self.version):
                 del self._rows[row.lease]
-                self._owner.on_reports(self, [LeaseProgress(row, row.grown, "refused")])
+                refusal = Retry(row.lease, -1 if self.version is None else self.version)
+                self._owner.on_reports(self, [refusal])
                 continue
             row.lane = self._lanes.pop()
             self._prefill(row, context)

@@ -1,6 +1,6 @@
 """The network between hub and workers, with messages, latencies of connections, and faults.
 
-The messages are those of `swarm/messages.py`, with token counts in place of tokens.
+The messages are those of `swarm/messages.py`, with counted tokens. They are not encoded.
 
 Without faults, messages arrive in order. During a `partition` or a `storm`, messages may be delayed, reordered or
 repeated, or a message is lost and the connection is cut. Fetches may fail.
@@ -15,34 +15,8 @@ from typing import Any
 
 from baton.simulator.clock import VirtualClock
 from baton.simulator.faults import FaultSettings
-from baton.types import PolicyVersion
-
-Segments = list[tuple[int, int]]
-"""(version, number of tokens) of each segment, in order."""
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedReport:
-    """Tokens that a worker has generated for a lease."""
-
-    lease: int
-    offset: int
-    segments: Segments
-    end: str = ""
-    """`finished`, `put_down` (aborted), or empty while the lease runs."""
-
-    @property
-    def length(self) -> int:
-        return self.offset + sum(n for _, n in self.segments)
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedHello:
-    """The first message after a worker connects or reconnects."""
-
-    serves: PolicyVersion | None
-    leases: list[int]
-    """Leases that the worker holds, and ended leases whose last report the hub has not acknowledged."""
+from baton.swarm.hub.peers import Outgoing
+from baton.swarm.messages import Ack, FromHub, HeartbeatAck
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +68,26 @@ class SimulatedConnection:
     def _arrive(self, connection: int, message: Any) -> None:
         if connection == self.connection:
             self.take(message)
+
+
+class SimulatedOutgoing(Outgoing):
+    """The hub's end of one connection of a worker."""
+
+    def __init__(self, down: SimulatedConnection) -> None:
+        self._down, self._connection = down, down.connection
+
+    def put(self, message: FromHub) -> bool:
+        # without faults, no message is lost: confirmations have no effect, and their number slows the simulation
+        if self._down.fate is not None or not isinstance(message, Ack | HeartbeatAck):
+            self._down.send(message)
+        return True
+
+    def close(self) -> None:
+        self._down.clock.at(self._down.clock.now_s, self._cut)
+
+    def _cut(self) -> None:
+        if self._down.connection == self._connection:
+            self._down.lose()
 
 
 FINE = MessageFault()

@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 from baton.records.trace import Tracer
 from baton.simulator.clock import VirtualClock
-from baton.simulator.engine import LeaseProgress, SimEngine
+from baton.simulator.engine import SimEngine
 from baton.simulator.inputs import Setting
 from baton.simulator.simulation import Simulation
-from baton.simulator.transport import EngineTime, GenerationRequest
+from baton.simulator.transport import EngineTime
+from baton.types import FromHub, FromWorker, Lease, ends_lease
 
 
 class SimulatedEnginePool:
@@ -27,7 +28,7 @@ class SimulatedEnginePool:
         self._setting, self._clock, self._controller, self._tracer = setting, clock, controller, tracer
         self.engines: list[SimEngine] = []
         self._gone: list[SimEngine] = []
-        self._queue: dict[int, GenerationRequest] = {}
+        self._queue: dict[int, Lease] = {}
         self._held: dict[int, SimEngine] = {}
         self._given: Counter[int] = Counter()
         """`id` of an engine → number of its leases, including leases that are being sent to the engine."""
@@ -47,18 +48,19 @@ class SimulatedEnginePool:
         self._gone += self.engines
         self._queue, self._held, self._given = {}, {}, Counter()
 
-    def want(self, request: GenerationRequest) -> None:
-        self._queue[request.lease] = request
-        self._assign_waiting()
-
-    def abort(self, lease: int) -> None:
-        """Abort a lease. A waiting lease is sent to an engine first, so that every abort takes the same path."""
-        request = self._queue.pop(lease, None)
-        if request is not None:
-            self._hand_over(self.engines[0], request)
-        engine = self._held.get(lease)
+    def send(self, message: FromHub) -> None:
+        """Send a lease or an abort. A waiting lease is sent to an engine before its abort, so that every abort takes
+        the same path."""
+        if isinstance(message, Lease):
+            self._queue[message.lease_id] = message
+            self._assign_waiting()
+            return
+        waiting = self._queue.pop(message.lease_id, None)
+        if waiting is not None:
+            self._hand_over(self.engines[0], waiting)
+        engine = self._held.get(message.lease_id)
         if engine is not None:
-            self._after_handover(engine.abort, lease)
+            self._after_handover(engine.abort, message.lease_id)
 
     def load(self, version: int) -> None:
         begin_s, load_s = self._clock.now_s, self._setting.publish_s
@@ -80,18 +82,11 @@ class SimulatedEnginePool:
             found[spec.name] = (spec.slots, spec.num_gpus, busy)
         return found
 
-    def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
-        controller = self._controller
-        for report in reports:
-            lease = report.row.lease
-            for version, num_tokens in report.segments:
-                controller.grew(lease, version, num_tokens)
-            if report.end:
-                self._given[id(self._held.pop(lease))] -= 1
-                if report.end == "finished":
-                    controller.finished(lease)
-                else:
-                    controller.put_down(lease)
+    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
+        for message in reports:
+            if ends_lease(message):
+                self._given[id(self._held.pop(message.lease_id))] -= 1
+            self._controller.on_message(message)
         self._assign_waiting()
 
     def _assign_waiting(self) -> None:
@@ -101,17 +96,17 @@ class SimulatedEnginePool:
             engine = min(self.engines, key=self._num_assigned) if len(self.engines) > 1 else self.engines[0]
             if self._num_assigned(engine) >= engine.slots:
                 return
-            group_id = next(iter(self._queue.values())).group_id
+            group_id = next(iter(self._queue.values())).trajectory.group_id
             while self._queue and self._num_assigned(engine) < engine.slots:
                 lease = next(iter(self._queue))
-                if self._queue[lease].group_id != group_id:
+                if self._queue[lease].trajectory.group_id != group_id:
                     break
                 self._hand_over(engine, self._queue.pop(lease))
 
-    def _hand_over(self, engine: SimEngine, request: GenerationRequest) -> None:
-        self._held[request.lease] = engine
+    def _hand_over(self, engine: SimEngine, lease: Lease) -> None:
+        self._held[lease.lease_id] = engine
         self._given[id(engine)] += 1
-        self._after_handover(engine.submit, request)
+        self._after_handover(engine.submit, lease)
 
     def _after_handover(self, what: Callable[..., None], *about: object) -> None:
         """Call an engine after a delay of `handover_s`, because an engine process reads a message only after its next

@@ -1,7 +1,7 @@
 """The training loop in virtual time. The simulated engines take time and count tokens, but generate no tokens.
 
-      script ──lengths──▶ world ═ requests ═▶ port: pool or swarm ──▶ engines
-                     events ▼ ▲ commands  ◀══ tokens, by count ══┘
+      script ──lengths──▶ world ══ leases ══▶ port: pool or swarm ──▶ engines
+                     events ▼ ▲ commands  ◀══ reports ══════┘
                         RolloutScheduler ──Deliver──▶ trainer ──VersionTrained──▶ port.load
                             ▲── Rewarded ── scorer
 
@@ -21,14 +21,15 @@ from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup, TrajectoryState
 from baton.simulator.clock import VirtualClock
+from baton.simulator.counted_tokens import new_trajectory
 from baton.simulator.inputs import Setting
 from baton.simulator.result import RunRecord, SimulatedStep
 from baton.simulator.scorer import SimulatedScorer
 from baton.simulator.scripted_trajectories import Script
-from baton.simulator.transport import GenerationRequest, SimulatedTransport
+from baton.simulator.transport import SimulatedTransport
+from baton.types import Abort, FromPort, Lease, Report, Retry, SamplingParams, Trajectory, WorkLost, WorkRevoked
 
 Key = tuple[int, int]
-_NOTHING = (0, -1)
 HANG_S = 24 * 3600.0
 """A run fails with NoProgress after this virtual time without a new token, reward or train step."""
 
@@ -74,8 +75,8 @@ class Simulation:
         self._judges = SimulatedScorer(setting.judges, self.clock, seed, tracer)
         self._key_of: dict[int, Key] = {}
         self._lease_of: dict[Key, int] = {}
-        self._tokens: dict[Key, tuple[int, int]] = {}
-        """Running or aborted trajectory → (number of tokens, version of the last token)."""
+        self._trajectories: dict[Key, Trajectory] = {}
+        """The trajectories that are running or aborted."""
         self._made: dict[int, dict[int, int]] = {}
         """Group id → version → number of tokens."""
         self._next_lease = 0
@@ -164,9 +165,9 @@ class Simulation:
             case ro.AbortTrajectory(group_id=group_id, sample_index=sample_index):
                 lease = self._lease_of.get((group_id, sample_index))
                 if lease is not None:
-                    self.port.abort(lease)
+                    self.port.send(Abort(lease))
             case ro.Restart(group_id=group_id, sample_index=sample_index):
-                self._tokens.pop((group_id, sample_index), None)
+                self._trajectories.pop((group_id, sample_index), None)
             case ro.Deliver(group_ids=group_ids):
                 self._batch = group_ids
                 self._train_when_free()
@@ -179,36 +180,48 @@ class Simulation:
         group_id, sample_index = key = (command.group_id, command.sample_index)
         lease = self._next_lease = self._next_lease + 1
         self._key_of[lease], self._lease_of[key] = key, lease
-        script = self.script
-        tokens, newest = self._tokens.get(key, _NOTHING)
-        prompt, length = script.prompt(group_id), script.length(group_id, sample_index)
-        self.port.want(
-            GenerationRequest(lease, *key, prompt, tokens, length, command.version, command.is_exact, newest)
-        )
+        trajectory = self._trajectories.get(key)
+        if trajectory is None:
+            trajectory = self._trajectories[key] = new_trajectory(*key, self.script.prompt(group_id))
+        sampling = SamplingParams(self.script.length(group_id, sample_index))
+        self.port.send(Lease(lease, trajectory, sampling, 0, command.version, command.is_exact))
 
     # ---- calls from the transport ------------------------------------------------------------------------------------
 
-    def grew(self, lease: int, version: int, num_tokens: int) -> None:
-        key = self._key_of[lease]
-        self._tokens[key] = (self._tokens.get(key, _NOTHING)[0] + num_tokens, version)
-        made = self._made[key[0]]
-        made[version] = made.get(version, 0) + num_tokens
-        self._moved_s = self.clock.now_s
-        self.dispatch(ro.TokensReceived(self.clock.now_s, *key, version, num_tokens))
+    def on_message(self, message: FromPort) -> None:
+        """Handle a message of the transport."""
+        match message:
+            case Report():
+                self._on_report(message)
+            case Retry(lease_id=lease):
+                self._lease_ended(lease)
+            case WorkLost(cause=cause, num_tokens=num_tokens):
+                self.dispatch(ro.TokensLost(self.clock.now_s, cause, num_tokens))
+            case WorkRevoked():
+                raise AssertionError("no trajectory is revoked: all workers generate the same tokens")
 
-    def finished(self, lease: int) -> None:
-        key = self._release_lease(lease)
-        self._tokens.pop(key, None)
-        self.dispatch(ro.Finished(self.clock.now_s, *key))
-        self._train_when_free()
-        self._ask_judges(key)
+    def _on_report(self, report: Report) -> None:
+        key = self._key_of[report.lease_id]
+        if report.segments:
+            self._moved_s = self.clock.now_s
+            self._trajectories[key] = self._trajectories[key].extended(report.segments)
+        for segment in report.segments:
+            version, num_tokens = segment.policy_version, len(segment.token_ids)
+            made = self._made[key[0]]
+            made[version] = made.get(version, 0) + num_tokens
+            self.dispatch(ro.TokensReceived(self.clock.now_s, *key, version, num_tokens))
+        if report.finish_reason is not None:
+            self._release_lease(report.lease_id)
+            del self._trajectories[key]
+            self.dispatch(ro.Finished(self.clock.now_s, *key))
+            self._train_when_free()
+            self._ask_judges(key)
+        elif report.is_aborted:
+            self._lease_ended(report.lease_id)
 
-    def put_down(self, lease: int) -> None:
+    def _lease_ended(self, lease: int) -> None:
         self.dispatch(ro.LeaseEnded(self.clock.now_s, *self._release_lease(lease)))
         self._train_when_free()
-
-    def lost(self, cause: str, num_tokens: int) -> None:
-        self.dispatch(ro.TokensLost(self.clock.now_s, cause, num_tokens))
 
     def capacity(self, slots: int) -> None:
         self.dispatch(ro.Capacity(self.clock.now_s, slots, queue=slots))
@@ -327,7 +340,7 @@ class Simulation:
             if member.state is TrajectoryState.PENDING and self.rules.mode == "sync" and member.num_tokens:
                 self.record.lose("restart", member.num_tokens)
                 member.forget()
-                self._tokens.pop((group.group_id, member.sample_index), None)
+                self._trajectories.pop((group.group_id, member.sample_index), None)
         self._made[group.group_id] = {}
         for member in group.members:
             for version, count in member.versions:

@@ -2,25 +2,85 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
+from typing import Protocol
 
+from baton.clock import Clock
 from baton.errors import UserError
 from baton.records.trace import Tracer
 from baton.simulator.clock import VirtualClock
 from baton.simulator.faults import FaultSettings
-from baton.simulator.hub import LeaseTableObserver, SimHub
 from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
-from baton.simulator.network import NetworkFaults, SimulatedConnection
+from baton.simulator.network import NetworkFaults, SimulatedConnection, SimulatedOutgoing
 from baton.simulator.simulation import Simulation
-from baton.simulator.transport import EngineTime, GenerationRequest
+from baton.simulator.transport import EngineTime
 from baton.simulator.worker import SimWorker
+from baton.swarm import lease_events as ev
+from baton.swarm.auth import AccessGrant, Role
+from baton.swarm.hub.membership import Membership
+from baton.swarm.hub.peers import Peer
+from baton.swarm.hub.worker_access import WorkerAccess
+from baton.swarm.identity import WorkerKeys
+from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, ReportCheck
 from baton.swarm.leases import LeaseTable
-from baton.types import PolicyVersion
+from baton.swarm.messages import PROTOCOL, FromWorker, Hello, Want, Welcome
+from baton.swarm.verification.checks import ReportLimits, check_report
+from baton.swarm.verification.policy import InspectionSettings, VerificationPolicy
+from baton.swarm.verification.quarantine import Quarantine
+from baton.swarm.verification.service import LogprobScorer, VerificationService
+from baton.swarm.verification.verify import Calibration
+from baton.types import FromHub, Lease, PolicyVersion
+
+Count = Callable[[str], None]
+"""Counts an outcome by its name, such as `worker expelled`."""
+
+
+class LeaseTableObserver(Protocol):
+    """An observer of every event and command of the lease table."""
+
+    def on_lease_event(self, event: ev.Event) -> None:
+        """Called before the table handles an event."""
+
+    def on_lease_command(self, command: ev.Command) -> None:
+        """Called before a command is applied."""
+
+    def settled_lease(self, event: ev.Event) -> None:
+        """Called after the broker has applied all commands of an event."""
+
+
+class ObservedLeaseBroker(LeaseBroker):
+    """A `LeaseBroker` that calls observers, and counts what it does because of faults."""
+
+    def __init__(
+        self, table: LeaseTable, check: ReportCheck, clock: Clock, watches: Sequence[LeaseTableObserver], count: Count
+    ) -> None:
+        super().__init__(table, check, clock)
+        self._watches, self._count = watches, count
+
+    def handle(self, event: ev.Event) -> list[BrokerCommand]:
+        for watch in self._watches:
+            watch.on_lease_event(event)
+        found = super().handle(event)
+        for watch in self._watches:
+            watch.settled_lease(event)
+        return found
+
+    def apply(self, command: ev.Command) -> BrokerCommand | None:
+        for watch in self._watches:
+            watch.on_lease_command(command)
+        if isinstance(command, ev.GrantLease) and self._tasks[command.task].leases:
+            self._count("trajectory leased again")
+        elif isinstance(command, ev.DisconnectWorker):
+            self._count("worker expelled")
+        return super().apply(command)
 
 
 class Swarm:
-    """A `SimulatedTransport` that consists of workers, which may join and leave."""
+    """A `SimulatedTransport` that consists of the live hub's decisions and of simulated workers, which may join and
+    leave."""
 
     def __init__(
         self,
@@ -41,7 +101,14 @@ class Swarm:
         """Whether the controller is stopped."""
         self._tracer, self._make_table = tracer, make_table
         self._published_s = 0.0
-        self.hub: SimHub
+        self._weights = {spec.name: spec.weight for spec in setting.engines}
+        self._keys, self.quarantine = WorkerKeys(b"simulated"), Quarantine(None)
+        self._peers: dict[SimWorker, Peer] = {}
+        """The hub's records of the connected workers whose Hello has arrived."""
+        self._is_delivering = False
+        self._slots = 0
+        self.members: Membership
+        """The hub of the current incarnation of the controller."""
 
     # ---- methods of SimulatedTransport -------------------------------------------------------------------------------
 
@@ -49,20 +116,16 @@ class Swarm:
         """Start a new incarnation of the hub. After a restart, the workers reconnect by themselves."""
         self.incarnation += 1
         self.is_down = False
-        table = self._make_table(self.spec.rules)
-        self.hub = SimHub(table, self.clock, self.world, f"lineage {self.incarnation}", self.trouble is not None)
-        self.hub.watches = self.watches
-        self.hub.outcomes = self.count
+        self.members, self._peers, self._slots = self._new_hub(), {}, 0
         if not self.incarnation:
             for spec in self.setting.engines:
                 self.join(spec)
         self.clock.after(self.spec.tick_s, self._tick, self.incarnation)
 
-    def want(self, request: GenerationRequest) -> None:
-        self.hub.want(request)
-
-    def abort(self, lease: int) -> None:
-        self.hub.abort(lease)
+    def send(self, message: FromHub) -> None:
+        broker = self.members.broker
+        self.members.execute(broker.want(message) if isinstance(message, Lease) else broker.abort(message.lease_id))
+        self._deliver_to_controller()
 
     def load(self, version: int) -> None:
         """Publish a version in the background, after the publication of all earlier versions, and then announce the
@@ -71,7 +134,7 @@ class Swarm:
         self._published_s = begin_s + self.setting.publish_s
         if self._tracer is not None:
             self._tracer.span("publish", "hub", 0, begin_s, self._published_s, version=version)
-        known = PolicyVersion(self.hub.lineage, version, f"digest {version}")
+        known = PolicyVersion(f"lineage {self.incarnation}", version, f"digest {version}")
         self.clock.at(self._published_s, self._announce, self.incarnation, known)
         self.world.serving(version)
 
@@ -91,15 +154,68 @@ class Swarm:
 
     def _announce(self, incarnation: int, version: PolicyVersion) -> None:
         if incarnation == self.incarnation and not self.is_down:
-            self.hub.announce(version)
+            self.members.announce(Want(version))
 
     def _tick(self, incarnation: int) -> None:
         if incarnation == self.incarnation and not self.is_down:
-            self.hub.tick()
+            self.members.tick(0.0)
+            self._deliver_to_controller()
             self.clock.after(self.spec.tick_s, self._tick, incarnation)
 
     def count(self, name: str) -> None:
         self.world.record.outcomes[name] += 1
+
+    # ---- the hub -----------------------------------------------------------------------------------------------------
+
+    def _new_hub(self) -> Membership:
+        clock, spec = (lambda: self.clock.now_s), self.spec
+        # the time of a check is linear in the tokens; without faults, there is no message to complain about
+        limits = ReportLimits(vocabulary=sys.maxsize, max_context_tokens=sys.maxsize)
+        check = partial(check_report, limits=limits, text=str) if self.trouble else lambda *_, **__: None
+        broker = ObservedLeaseBroker(self._make_table(spec.rules), check, clock, self.watches, self.count)
+        verifier = VerificationService(
+            _no_scorer,
+            VerificationPolicy(InspectionSettings(), b""),
+            Calibration(),
+            self.quarantine,
+            keep_versions=0,
+            noise_seed=0,
+            clock=clock,
+        )
+        welcome = Welcome(
+            PROTOCOL, "simulated", f"{self.incarnation}", "", False, None, "", {}, self.setting.rules.on_new_version,
+            "", spec.heartbeat_s, spec.report_every_s,
+        )  # fmt: skip
+        access = WorkerAccess(self.quarantine, self._keys)
+        members = Membership(access, welcome, broker, verifier, lambda text: None, self._weights.__getitem__)
+        verifier.attach(members, lambda action: action())
+        return members
+
+    def _deliver_to_controller(self) -> None:
+        """Pass changes of the slots and the hub's messages to the controller, which may send further leases."""
+        if self._is_delivering:
+            return
+        self._is_delivering, members = True, self.members
+        while self._slots != members.slots or not members.inbox.empty():
+            if self._slots != members.slots:
+                self._slots = members.slots
+                self.world.capacity(members.slots)
+            else:
+                self.world.on_message(members.inbox.get_nowait())
+        self._is_delivering = False
+
+    def _on_message(self, worker: SimWorker, message: FromWorker) -> None:
+        """Pass a message to the hub, as `Hub._process_messages` does."""
+        if self.is_down:
+            return
+        members, peer = self.members, self._peers.get(worker)
+        if peer is None:  # what arrives before Hello is lost
+            if isinstance(message, Hello):
+                grant = AccessGrant(worker.spec.name, Role.WORKER, True, worker.spec.name, is_own=True)
+                self._peers[worker] = members.join(message, grant, "", SimulatedOutgoing(worker.down))
+        elif members.peers.get(peer.number) is peer and not isinstance(message, Hello):
+            members.on_message(peer, message)
+        self._deliver_to_controller()
 
     # ---- workers that join and leave ---------------------------------------------------------------------------------
 
@@ -108,7 +224,7 @@ class Swarm:
         worker = SimWorker(self.setting, spec, self.clock, self, remembers=remembers, tracer=self._tracer)
         fate = None if self.trouble is None else self.trouble.fates(spec.name)
         worker.up = SimulatedConnection(
-            self.clock, self.spec.link_s, lambda message: self._deliver(worker, message), worker.cut, fate
+            self.clock, self.spec.link_s, lambda message: self._on_message(worker, message), worker.cut, fate
         )
         worker.down = SimulatedConnection(self.clock, self.spec.link_s, worker.on_message, worker.cut, fate)
         same = sum(other.spec.name == spec.name for other in self.workers)
@@ -125,11 +241,6 @@ class Swarm:
         for worker in self.alive():
             if worker.is_connected:
                 worker.cut()
-            worker.number = -1
-
-    def _deliver(self, worker: SimWorker, message: object) -> None:
-        if not self.is_down:
-            self.hub.on_message(worker, message)
 
     # ---- methods of WorkerHost ---------------------------------------------------------------------------------------
 
@@ -139,16 +250,22 @@ class Swarm:
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
         if self.is_down:
             return "the hub is down"
-        if self.hub.versions.get(version.number) != version:
+        if self.members.versions.get(version.number) != version:
             return "no such version"
         return "" if self.trouble is None else self.trouble.fetch_fault(worker.spec.name)
 
     def cut(self, worker: SimWorker) -> None:
-        if not self.is_down:
-            self.hub.cut(worker)
+        peer = self._peers.pop(worker, None)
+        if peer is not None and not self.is_down:
+            self.members.connection_lost(peer, is_stopping=False)
+            self._deliver_to_controller()
 
     def lost(self, num_tokens: int) -> None:
         self.world.record.unreported += num_tokens
+
+
+def _no_scorer() -> LogprobScorer:
+    raise AssertionError("counted tokens cannot be scored")
 
 
 class FaultInjector:

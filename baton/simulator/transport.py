@@ -1,28 +1,12 @@
-"""The interface between controller and engines: the simulated counterpart of `WorkerTransport`. Messages contain
-numbers of tokens in place of tokens."""
+"""The interface between controller and engines: the simulated counterpart of `WorkerTransport`. It passes the messages
+of a live run, with counted tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(slots=True, eq=False)
-class GenerationRequest:
-    """A trajectory to generate."""
-
-    lease: int
-    group_id: int
-    sample_index: int
-    prompt: int
-    tokens: int
-    """Number of response tokens that the trajectory has already."""
-    length: int
-    """Number of response tokens of the complete trajectory."""
-    version: int
-    is_exact: bool
-    newest: int = -1
-    """Version of the last token; -1 before the first token."""
+from baton.types import FromHub
 
 
 @dataclass(slots=True)
@@ -50,11 +34,8 @@ class SimulatedTransport(Protocol):
     def begin(self) -> None:
         """Start the engines. The controller calls this method again when it resumes after `restart`."""
 
-    def want(self, request: GenerationRequest) -> None:
-        """Submit a trajectory to generate."""
-
-    def abort(self, lease: int) -> None:
-        """Abort a lease."""
+    def send(self, message: FromHub) -> None:
+        """Send a lease or an abort."""
 
     def load(self, version: int) -> None:
         """Load a version into the engines."""

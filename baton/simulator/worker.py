@@ -12,14 +12,16 @@ from baton.clock import retry_wait_s
 from baton.records.trace import ASIDE, Tracer
 from baton.rollout.engine import EngineStats
 from baton.simulator.clock import VirtualClock
-from baton.simulator.engine import LeaseProgress, SimEngine
+from baton.simulator.engine import SimEngine
 from baton.simulator.inputs import EngineSpec, Setting
-from baton.simulator.network import SimulatedConnection, SimulatedHello, SimulatedReport
-from baton.simulator.transport import GenerationRequest
+from baton.simulator.network import SimulatedConnection
 from baton.swarm import version_sync as vs
-from baton.swarm.messages import Ack, Dropped, Heartbeat, Leaving, Want
-from baton.types import Abort, PolicyVersion, Retry
+from baton.swarm.messages import Ack, Admitted, Dropped, Heartbeat, HeartbeatAck, Hello, Leaving, Rejected, Want
+from baton.swarm.verification.verify import WorkerClass
+from baton.swarm.worker.outbox import Outbox
+from baton.types import Abort, FromWorker, Lease, PolicyVersion, Report
 
+WORKER_CLASS = WorkerClass("simulated", "float32", "embedded")
 LONGEST_WAIT_S = 30.0
 """Maximum wait before the next attempt to connect."""
 
@@ -58,7 +60,8 @@ class SimWorker:
     ) -> None:
         """remembers: whether reports are kept until the hub acknowledges them. Only runs with faults need this."""
         assert setting.swarm is not None, "the setting has no swarm"
-        self.spec, self.number = spec, -1
+        self.spec, self.key = spec, ""
+        """`key`: the key that the hub has issued."""
         self.is_up = self.is_connected = False
         self.up: SimulatedConnection
         """Messages to the hub."""
@@ -77,9 +80,7 @@ class SimWorker:
         self.is_frozen = False
         self._swarm, self._clock, self._around, self._tracer = setting.swarm, clock, around, tracer
         self._resumes, self._remembers = setting.rules.on_new_version == "resume", remembers
-        self._outbox: dict[int, list[SimulatedReport]] = {}
-        self._said: dict[int, int] = {}
-        """Lease → number of tokens that the lease started with, plus number of tokens reported since then."""
+        self._outbox = Outbox()
         self._incarnation = -1
         self._failures = 0
         self._beats = 0
@@ -97,7 +98,7 @@ class SimWorker:
             return
         self.is_up = False
         self.engine.stop()
-        kept = sum(report.length - report.offset for reports in self._outbox.values() for report in reports)
+        kept = sum(len(segment.token_ids) for report in self._outbox.again() for segment in report.segments)
         self._around.lost(self.engine.unreported() + kept)
         self.engine.abandon()
         self._disconnect()
@@ -153,17 +154,15 @@ class SimWorker:
             self._incarnation = self._around.incarnation
             self._forget_all()
         self._beats += 1
-        self.up.send(SimulatedHello(self.have_want.have, list(self._outbox)))
-        for reports in list(self._outbox.values()):
-            for report in reports:
-                self.up.send(report)
+        self.up.send(Hello(self.key, WORKER_CLASS, "", self.spec.slots, self.have_want.have, self._outbox.leases))
+        for report in self._outbox.again():
+            self.up.send(report)
         self._clock.after(self._swarm.heartbeat_s, self._beat, self._beats)
 
     def _forget_all(self) -> None:
         for lease in self.engine.leases:
             self.engine.drop(lease)
         self._outbox.clear()
-        self._said.clear()
 
     def _beat(self, beats: int) -> None:
         if beats != self._beats or not self.is_connected or self.is_frozen:
@@ -185,60 +184,42 @@ class SimWorker:
             self._clock.after(1.0, self.on_message, message)
             return
         match message:
-            case GenerationRequest():
+            case Lease():
                 self._granted(message)
             case Abort(lease_id=lease):
                 self.engine.abort(lease)
             case Dropped(lease_id=lease):
-                self._outbox.pop(lease, None)
-                self._said.pop(lease, None)
+                self._outbox.close(lease)
                 self.engine.drop(lease)
             case Ack(lease_id=lease, length=length, has_ended=has_ended):
-                self._confirmed(lease, length, has_ended=has_ended)
+                self._outbox.confirm(lease, length, has_ended=has_ended)
+            case Admitted(key=key):
+                self.key = key
+            case HeartbeatAck() | Rejected():
+                pass  # the hub closes the connection after Rejected
             case Want(version=version):
                 self._consider(vs.VersionWanted(self._clock.now_s, version))
             case _:
                 raise AssertionError(f"unexpected message from the hub: {type(message).__name__}")
 
-    def _granted(self, request: GenerationRequest) -> None:
-        if request.lease in self._said:
+    def _granted(self, lease: Lease) -> None:
+        if lease.lease_id in self.engine.leases:
             return  # this lease is a duplicate message
-        self._said[request.lease] = request.tokens
         if self._remembers:
-            self._outbox[request.lease] = []
-        self.engine.submit(request)
-
-    def _confirmed(self, lease: int, length: int, *, has_ended: bool) -> None:
-        reports = self._outbox.get(lease)
-        if reports is None:
-            return
-        if has_ended:
-            del self._outbox[lease]
-        else:
-            self._outbox[lease] = [report for report in reports if report.end or report.length > length]
+            self._outbox.open(lease.lease_id)
+        self.engine.submit(lease)
 
     # ---- reports of the engine ---------------------------------------------------------------------------------------
 
-    def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
-        for grown in reports:
-            lease = grown.row.lease
-            if lease not in self._said:
-                continue
-            if grown.end == "refused":
-                del self._said[lease]
-                self._outbox.pop(lease, None)
-                self._send(Retry(lease, -1 if engine.version is None else engine.version))
-                continue
-            report = SimulatedReport(lease, self._said[lease], grown.segments, grown.end)
-            if grown.end:
-                del self._said[lease]
+    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
+        for message in reports:
+            if isinstance(message, Report):
+                self._outbox.add(message)
             else:
-                self._said[lease] = report.length
-            if lease in self._outbox:
-                self._outbox[lease].append(report)
-            self._send(report)
+                self._outbox.close(message.lease_id)
+            self._send(message)
 
-    def _send(self, message: SimulatedReport | Retry) -> None:
+    def _send(self, message: FromWorker) -> None:
         if self.is_connected and not self.is_frozen:
             self.up.send(message)
 

@@ -12,12 +12,13 @@ report is checked before it is applied. A message that is late, repeated or out 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
 import msgspec
 
+from baton.clock import Clock
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
@@ -119,9 +120,9 @@ class _LeaseProgress:
 class LeaseBroker:
     """Holds the tokens of all leases and translates between the lease table, workers and the controller."""
 
-    def __init__(self, table: LeaseTable, check: ReportCheck, clock: Callable[[], float]) -> None:
+    def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock) -> None:
         self.table, self.pace = table, ThroughputTracker()
-        self._check, self._clock = check, clock
+        self.clock, self._check = clock, check
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
@@ -154,9 +155,9 @@ class LeaseBroker:
             return [SendToController(Report(task, 0, found.segments)), self._finish(task, found)]
         self._tasks[task] = _Task(lease, known, list(spans))
         begins_turn = known.turn_offset == known.num_tokens
-        return self._handle(
+        return self.handle(
             ev.TaskSubmitted(
-                self._clock(),
+                self.clock(),
                 task,
                 lease.version,
                 lease.is_exact,
@@ -169,7 +170,7 @@ class LeaseBroker:
 
     def abort(self, task: int) -> list[BrokerCommand]:
         """Abort a trajectory. Has no effect if the trajectory has ended."""
-        return self._handle(ev.TaskAborted(self._clock(), task))
+        return self.handle(ev.TaskAborted(self.clock(), task))
 
     # ---- from workers ------------------------------------------------------------------------------------------------
 
@@ -184,21 +185,21 @@ class LeaseBroker:
     ) -> list[BrokerCommand]:
         """Handle a worker that is ready. name: name that is shown to users. The other arguments are those of
         `WorkerJoined`."""
-        return self._handle(ev.WorkerJoined(self._clock(), worker, slots, weight, kind, owner))
+        return self.handle(ev.WorkerJoined(self.clock(), worker, slots, weight, kind, owner))
 
     def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
         """Change the expected speed of a worker, because a new plan gives another value."""
-        return self._handle(ev.WorkerWeightChanged(self._clock(), worker, weight))
+        return self.handle(ev.WorkerWeightChanged(self.clock(), worker, weight))
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         """Record that a worker has sent a message. version: number of the version that the worker serves, or None if it
         serves no version of this lineage."""
-        return self._handle(ev.WorkerSeen(self._clock(), worker, version, decoded_tokens))
+        return self.handle(ev.WorkerSeen(self.clock(), worker, version, decoded_tokens))
 
     def leave(self, worker: int, cause: str) -> list[BrokerCommand]:
         """Handle a worker that has left or is considered dead."""
         self._refusals.pop(worker, None)
-        return self._handle(ev.WorkerLeft(self._clock(), worker, cause))
+        return self.handle(ev.WorkerLeft(self.clock(), worker, cause))
 
     def num_leases(self, worker: int) -> int:
         """Return the number of leases that a worker holds."""
@@ -214,7 +215,7 @@ class LeaseBroker:
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
         for lease in sorted(known - claimed):
-            found += self._handle(ev.LeaseReturned(self._clock(), lease))
+            found += self.handle(ev.LeaseReturned(self.clock(), lease))
         found += [SendToWorker(worker, Dropped(lease)) for lease in sorted(claimed - known)]
         recalled = filter(
             self.table.is_recalled, sorted(claimed & known)
@@ -246,11 +247,11 @@ class LeaseBroker:
         grown = progress.trajectory.num_tokens - before.num_tokens
         if grown:
             version = progress.trajectory.segments[-1].policy_version
-            found += self._handle(ev.LeaseProgressed(self._clock(), number, grown, version))
+            found += self.handle(ev.LeaseProgressed(self.clock(), number, grown, version))
         if report.finish_reason is not None:
-            found += self._handle(ev.LeaseFinished(self._clock(), number))
+            found += self.handle(ev.LeaseFinished(self.clock(), number))
         elif report.is_aborted:
-            found += self._handle(ev.LeaseReturned(self._clock(), number))
+            found += self.handle(ev.LeaseReturned(self.clock(), number))
         return [*found, self._acknowledge(worker, number, progress)]
 
     def refuse(self, worker: int, retry: Retry) -> list[BrokerCommand]:
@@ -265,13 +266,13 @@ class LeaseBroker:
             return [Disconnect(worker, cause), *self.leave(worker, cause)]
         known = self.table.workers[worker]
         return [
-            *self._handle(ev.WorkerSeen(self._clock(), worker, retry.has_version, known.decoded_tokens)),
-            *self._handle(ev.LeaseReturned(self._clock(), retry.lease_id)),
+            *self.handle(ev.WorkerSeen(self.clock(), worker, retry.has_version, known.decoded_tokens)),
+            *self.handle(ev.LeaseReturned(self.clock(), retry.lease_id)),
         ]
 
     def tick(self, delay_s: float = 0.0) -> list[BrokerCommand]:
         """Apply time limits. delay_s: delay of the hub's own tick."""
-        return self._handle(ev.LeaseTick(self._clock(), delay_s))
+        return self.handle(ev.LeaseTick(self.clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[BrokerCommand]:
         """Revoke all trajectories that contain tokens of these workers, so that they are generated again."""
@@ -294,7 +295,7 @@ class LeaseBroker:
         last = self._held.pop(key, None)
         if last is None:
             return []
-        self.pace.finish(self._clock(), self._busy_since_s)
+        self.pace.finish(self.clock(), self._busy_since_s)
         return [SendToController(last)]
 
     def remake(self, key: Key) -> list[BrokerCommand]:
@@ -306,14 +307,16 @@ class LeaseBroker:
 
     # ---- commands of the lease table ---------------------------------------------------------------------------------
 
-    def _handle(self, event: ev.Event) -> list[BrokerCommand]:
+    def handle(self, event: ev.Event) -> list[BrokerCommand]:
+        """Pass an event to the lease table, and apply the table's commands."""
         was_idle = not self.table.num_leases
         commands = self.table.handle(event)
         if was_idle and self.table.num_leases:
-            self._busy_since_s = self._clock()
-        return [found for command in commands if (found := self._apply(command)) is not None]
+            self._busy_since_s = self.clock()
+        return [found for command in commands if (found := self.apply(command)) is not None]
 
-    def _apply(self, command: ev.Command) -> BrokerCommand | None:
+    def apply(self, command: ev.Command) -> BrokerCommand | None:
+        """Apply a command of the lease table. Return what the hub must do, if anything."""
         match command:
             case ev.GrantLease():
                 return self._grant(command)
@@ -422,7 +425,7 @@ class LeaseBroker:
 
     def _revoke_task(self, number: int, cause: str) -> list[BrokerCommand]:
         key = key_of(self._tasks[number].lease)
-        found = self._handle(ev.TaskRevoked(self._clock(), number))
+        found = self.handle(ev.TaskRevoked(self.clock(), number))
         self._forget(number)
         return [*found, _revoked(key, cause)]
 

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.simulator.clock import VirtualClock
-from baton.simulator.engine import LeaseProgress, SimEngine
+from baton.simulator.counted_tokens import counted_segment, new_trajectory
+from baton.simulator.engine import SimEngine
 from baton.simulator.inputs import EngineSpec
 from baton.simulator.timing import FlatSpeed
-from baton.simulator.transport import GenerationRequest
+from baton.types import FromWorker, Lease, Report, SamplingParams
 
 
 @dataclass
@@ -23,8 +24,12 @@ class Heard:
     clock: VirtualClock
     said: list[tuple[float, int, str, list[tuple[int, int]]]] = field(default_factory=list)
 
-    def on_reports(self, engine: SimEngine, reports: list[LeaseProgress]) -> None:
-        self.said += [(self.clock.now_s, r.row.lease, r.end, list(r.segments)) for r in reports]
+    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
+        for report in reports:
+            assert isinstance(report, Report), "no lease is refused here"
+            end = "put_down" if report.is_aborted else "finished" if report.finish_reason else ""
+            segments = [(segment.policy_version, len(segment.token_ids)) for segment in report.segments]
+            self.said.append((self.clock.now_s, report.lease_id, end, segments))
 
 
 def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[VirtualClock, SimEngine, Heard]:
@@ -36,8 +41,11 @@ def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[Virtual
     return clock, made, heard
 
 
-def row(lease: int, length: int, prompt: int = 10, tokens: int = 0, group: int | None = None) -> GenerationRequest:
-    return GenerationRequest(lease, lease if group is None else group, 0, prompt, tokens, length, 0, False)
+def row(lease: int, length: int, prompt: int = 10, tokens: int = 0, group: int | None = None) -> Lease:
+    trajectory = new_trajectory(lease if group is None else group, 0, prompt)
+    if tokens:
+        trajectory = trajectory.extended((counted_segment(0, tokens, 0),))
+    return Lease(lease, trajectory, SamplingParams(length), 0, 0, is_exact=False)
 
 
 def run(clock: VirtualClock) -> None:

@@ -12,6 +12,8 @@ from simulator_cases import random_case, rules, setting, swarm
 from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.settings import Rules
+from baton.simulator import engine
+from baton.simulator.counted_tokens import counted_segment
 from baton.simulator.faults import FaultSettings
 from baton.simulator.request import broken_law
 from baton.simulator.run import RunOptions, simulate
@@ -194,6 +196,15 @@ def test_what_is_shown_is_no_more_than_is_needed() -> None:
     assert violation is not None
     assert [fault.kind for fault in violation.faults] == ["crash"]
     assert violation.law == "leases"
+
+
+def test_the_quarantine_of_a_correct_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's check refuses tokens of a version that it has not published."""
+    monkeypatch.setattr(engine, "counted_segment", lambda start, num, version: counted_segment(start, num, version + 9))
+    violation = broken_law(swarm("async"), RunOptions(0, random_case(0)))
+    assert violation is not None
+    assert violation.law == "workers"
+    assert "newest" in violation.sentence()
 
 
 def test_without_a_bug_nothing_is_found() -> None:

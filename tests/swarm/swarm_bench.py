@@ -356,7 +356,8 @@ class SwarmBench:
             HubListener(listen or ListenAddress.parse("127.0.0.1:0")), authenticators,
             AuditLog(directory / "audit.jsonl"), self.verifier.quarantine, WorkerKeys(b"secret"),
         )  # fmt: skip
-        members = Membership(self.access, welcome, self.broker, self.verifier, self.said.append, worker_supervisor)
+        weight = () if worker_supervisor is None else (worker_supervisor.weight,)
+        members = Membership(self.access, welcome, self.broker, self.verifier, self.said.append, *weight)
         self.hub = Hub(self.access, members)
         self.told = members.inbox = Inbox()
         retention = VersionRetention(fetchable=self.rules.max_staleness // publish_every + 2, stored=3)

@@ -19,7 +19,8 @@ from yarl import URL
 
 from baton.errors import UserError, WeightsFault
 from baton.policy.tensors import weights_digest
-from baton.swarm.hub.relay import FORGET_AFTER_S, Relay, RelayList, RelayOptions, RelayTicket
+from baton.swarm.hub.peers import FORGET_AFTER_S, RelayList
+from baton.swarm.hub.relay import Relay, RelayOptions, RelayTicket
 from baton.swarm.listen import ListenAddress
 from baton.swarm.transfer import HttpSource
 from baton.types import PolicyVersion

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import WSMessage, WSMsgType
 
 from baton.errors import Fault
-from baton.swarm.hub.peers import Outgoing
+from baton.swarm.hub.peers import FrameQueue
 from baton.swarm.hub.worker_connection import WorkerConnection
 from baton.swarm.messages import encode
 from baton.swarm.worker import hub_connection
@@ -35,7 +35,7 @@ def test_messages_that_arrived_before_a_lost_connection_are_read(is_lost, read):
                 pass
 
         transport = SimpleNamespace(is_closing=lambda: is_lost, get_write_buffer_size=lambda: 0)
-        connection = WorkerConnection(Socket(), transport, Outgoing(), lambda size: None, lambda: 0.0)
+        connection = WorkerConnection(Socket(), transport, FrameQueue(), lambda size: None, lambda: 0.0)
         heard: list[Any] = []
 
         async def conversation() -> None:

@@ -1,4 +1,4 @@
-"""Access control of a hub: tokens, quarantine, rate limits, and the requirements of a run for its workers.
+"""Access control of a hub's HTTP requests and connections: tokens, quarantine, rate limits.
 
 Used by the workers' WebSocket (`hub.py`) and the HTTP routes (`http_routes.py`), in the hub's thread.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -16,44 +15,16 @@ from baton.swarm.audit_log import AuditLog
 from baton.swarm.auth import AccessGrant, Authenticator, Denied, Role
 from baton.swarm.hub.admission import RateLimit
 from baton.swarm.hub.listener import HubListener
+from baton.swarm.hub.worker_access import WorkerAccess, WorkerRequirements
 from baton.swarm.identity import WorkerKeys
-from baton.swarm.messages import Hello
 from baton.swarm.verification.quarantine import Quarantine
-from baton.swarm.verification.verify import Calibration, unseen_draws
 
 REQUESTS_PER_S = 4000.0
 """Messages and requests per second of one token. Requests beyond this rate are delayed."""
 BURST = 8000.0
 
 
-class Unwanted(Exception):
-    """Raised for a worker with a valid token that does not meet the run's requirements."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRequirements:
-    """The requirements of a run for a worker, in addition to a token."""
-
-    dtype: str
-    """Dtype of the worker's engine."""
-    engine: str
-    """Kind of engine that the recipe names."""
-    on_new_version: str
-    calibration: Calibration
-
-    def refusal(self, hello: Hello, grant: AccessGrant) -> str | None:
-        """Return why a worker cannot be used for the run, or None."""
-        if self.on_new_version == "keep" and not grant.is_trusted:
-            made = "create their token with baton token create --role worker --trusted"
-            return f'on_new_version = "keep" is only for trusted workers: {made}'
-        if hello.worker_class.dtype != self.dtype:
-            return f"the worker generates in {hello.worker_class.dtype}, but this run requires {self.dtype}"
-        if grant.is_trusted:
-            return None
-        return unseen_draws(hello.worker_class, self.engine) or self.calibration.refusal(hello.worker_class)
-
-
-class AccessControl:
+class AccessControl(WorkerAccess):
     """Admits requests and workers, and records refusals in the audit log."""
 
     def __init__(
@@ -65,9 +36,8 @@ class AccessControl:
         keys: WorkerKeys,
         requirements: WorkerRequirements | None = None,
     ) -> None:
+        super().__init__(quarantine, keys, requirements)
         self.listener, self.authenticators, self.audit = listener, authenticators, audit
-        self.quarantine, self.keys = quarantine, keys
-        self._requirements = requirements
         self._rate = RateLimit(REQUESTS_PER_S, BURST)
         self.denied = 0
         """Number of refused requests."""
@@ -101,7 +71,7 @@ class AccessControl:
     def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
         """Return why a connected worker must be disconnected, or None. The worker's token may have expired or been
         revoked, or the worker may be quarantined."""
-        reason = self.quarantine.reason(grant, worker)
+        reason = super().recheck(grant, worker, address)
         denied = Denied(401, "the token is no longer valid", grant.label)
         if reason is not None:
             denied = Denied(403, reason, grant.label)
@@ -112,19 +82,6 @@ class AccessControl:
                     return None
         self.audit.denied(denied, address, "/worker")
         return denied.reason
-
-    def identify(self, hello: Hello, grant: AccessGrant) -> tuple[str, str]:
-        """Return a worker's id and key. A worker that presents no known key gets a new one. Raises Unwanted."""
-        refusal = None if self._requirements is None else self._requirements.refusal(hello, grant)
-        if refusal is not None:
-            raise Unwanted(refusal)
-        key = hello.key
-        worker = self.keys.worker(grant.digest, key)
-        if worker is None:
-            key = self.keys.issue(grant.digest)
-            worker = self.keys.worker(grant.digest, key)
-            assert worker is not None, "a key that was just issued is known"
-        return worker, key
 
     def delay_s(self, grant: AccessGrant) -> float:
         """Return the delay in seconds of a message or request that was sent with a token."""

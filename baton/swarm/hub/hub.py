@@ -25,9 +25,10 @@ from aiohttp import web
 
 from baton.errors import DeadlineExceeded, UserError
 from baton.swarm.auth import AccessGrant, Role
-from baton.swarm.hub.access import AccessControl, Unwanted
+from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.membership import Membership
-from baton.swarm.hub.peers import Outgoing, Peer
+from baton.swarm.hub.peers import FrameQueue, Peer
+from baton.swarm.hub.worker_access import Unwanted
 from baton.swarm.hub.worker_connection import ReceiveTimeout, WorkerConnection
 from baton.swarm.messages import MAX_FRAME_BYTES, SILENT_HEARTBEATS, Malformed, Rejected
 
@@ -139,7 +140,7 @@ class Hub:
         grant = self.access.admit(request, {Role.WORKER})
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, timeout=1.0, compress=False)
         await socket.prepare(request)
-        outgoing = Outgoing()
+        outgoing = FrameQueue()
         outgoing.put(self.members.welcome)
         connection = WorkerConnection(
             socket,
@@ -152,7 +153,7 @@ class Hub:
         return socket
 
     async def _process_messages(
-        self, connection: WorkerConnection, grant: AccessGrant, address: str, outgoing: Outgoing
+        self, connection: WorkerConnection, grant: AccessGrant, address: str, outgoing: FrameQueue
     ) -> None:
         """Process a worker's messages until the worker leaves or is disconnected."""
         members = self.members

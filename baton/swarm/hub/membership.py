@@ -4,12 +4,12 @@
     background_publisher ─▶ announce ───────────────────────┼─▶ Membership ─▶ inbox of the controller
     VerificationService ─▶ release, remake, quarantined ────┘      └─▶ LeaseBroker, VerificationService
 
-All methods must be called in the hub's thread. Membership uses no socket and no thread of its own.
+All methods must be called in the hub's thread. Membership uses no socket, no thread of its own and no clock but the
+broker's, so the live hub and the simulator use the same class.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,9 +22,8 @@ from baton.console import visible
 from baton.errors import Fault
 from baton.swarm import messages
 from baton.swarm.auth import AccessGrant
-from baton.swarm.hub.access import AccessControl, Unwanted
-from baton.swarm.hub.peers import Outgoing, Peer
-from baton.swarm.hub.relay import RelayList
+from baton.swarm.hub.peers import Outgoing, Peer, RelayList
+from baton.swarm.hub.worker_access import Unwanted, WorkerAccess
 from baton.swarm.lease_broker import (
     BrokerCommand,
     Disconnect,
@@ -36,7 +35,6 @@ from baton.swarm.lease_broker import (
     VerifyTrajectory,
     key_of,
 )
-from baton.swarm.supervisor import WorkerSupervisor
 from baton.swarm.verification.policy import QuarantineRecord, SegmentAuthor
 from baton.swarm.verification.service import VerificationService
 from baton.types import FromPort, PolicyVersion, Report, Retry
@@ -63,16 +61,16 @@ class Membership:
 
     def __init__(
         self,
-        access: AccessControl,
+        access: WorkerAccess,
         welcome: messages.Welcome,
         broker: LeaseBroker,
         verifier: VerificationService,
         say: Callable[[str], None],
-        worker_supervisor: WorkerSupervisor | None = None,
+        weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """worker_supervisor: provides the weights of the workers that it has started."""
+        """weight: returns the weight of the run's own workers with a token, by the token's name."""
         self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
-        self._access, self._worker_supervisor = access, worker_supervisor
+        self._access, self._weight = access, weight
         self.counters = HubCounters()
         self.inbox: SimpleQueue[FromPort] = SimpleQueue()
         """Messages for the controller."""
@@ -82,7 +80,7 @@ class Membership:
         self.want: messages.Want | None = None
         self.versions: dict[int, PolicyVersion] = {}
         """Published versions that workers may still serve, by number."""
-        self.relays = RelayList()
+        self.relays = RelayList(broker.clock)
         self._authors: dict[int, SegmentAuthor] = {}
         """Author records by worker number, including workers that have left."""
         self._by_worker: dict[str, int] = {}
@@ -180,7 +178,7 @@ class Membership:
             raise Unwanted(banned)
         peer = self.peers.get(self._by_worker.get(worker, -1))
         if peer is None:
-            peer = self._add(Peer(self._next_worker, grant, hello, address, time.monotonic(), outgoing, worker, key))
+            peer = self._add(Peer(self._next_worker, grant, hello, address, self.broker.clock(), outgoing, worker, key))
         else:
             if peer.outgoing is not None:
                 peer.outgoing.close()  # the old connection has ended, but the hub has not detected the end yet
@@ -198,8 +196,7 @@ class Membership:
         self.peers[number] = peer
         self._by_worker[peer.worker] = number
         self._authors[number] = SegmentAuthor(peer.worker, grant, peer.name, hello.worker_class)
-        supervisor = self._worker_supervisor if grant.is_own else None
-        weight = 1.0 if supervisor is None else supervisor.weight(grant.name)
+        weight = self._weight(grant.name) if grant.is_own else 1.0
         owner = None if grant.is_own else grant.digest
         self.execute(self.broker.join(number, hello.slots, weight, hello.worker_class.noise, owner, name=peer.name))
         self.say(f"worker {peer.name} joined: {hello.worker_class}, {hello.slots} slots, {peer.address}")
@@ -289,7 +286,7 @@ class Membership:
             case Retry():
                 self.execute(self.broker.refuse(peer.number, message))
             case messages.Heartbeat():
-                now_s = time.monotonic()
+                now_s = self.broker.clock()
                 peer.beat(message, now_s)
                 before, peer.served = peer.served, self._number_of(message.serves)
                 self._alive(peer)

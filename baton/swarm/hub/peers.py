@@ -1,11 +1,13 @@
-"""The connected workers of a hub: identity, connection and last heartbeat of each."""
+"""The connected workers of a hub (identity, connection and last heartbeat of each), and its relays."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from baton.clock import Clock
 from baton.rollout.engine import EngineStats
 from baton.swarm.auth import AccessGrant
 from baton.swarm.messages import FromHub, Heartbeat, Hello, encode
@@ -16,10 +18,23 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 FRAME_OVERHEAD = 128
 """Bytes of memory that a queued frame takes in addition to its content."""
 RATE_WINDOW_S = 30.0
+FORGET_AFTER_S = 90.0
+"""Seconds after which the hub no longer sends a relay's URL to workers if the relay has not announced itself again."""
+MAX_RELAYS = 256
+
+
+class Outgoing(Protocol):
+    """The way to one worker: the queue of a connection, or a simulated network."""
+
+    def put(self, message: FromHub) -> bool:
+        """Queue a message. Return False if the queue is full."""
+
+    def close(self) -> None:
+        """End the connection after the queued messages are sent."""
 
 
 @dataclass(slots=True)
-class Outgoing:
+class FrameQueue(Outgoing):
     """A bounded queue of frames for one worker."""
 
     frames: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
@@ -27,7 +42,6 @@ class Outgoing:
     """Bytes of memory of the queued frames, including `FRAME_OVERHEAD`."""
 
     def put(self, message: FromHub) -> bool:
-        """Queue a message. Return False if the queue is full."""
         frame = encode(message)
         if self.num_bytes + len(frame) + FRAME_OVERHEAD > MAX_UNSENT_BYTES:
             return False
@@ -36,7 +50,6 @@ class Outgoing:
         return True
 
     def close(self) -> None:
-        """End the connection after the queued frames are sent."""
         self.frames.put_nowait(None)
 
     async def take(self) -> bytes | None:
@@ -57,7 +70,7 @@ class Peer:
     address: str
     since_s: float
     outgoing: Outgoing | None
-    """Queue of the current connection; None while the worker is not connected."""
+    """The current connection; None while the worker is not connected."""
     worker: str = ""
     """Id of the worker, from `identity.WorkerKeys`."""
     key: str = ""
@@ -102,3 +115,25 @@ class Peer:
             return 0.0
         (first_s, first), (last_s, last) = self.rates[0], self.rates[-1]
         return max(0, last - first) / max(1e-9, last_s - first_s)
+
+
+class RelayList:
+    """The relays that have announced themselves to the hub."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: dict[str, float] = {}
+
+    def announce(self, url: str) -> bool:
+        """Add or renew a relay. Return whether it is new."""
+        is_new = url not in self.urls()
+        if is_new and len(self._seen) >= MAX_RELAYS:
+            return False
+        self._seen[url] = self._clock()
+        return is_new
+
+    def urls(self) -> tuple[str, ...]:
+        """Return the URLs of the relays that have announced themselves within `FORGET_AFTER_S`."""
+        now_s = self._clock()
+        self._seen = {url: at_s for url, at_s in self._seen.items() if now_s - at_s <= FORGET_AFTER_S}
+        return tuple(self._seen)

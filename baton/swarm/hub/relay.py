@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,9 +39,6 @@ from baton.weights.storage import ByteReader
 
 ANNOUNCE_EVERY_S = 20.0
 RETRY_S = 2.0
-FORGET_AFTER_S = 90.0
-"""Seconds after which the hub no longer sends a relay's URL to workers if the relay has not announced itself again."""
-MAX_RELAYS = 256
 MAX_URL = 256
 MAX_MANIFESTS = 64
 MAX_FETCHES = 16
@@ -55,28 +51,6 @@ class RelayTicket(msgspec.Struct, frozen=True):
 
     secret: str
     """Secret that workers present to a relay. It changes with each start of the hub."""
-
-
-class RelayList:
-    """The relays that have announced themselves to the hub."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seen: dict[str, float] = {}
-
-    def announce(self, url: str) -> bool:
-        """Add or renew a relay. Return whether it is new."""
-        is_new = url not in self.urls()
-        if is_new and len(self._seen) >= MAX_RELAYS:
-            return False
-        self._seen[url] = self._clock()
-        return is_new
-
-    def urls(self) -> tuple[str, ...]:
-        """Return the URLs of the relays that have announced themselves within `FORGET_AFTER_S`."""
-        now_s = self._clock()
-        self._seen = {url: at_s for url, at_s in self._seen.items() if now_s - at_s <= FORGET_AFTER_S}
-        return tuple(self._seen)
 
 
 @dataclass(frozen=True, slots=True)

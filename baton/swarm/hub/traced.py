@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from baton.clock import Clock
 from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import ASIDE, Tracer
 from baton.rollout.rescoring import Claim, Rescored
@@ -19,7 +20,7 @@ from baton.types import Lease, Report, Retry, Trajectory
 class TracedLeaseBroker(LeaseBroker):
     """A `LeaseBroker` that traces the start and end of leases, and the arrival of versions at workers."""
 
-    def __init__(self, table: LeaseTable, check: ReportCheck, clock: Callable[[], float], trace: LeaseTrace) -> None:
+    def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock, trace: LeaseTrace) -> None:
         def check_and_trace(lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
             complaint = check(lease, report, grown=grown, newest_version=newest_version)
             if complaint is None:
@@ -42,13 +43,13 @@ class TracedLeaseBroker(LeaseBroker):
         name: str = "",
     ) -> list[BrokerCommand]:
         self._names[worker] = name
-        self._served[worker] = (None, self._clock())
+        self._served[worker] = (None, self.clock())
         return super().join(worker, slots, weight, kind, owner, name)
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         before, since_s = self._served.get(worker, (version, 0.0))
         if version is not None and version != before:
-            now_s = self._clock()
+            now_s = self.clock()
             begin_s = max(since_s, self.pace.announced.get(version, since_s))
             self._trace.tracer.span("fetch", self._names[worker], ASIDE, min(begin_s, now_s), now_s, version=version)
             self._served[worker] = (version, now_s)
@@ -70,7 +71,7 @@ class TracedLeaseBroker(LeaseBroker):
             self._trace.on_report(retry)
         return super().refuse(worker, retry)
 
-    def _apply(self, command: ev.Command) -> BrokerCommand | None:
+    def apply(self, command: ev.Command) -> BrokerCommand | None:
         match command:
             case ev.DropLease(lease=lease):
                 self._trace.ended(lease, "dropped")
@@ -78,7 +79,7 @@ class TracedLeaseBroker(LeaseBroker):
                 self._end_all(worker)
             case _:
                 pass
-        found = super()._apply(command)
+        found = super().apply(command)
         if isinstance(command, ev.GrantLease):
             slots = self.table.workers[command.worker].slots
             self._trace.on_lease(self._progress[command.lease].lease, self._names[command.worker], slots)

@@ -12,7 +12,7 @@ from aiohttp import ClientConnectionError, WSMsgType, web
 
 from baton.console import visible
 from baton.errors import Fault
-from baton.swarm.hub.peers import Outgoing
+from baton.swarm.hub.peers import FrameQueue
 from baton.swarm.messages import SILENT_HEARTBEATS, FromWorker, Heartbeat, Hello, Malformed, decode_from_worker
 
 SEND_DEADLINE_S = 60.0
@@ -36,7 +36,7 @@ class WorkerConnection:
         self,
         socket: web.WebSocketResponse,
         transport: asyncio.Transport | None,
-        outgoing: Outgoing,
+        outgoing: FrameQueue,
         on_sent: Callable[[int], None],
         delay_s: Callable[[], float],
     ) -> None:

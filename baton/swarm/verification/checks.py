@@ -111,10 +111,12 @@ def _wrong_segments(report: Report, limits: ReportLimits) -> str | None:
 
 
 def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | None:
-    for i, token in enumerate(segment.token_ids):
-        if type(token) is not int or not 0 <= token < limits.vocabulary:
-            return f"token {place + i} has the id {_shown(token)}; allowed are 0 to {limits.vocabulary - 1}"
-    for i, logprob in enumerate(segment.behavior_logprobs):
+    ids, logprobs = segment.token_ids, segment.behavior_logprobs
+    if min(ids) < 0 or max(ids) >= limits.vocabulary:
+        i, token = next((i, token) for i, token in enumerate(ids) if not 0 <= token < limits.vocabulary)
+        return f"token {place + i} has the id {_shown(token)}; allowed are 0 to {limits.vocabulary - 1}"
+    # the sum is finite only if all values are; the maximum may ignore a NaN
+    for i, logprob in enumerate(() if max(logprobs) <= MAX_LOGPROB and math.isfinite(sum(logprobs)) else logprobs):
         if not (math.isfinite(logprob) and logprob <= MAX_LOGPROB):
             return f"token {place + i} has the behavior logprob {_shown(logprob)}; allowed are finite values up to 0"
     needed = len(segment.token_ids) if limits.routing_bytes else 0

@@ -39,8 +39,9 @@ class LiftRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Quarantine:
     """The quarantine records that are in force."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file if it exists. Raises UserError if it is damaged."""
+    def __init__(self, path: Path | None) -> None:
+        """Read the file if it exists. None: keep the records in memory only. Raises UserError if the file is
+        damaged."""
         self._path = path
         self._size = 0
         self.records: list[QuarantineRecord] = []
@@ -48,11 +49,12 @@ class Quarantine:
 
     def follow(self) -> tuple[str, ...]:
         """Read the file again if it has changed. Return the ids of the workers whose quarantine has ended."""
-        size = self._path.stat().st_size if self._path.exists() else 0
-        if size == self._size:
+        path = self._path
+        size = path.stat().st_size if path is not None and path.exists() else 0
+        if path is None or size == self._size:
             return ()
         before, self._size = {one.worker for one in self.records}, size
-        self.records = _read(self._path)
+        self.records = _read(path)
         return tuple(sorted(before - {one.worker for one in self.records}))
 
     def add(self, record: QuarantineRecord) -> None:
@@ -88,6 +90,8 @@ class Quarantine:
         return f"in quarantine: {len(of_token)} workers of this token are quarantined; the last: {last}"
 
     def _append(self, line: QuarantineRecord | LiftRecord) -> int:
+        if self._path is None:
+            return 0
         data = msgspec.json.encode(line) + b"\n"
         handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from baton.clock import Clock
 from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.lease_broker import Key, key_of
@@ -84,12 +85,13 @@ class VerificationService:
         *,
         keep_versions: int,
         noise_seed: int,
+        clock: Clock = time.monotonic,
     ) -> None:
         """make_scorer: function that the service's thread calls before the first check. keep_versions: number of
         versions kept for scoring; 0 disables scoring. noise_seed: the seed of training batches."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.counters = VerificationCounters()
-        self._make_scorer, self._keep, self._noise_seed = make_scorer, keep_versions, noise_seed
+        self._make_scorer, self._keep, self._noise_seed, self._clock = make_scorer, keep_versions, noise_seed, clock
         self._client: VerificationClient
         self._call: Callable[[Callable[[], None]], None]
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
@@ -135,7 +137,7 @@ class VerificationService:
         key = key_of(lease)
         claim = Claim(trajectory, lease.sampling, lease.noise_seed)
         banned = frozenset(a.worker for a, _, _ in parts if self.quarantine.reason(a.grant, a.worker))
-        return bool(self._handle_event(policy.TrajectoryFinished(time.monotonic(), key, claim, tuple(parts), banned)))
+        return bool(self._handle_event(policy.TrajectoryFinished(self._clock(), key, claim, tuple(parts), banned)))
 
     def violated(self, author: policy.SegmentAuthor, sentence: str, name: str) -> policy.QuarantineRecord | None:
         """Handle a report that a correct worker cannot send. Return the record if the worker is newly quarantined,
@@ -147,7 +149,7 @@ class VerificationService:
         """Apply the deadlines of checks, and quarantines that a user has ended. delay_s: delay of the hub's tick."""
         if lifted := self.quarantine.follow():
             self._handle_event(policy.QuarantineLifted(lifted))
-        self._handle_event(policy.VerificationTick(time.monotonic(), delay_s))
+        self._handle_event(policy.VerificationTick(self._clock(), delay_s))
 
     def _handle_event(self, event: policy.VerificationEvent) -> list[policy.VerificationCommand]:
         commands = self.verification_policy.handle(event)

@@ -1,0 +1,29 @@
+"""Counted tokens behave like token ids in a trajectory: whole segments, merged versions, exact positions."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.simulator.counted_tokens import counted_segment, new_trajectory
+from baton.types import Segment, Trajectory
+
+
+def test_a_counted_trajectory_grows_and_divides_like_one_with_ids() -> None:
+    counted, real = new_trajectory(3, 1, prompt=5), Trajectory(3, 1, range(5))
+    for start, num, version in ((0, 4, 0), (4, 2, 0), (6, 3, 2)):
+        counted = counted.extended((counted_segment(start, num, version),))
+        ids = range(start, start + num)
+        real = real.extended((Segment(ids, [-float(i) for i in ids], version),))
+    assert counted.num_tokens == counted.num_policy_tokens == 9
+    assert [len(segment.token_ids) for segment in counted.segments] == [6, 3]
+    assert counted.policy_versions == real.policy_versions
+    assert counted.ids_between(3, 8) == real.ids_between(3, 8) == [3, 4, 5, 6, 7]
+    assert counted.behavior_logprobs == real.behavior_logprobs
+    parts = counted.segments_between(5, 7)
+    assert [(list(part.token_ids), part.policy_version) for part in parts] == [([5], 0), ([6], 2)]
+
+
+def test_tokens_that_do_not_follow_cannot_be_appended() -> None:
+    begun = new_trajectory(0, 0, prompt=1).extended((counted_segment(0, 4, 0),))
+    with pytest.raises(AssertionError, match="from 5 on cannot follow tokens up to 4"):
+        begun.extended((counted_segment(5, 1, 0),))
