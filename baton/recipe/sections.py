@@ -76,3 +76,7 @@ class CheckpointSettings(Settings):
     """Train steps between checkpoints; the last step always writes a checkpoint."""
     keep: int = Field(default=2, ge=1)
     """Number of latest checkpoints to keep; the checkpoint with the best held-out accuracy is kept in addition."""
+    background: bool = False
+    """Copy a checkpoint into host memory (/dev/shm), and write it to disk while the run continues. Takes 12 bytes of
+    host memory per trained parameter. At most one checkpoint is unwritten; the next one, and the end of the run, wait
+    for it. Requires that all ranks are on one machine."""

@@ -201,6 +201,11 @@ def _build_loop(
     beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
     threads = set_up_torch(recipe.run.threads, busy=beside, deterministic=recipe.deterministic)
     tokenizer = load_tokenizer(recipe.model.path)
+    if recipe.checkpoint.background and start_ranks is not None:
+        raise UserError(
+            "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share the "
+            "memory of this one; allowed with --ray is false"
+        )
     config, _ = check_room(recipe, is_here=supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):
         observer.said(f"experimental: {'; '.join(parts)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +42,15 @@ from baton.run.device_sharing import DeviceSharing
 from baton.run.evaluation import evaluate
 from baton.run.tokenization import PromptEncoder
 from baton.stop import Stopped, StopRequest
+from baton.swarm.serial_executor import SerialExecutor
 from baton.tasks.stream import PromptStream
 from baton.trainer.trainer import Trainer
 from baton.types import Batch, Group, Prompt, SamplingParams
 
 PUT_DOWN_S = 5.0
 """Maximum time in seconds that a run, at its end, waits for the workers to report their remaining tokens."""
+SAVE_S = 1800.0
+"""Maximum time in seconds that a run waits for a checkpoint that is written in the background."""
 
 
 class LoopState(msgspec.Struct, frozen=True):
@@ -114,8 +117,9 @@ class Loop:
     """Part that generates responses for training."""
     journal: Journal
     trainer: Trainer
-    save_checkpoint: Callable[[LoopState], SavedCheckpoint]
-    """Function that writes a checkpoint of the trainer and the given state atomically."""
+    save_checkpoint: Callable[[LoopState], Callable[[], SavedCheckpoint]]
+    """Function that takes a checkpoint of the trainer and the given state, and returns a function that writes it
+    atomically."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings
@@ -143,7 +147,11 @@ class Loop:
     newest_group_id: int = -1
     """Largest group id in the batches that this process has recorded or replayed."""
     saved_step: int = field(init=False)
-    """Train step of the last checkpoint."""
+    """Train step of the last checkpoint, which may be unwritten."""
+    writer: SerialExecutor = field(default_factory=lambda: SerialExecutor("checkpoint"))
+    """Thread that writes checkpoints with `checkpoint.background`."""
+    unwritten: tuple[int, Future[SavedCheckpoint]] | None = None
+    """Train step and result of the checkpoint that is being written in the background."""
 
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
@@ -200,12 +208,15 @@ class Loop:
             while self.state.step < self.num_steps:
                 self.stop.check()
                 self._step()
+                if self.unwritten is not None and self.unwritten[1].done():
+                    self._finish_saving()
                 if self._is_evaluated(self.state.step):
                     results = self._evaluated()
                 if self.state.step == self.num_steps or self.state.step % self.checkpoint.every == 0:
                     self._save()
         except Stopped:
             self._save()
+        self._finish_saving()
         if self.has_begun:
             try:
                 # the workers report their last tokens, and the journal stores them
@@ -236,6 +247,7 @@ class Loop:
                 parts.callback(self.clock.trace.flush)
                 parts.callback(self.trainer.close)
                 parts.callback(self.port.close, is_over=self.is_complete)
+                parts.callback(self._finish_saving)  # if `train` has raised
         except (OSError, BatonError) as error:
             if self.has_failed:
                 self.observer.said(f"another error while the run was closed: {error}")
@@ -382,17 +394,40 @@ class Loop:
     def _save(self) -> None:
         """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint.
 
-        Flushes the journal first, so that no group on which the checkpoint was trained can be trained again.
+        Flushes the journal first, so that no group on which the checkpoint was trained can be trained again. With
+        `checkpoint.background`, a failure is raised by the next call, or by `_finish_saving`.
         """
         if self.saved_step == self.state.step or not self.state.step:
             return
-        begin_s = time.monotonic()
+        self._finish_saving()
+        begin_s, step = time.monotonic(), self.state.step
         self.journal.settle()
         self.metrics.flush()
-        saved = self.save_checkpoint(self.state)
-        self.last_checkpoint, self.saved_step = saved.path, self.state.step
-        self.journal.checkpointed(self.state.step, saved.oldest_step)
-        self.clock.trace.span("checkpoint", "trainer", 0, begin_s, time.monotonic(), step=self.state.step)
+        write = self.save_checkpoint(self.state)
+        self.saved_step = step
+        if self.checkpoint.background:
+            self.unwritten = step, self.writer.submit(write)
+        else:
+            self._written(step, write())
+        self.clock.trace.span("checkpoint", "trainer", 0, begin_s, time.monotonic(), step=step)
+
+    def _finish_saving(self) -> None:
+        """Wait until the unwritten checkpoint, if there is one, is on disk. Raises the error of writing it."""
+        if self.unwritten is None:
+            return
+        (step, future), self.unwritten = self.unwritten, None
+        try:
+            saved = future.result(SAVE_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the checkpoint of train step {step} was not written in {SAVE_S:.0f} s; {self._way_back()}"
+            ) from error
+        self._written(step, saved)
+
+    def _written(self, step: int, saved: SavedCheckpoint) -> None:
+        """Release the groups of batches that a checkpoint on disk contains."""
+        self.last_checkpoint = saved.path
+        self.journal.checkpointed(step, saved.oldest_step)
 
     def _publish(self) -> None:
         """Wait until the workers have loaded the trainer's version.

@@ -142,6 +142,16 @@ def processes_of(
     if has_engine and apart:
         name = "the engine" if apart == 1 else f"each of {apart} engines"
         found.append(_process(name, engine_gpus or apart, generation, layers, on_cpu=on_cpu))
+    if recipe.checkpoint.background and on_cpu:  # beside GPUs it is in the host's memory, which is not counted
+        shares = (recipe.trainer.shard_size or recipe.trainer.data_ranks) * recipe.trainer.tensor_parallel
+        kept = [
+            shares * float(term.bytes(count))
+            for own, count in stages_of(recipe, model, on_cpu=on_cpu)
+            for term in own[0].terms
+            if term.name in ("weights", "moments")
+        ]
+        part = MemoryPart("weights and moments", math.ceil(sum(kept)), False)
+        found.append(ProcessMemory("the unwritten checkpoint", 1, "checkpoint", (part,)))
     return tuple(found)
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from blake3 import blake3
 from pydantic import ValidationError
 
 from baton.errors import Damaged, UserError
-from baton.files import atomic_directory, seal, writing
+from baton.files import atomic_directory, memory_directory, seal, writing
 from baton.policy.load import device_type
 from baton.policy.settings import dtype_on
 from baton.policy.tokenizer import Tokenizer, check_model_path, model_directory
@@ -106,21 +109,63 @@ def _as_recorded(path: str | None, old: str | None) -> str | None:
     return old if path is not None and old is not None and old.partition("@")[0] == path else path
 
 
-def checkpoint_writer(recipe: Recipe, run: RunDirectory, trainer: Trainer) -> Callable[[LoopState], SavedCheckpoint]:
-    """Return a function that writes a sealed checkpoint atomically and removes the checkpoints that are not kept."""
-    keep = recipe.checkpoint.keep
+def checkpoint_writer(
+    recipe: Recipe, run: RunDirectory, trainer: Trainer
+) -> Callable[[LoopState], Callable[[], SavedCheckpoint]]:
+    """Return a function that takes a checkpoint, and returns a function that writes it.
 
-    def save_checkpoint(state: LoopState) -> SavedCheckpoint:
+    The second writes a sealed checkpoint atomically and removes the checkpoints that are not kept. With
+    `checkpoint.background` the first copies the trainer's state into host memory, so the second may run in another
+    thread while the trainer continues. Raises UserError if this system has no host memory for files.
+    """
+    keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
+
+    def write(state: LoopState) -> SavedCheckpoint:
         path = checkpoint_path(run.checkpoints, state.step)
         with atomic_directory(path, before_rename=run.check_held) as directory:
-            trainer.save(directory)
+            if staged is None:
+                trainer.save(directory)
+            else:
+                _copy_files(staged / "checkpoint", directory)
             with writing(directory / LOOP_STATE):
                 (directory / LOOP_STATE).write_bytes(msgspec.json.encode(state))
             seal(directory)
+        if staged is not None:
+            shutil.rmtree(staged)
         prune_checkpoints(run.checkpoints, keep, keep_step=state.best_step)
         return SavedCheckpoint(path, checkpoint_step(list_checkpoints(run.checkpoints)[-keep:][0]))
 
-    return save_checkpoint
+    def take(state: LoopState) -> Callable[[], SavedCheckpoint]:
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+            with writing(staged):
+                staged.mkdir(mode=0o700)
+                (staged / "checkpoint").mkdir()
+            trainer.save(staged / "checkpoint")
+        return partial(write, state)
+
+    return take
+
+
+def _staging(run: RunDirectory) -> Path:
+    """Return the directory in host memory for a run's unwritten checkpoint, after removing what a kill left there."""
+    memory = memory_directory()
+    if memory is None:
+        raise UserError("checkpoint.background: got true, but this system has no /dev/shm; allowed is false")
+    name = blake3(str(run.checkpoints.absolute()).encode()).hexdigest()[:16]
+    shutil.rmtree(memory / f"baton-checkpoint-{name}", ignore_errors=True)
+    return memory / f"baton-checkpoint-{name}"
+
+
+def _copy_files(source: Path, directory: Path) -> None:
+    """Copy a directory's files. Unlike `shutil.copytree`, raises the OSError of the first file that fails."""
+    for path in sorted(source.rglob("*")):
+        target = directory / path.relative_to(source)
+        with writing(target):
+            if path.is_dir():
+                target.mkdir()
+            else:
+                shutil.copyfile(path, target)
 
 
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:

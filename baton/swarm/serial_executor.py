@@ -20,14 +20,14 @@ class SerialExecutor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = Lock()
-        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...], Future[None]]] = deque()
+        self._waiting: deque[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]] = deque()
         self._thread: Thread | None = None
         self._is_closed = False
 
-    def submit(self, action: Callable[..., None], *arguments: Any) -> Future[None]:
+    def submit(self, action: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run a function after all functions that were submitted earlier; return its future. After `close`, the
         function is not run and the future is cancelled."""
-        future: Future[None] = Future()
+        future: Future[Any] = Future()
         with self._lock:
             if self._is_closed:
                 future.cancel()
@@ -58,8 +58,8 @@ class SerialExecutor:
                     return
                 action, arguments, future = self._waiting.popleft()
             try:
-                action(*arguments)
+                found = action(*arguments)
             except BaseException as error:  # noqa: BLE001  # the reader of the future handles it
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(found)

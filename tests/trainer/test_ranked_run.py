@@ -41,7 +41,7 @@ def run_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def recipe(model: Path, directory: Path, ranks: int = 2, stages: int = 1) -> Recipe:
+def recipe(model: Path, directory: Path, ranks: int = 2, stages: int = 1, *, background: bool = False) -> Recipe:
     tree: dict[str, Any] = {
         "run": {"name": "r", "directory": str(directory), "steps": STEPS, "threads": 1, "seed": 3},
         "model": {"path": str(model), "device": "cpu"},
@@ -53,7 +53,7 @@ def recipe(model: Path, directory: Path, ranks: int = 2, stages: int = 1) -> Rec
         "trainer": {"lr": 1e-3, "decay": "linear", "ranks": ranks, "stages": stages},
         "algorithm": {"num_minibatches": 2},
         "eval": {"every": 4, "num_prompts": 4},
-        "checkpoint": {"every": 1, "keep": 3},
+        "checkpoint": {"every": 1, "keep": 3, "background": background},
     }
     return Recipe.model_validate(tree)
 
@@ -89,7 +89,7 @@ def test_a_run_by_ranks_that_is_stopped_and_resumed_equals_one_never_stopped(
         return pool.lend(count)
 
     monkeypatch.setattr(build, "LocalRanks", lend)
-    unbroken, stopped = (recipe(run_model, tmp_path / name, stages=stages) for name in "ab")
+    unbroken, stopped = (recipe(run_model, tmp_path / name, stages=stages, background=name == "b") for name in "ab")
     train(unbroken)
     train(stopped, stop_after=1)
     train(stopped, resume=True)
