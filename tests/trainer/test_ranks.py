@@ -6,6 +6,8 @@ import math
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +402,67 @@ def test_a_rank_killed_in_the_middle_of_a_step_is_named_at_once_and_none_is_left
         trainer.step(random_batch(1))
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
     trainer.close()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that belongs to no file."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@contextmanager
+def growths(pids: list[int]) -> Iterator[list[int]]:
+    """Return a list, which at the end holds by how many bytes each process grew at most. Samples may miss a peak."""
+    before, found, is_over = [anonymous_bytes(pid) for pid in pids], [0] * len(pids), threading.Event()
+
+    def sample() -> None:
+        while not is_over.wait(0.005):
+            for index, pid in enumerate(pids):
+                found[index] = max(found[index], anonymous_bytes(pid) - before[index])
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_no_process_holds_more_than_its_shards_and_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growth as a share of the model in float32. A shard is a quarter, and a block, of which two are gathered, a
+    twentieth; a step adds gradients and moments, three quarters."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # so that glibc returns what is freed
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 20, "num_key_value_heads": 2}
+    for name, shape in {"small": {"num_key_value_heads": 2}, "large": wide}.items():
+        # a file in float32 would be mapped, not read
+        model = tiny_model(**shape).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer().hf.save_pretrained(tmp_path / name)
+        size = 4 * model.num_parameters()
+    settings: dict[str, Any] = {"name": "grpo", "shard_gradients": True, "activation_checkpointing": True}
+    with closing(RankPool(tmp_path)) as pool:
+        small = ranked(pool, 4, setup_of(str(tmp_path / "small"), **settings))  # loads all modules
+        small.step(random_batch(1))
+        small.publish()
+        small.save(tmp_path / "small checkpoint")
+        pids = [
+            int(pid) for pid in Path(f"/proc/{pool.process.pid}/task/{pool.process.pid}/children").read_text().split()
+        ]
+        assert len(pids) == 4
+        with growths(pids) as start:
+            large = ranked(pool, 4, setup_of(str(tmp_path / "large"), **settings))
+        with growths(pids) as publication:
+            large.publish()
+        with growths(pids) as step:
+            large.step(random_batch(1))
+        with growths(pids) as checkpoint:
+            large.save(tmp_path / "large checkpoint")
+    found = {"start": start, "publication": publication, "step": step, "checkpoint": checkpoint}
+    shares = {name: max(growth) / size for name, growth in found.items()}
+    assert shares["start"] < 0.6, shares
+    assert shares["publication"] < 0.25, shares
+    assert shares["step"] < 1.25, shares
+    assert shares["checkpoint"] < 0.25, shares
