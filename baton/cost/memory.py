@@ -31,7 +31,11 @@ Array = Any
 """A number or an array of numbers."""
 
 MAX_LOGITS = 2**24
-"""Number of logits that a trainer computes at a time (`policy/head.py`)."""
+"""Least number of logits that a trainer computes at a time (`policy/head.py`)."""
+MOST_LOGITS = 2**28
+"""Largest number of logits that a trainer computes at a time."""
+LOGIT_BYTES = 10.0
+"""Bytes of a logit: its product in bfloat16, the logit, and its probability or gradient in float32."""
 PRODUCT_ROWS = 8192
 """Rows of the head's gradient that are computed at a time on CUDA in bfloat16 (`policy/head.py`)."""
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
@@ -185,7 +189,7 @@ def rank_phases(
     apart = is_sharded - tied
     gathered = Term("gathered embedding", tied * wide * tables)
     logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / how.split
-    pieces = Term("logits", last * logits * (10.0 if wide == 2 else 8.0))
+    pieces = Term("logits", last * logits * (LOGIT_BYTES if wide == 2 else 8.0))
     # autocast keeps a copy of each float32 weight until the forward pass ends
     cast = (1 - is_sharded) * (2.0 if wide == 2 and (trains_all or how.base_bytes == 4) else 0.0)
     copies = Term("copies in bfloat16", last * cast * head, cast * layer * (trains_all or not how.recomputes))
@@ -295,6 +299,13 @@ def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
         ),
         axis=0,
     )
+
+
+def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
+    """Return how many logits a trainer may compute at a time: half of those that do not raise its peak."""
+    with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
+    room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
+    return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))
 
 
 def largest(phases: Sequence[Phase], layers: int) -> Phase:

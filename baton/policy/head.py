@@ -8,7 +8,7 @@ pieces; on a CPU in bfloat16, the addends are rounded to bfloat16. Shapes: N tok
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 logger = logging.getLogger(__name__)
 
 MAX_LOGITS = 2**24
-"""Maximum number of float32 logits in memory at the same time (64 MiB). More logits are computed in pieces, and the
-backward pass recomputes the logits of each piece."""
+"""Number of float32 logits in memory at the same time (64 MiB), unless `Head.max_logits` is set. More logits are
+computed in pieces, and the backward pass recomputes the logits of each piece."""
 
 _ENTROPY_ROWS = 4096
 """Maximum number of tokens whose probabilities [tokens, V] are in memory at the same time while the entropy is
@@ -29,7 +29,7 @@ CACHED_LOGITS = 2**19
 """Maximum number of float32 logits at a time on a CPU (2 MiB), where reading them from memory takes longer than
 computing with them. The matrix products have more rows."""
 
-_PRODUCT_ROWS = 8192
+PRODUCT_ROWS = 8192
 """Rows of the head's gradient that are computed at a time if the product is a tensor of its own before it is added."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -52,6 +52,8 @@ class Head:
     linear: torch.nn.Linear
     scale: float = 1.0
     cap: float | None = None
+    max_logits: int | None = None
+    """Number of logits in memory at the same time; None is MAX_LOGITS."""
 
     @property
     def vocabulary(self) -> int:
@@ -91,6 +93,13 @@ def find_head(model: PreTrainedModel) -> Head | None:
             )
         model._baton_head = known  # type: ignore[assignment]
     return known[1]
+
+
+def set_max_logits(model: PreTrainedModel, max_logits: int) -> None:
+    """Compute more logits of a model at a time. Has no effect if `find_head` does not support its head."""
+    module, head = model._baton_head  # type: ignore[misc]  # set by find_head
+    if head is not None:
+        model._baton_head = module, replace(head, max_logits=max_logits)  # type: ignore[assignment]
 
 
 def _configured(model: PreTrainedModel, module: Any) -> Head | None:
@@ -146,8 +155,8 @@ class RequestedScores:
 def head_scores(
     head: Head, hidden_NH: torch.Tensor, targets_N: torch.Tensor, wanted: RequestedScores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log π of the targets, and the entropies if requested, both [N] float32. At most MAX_LOGITS logits are in
-    memory at the same time.
+    """Return log π of the targets, and the entropies if requested, both [N] float32. At most `head.max_logits`
+    logits are in memory at the same time.
 
     N may stand for several dimensions. If the logits are computed in several pieces, the backward pass recomputes each
     piece.
@@ -157,8 +166,8 @@ def head_scores(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.linear.weight.dtype
 
     def compute(states_TH: torch.Tensor) -> Any:
-        linear = head.linear
-        return _HeadScores.apply(states_TH, linear.weight, linear.bias, targets_T, head, wanted, dtype)  # type: ignore[no-untyped-call]
+        weight, bias = head.linear.weight, head.linear.bias
+        return _HeadScores.apply(states_TH, weight, bias, targets_T, head, wanted, dtype)  # type: ignore[no-untyped-call]
 
     call = getattr(head.linear, "compute", None)  # of a sharded head, whose weight is gathered (`sharding.py`)
     with torch.autocast(device, enabled=False):
@@ -179,7 +188,7 @@ class _HeadScores(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-        pieces = _pieces(len(targets_T), head.vocabulary, MAX_LOGITS)
+        pieces = _pieces(len(targets_T), head.vocabulary, head.max_logits or MAX_LOGITS)
         found: list[tuple[torch.Tensor, ...]] = []
         products = None
         for piece in pieces:
@@ -206,7 +215,7 @@ class _HeadScores(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden_TH) if wants_hidden else None
         of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
-        for piece in _pieces(len(hidden_TH), head.vocabulary, MAX_LOGITS):
+        for piece in _pieces(len(hidden_TH), head.vocabulary, head.max_logits or MAX_LOGITS):
             hidden = hidden_TH[piece].to(dtype)
             products = linear(hidden, weight, bias) if kept is None else kept
             of_products = torch.empty_like(products)
@@ -275,8 +284,8 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
         return
     # A CPU has no kernel with a float32 result.
     wider: Any = {"out_dtype": torch.float32} if hidden.device.type == "cuda" else {}
-    for begin in range(0, len(total_VH), _PRODUCT_ROWS):
-        rows = slice(begin, begin + _PRODUCT_ROWS)
+    for begin in range(0, len(total_VH), PRODUCT_ROWS):
+        rows = slice(begin, begin + PRODUCT_ROWS)
         total_VH[rows] += torch.mm(of_products[:, rows].T, hidden, **wider)
 
 

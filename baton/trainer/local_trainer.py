@@ -17,7 +17,7 @@ import baton
 from baton.errors import TrainingDiverged, UserError
 from baton.files import atomic_directory
 from baton.policy.adapters import add_adapters
-from baton.policy.head import find_head
+from baton.policy.head import find_head, set_max_logits
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import compute_in
 from baton.policy.memory import peak_bytes
@@ -42,6 +42,7 @@ from baton.trainer.checkpoint import (
     write_weights,
 )
 from baton.trainer.forward import Passes
+from baton.trainer.memory import logits_on_gpu
 from baton.trainer.microbatches import ANY_SHAPE, FEW_SHAPES, MiniBatch, cut, prepare
 from baton.trainer.model_setup import (
     check_critic,
@@ -133,6 +134,9 @@ class LocalTrainer:
                 if reference is not None:
                     self._parallel.run(reference, find_head)
                 check_critic(self._parallel.run(model, find_head), model, algorithm)
+                if model.device.type != "cpu" and settings.num_stages == 1:
+                    wide = torch_dtype(settings.dtype, model.device).itemsize
+                    set_max_logits(model, logits_on_gpu(model.config, settings, algorithm, lora, value_bytes=wide))
             replay = RoutingReplay(model, self._parallel.run) if settings.moe_replay != "off" else None
         self.passes = Passes(
             model, reference, critic, settings, algorithm, temperature, replay, is_packed, can_share, self._parallel

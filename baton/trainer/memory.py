@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from baton.cost.memory import Phase, RankShape, adapter_params, rank_phases
+from baton.cost.memory import Phase, RankShape, adapter_params, fitting_logits, rank_phases
 from baton.errors import UserError
 from baton.policy.settings import LoraSettings
 from baton.specs.model import ModelSpec, model_spec
@@ -77,3 +77,22 @@ def trainer_phases(
         is_last=after == 0,
         in_flight=min(1 + after, max(1.0, batch_tokens / data_ranks / tokens)),
     )
+
+
+def logits_on_gpu(
+    config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
+) -> int:
+    """Return how many logits a rank on a GPU computes at a time, without a higher peak. Larger pieces are faster."""
+    model = spec_of(config)
+    phases = trainer_phases(
+        model,
+        settings,
+        algorithm,
+        lora,
+        value_bytes=value_bytes,
+        published_bytes=0.0,
+        longest_tokens=0,
+        batch_tokens=float("inf"),
+        on_cpu=False,
+    )
+    return fitting_logits(phases, model.num_layers)

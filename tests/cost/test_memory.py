@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from baton.cost.memory import (
+    MAX_LOGITS,
+    PRODUCT_ROWS,
     EngineShape,
     RankShape,
     adapter_params,
     engine_terms,
+    fitting_logits,
     largest,
     most_layers,
     overhead,
@@ -19,6 +22,7 @@ from baton.cost.memory import (
     state_bytes_per_param,
     table_params,
 )
+from baton.policy import head
 from baton.specs.model import ModelSpec
 from tests.cost.round_numbers import MODEL
 
@@ -160,3 +164,19 @@ def test_an_engine_holds_weights_and_a_fixed_cache() -> None:
 def test_what_tensors_do_not_show_is_labelled() -> None:
     assert overhead(1e10, on_cpu=False).is_assumed
     assert float(overhead(1e10, on_cpu=False).fixed) > float(overhead(1e10, on_cpu=True).fixed) > 4e8
+
+
+def test_the_law_has_the_constants_of_the_head() -> None:
+    """Modules of one layer do not import each other."""
+    assert (MAX_LOGITS, PRODUCT_ROWS) == (head.MAX_LOGITS, head.PRODUCT_ROWS)
+
+
+def test_pieces_of_logits_take_half_of_the_room_below_the_peak() -> None:
+    """10 bytes a logit, under a block's backward pass; none where the head is the peak."""
+    tokens = 100_000
+    shape = msgspec.structs.replace(SHAPE, tokens=tokens)
+    block, of_head = (_phase(f"backward pass of {part}", shape) for part in ("a block", "the head"))
+    assert fitting_logits(rank_phases(MODEL, shape), 10) == MAX_LOGITS + int((block - of_head) / 2 / 10)
+    many = msgspec.structs.replace(MODEL, vocab=100_000)
+    assert fitting_logits(rank_phases(many, SHAPE), 10) == MAX_LOGITS
+    assert fitting_logits(rank_phases(MODEL, msgspec.structs.replace(shape, tokens=10**8)), 10) == 2**28

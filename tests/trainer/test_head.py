@@ -7,7 +7,7 @@ from trainer_cases import VOCAB, make_trainer, random_batch, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from baton.policy import head
-from baton.policy.head import RequestedScores, find_head, head_scores
+from baton.policy.head import RequestedScores, find_head, head_scores, set_max_logits
 from baton.policy.load import _say_eager, load_model, load_skeleton
 from baton.policy.logprobs import compute_in, padded_scores
 from baton.policy.settings import LoraSettings
@@ -60,7 +60,7 @@ def test_each_family_scores_as_its_own_forward_without_all_logits_at_once(name, 
     assert (found.scale, found.cap) == FAMILIES[name][1:]
     sizes, original = [], head.Head.shaped
     monkeypatch.setattr(head.Head, "shaped", lambda own, x: sizes.append(x.numel()) or original(own, x))
-    monkeypatch.setattr(head, "MAX_LOGITS", 3 * VOCAB)
+    set_max_logits(model, 3 * VOCAB)
     ids = torch.arange(2 * 9).mul(7).remainder(VOCAB).view(2, 9)
     wants = {"temperature": 0.7, "with_entropy": True, "entropy_has_gradient": True}
     scores = padded_scores(model, ids, first=2, **wants)
