@@ -78,8 +78,9 @@ class EngineSettings(Settings):
     """Decode with CUDA graphs in all shapes for which a graph computes bit-identical logits. Only for kind `embedded`
     on CUDA. Never run on a GPU."""
     row_attention: bool = False
-    """Let each row attend only over its own length; by default all rows attend over the length of the longest row. Only
-    for kind `embedded` on CUDA in bfloat16. Never run on a GPU."""
+    """Let each row attend only over its own length. By default all rows attend over the length of the longest row; on a
+    CPU, of the longest of similar rows. Only for kind `embedded` in bfloat16. On a CPU it requires a C compiler, which
+    compiles attention and norms at the start of the engine. Never run on a GPU."""
     vllm: VllmSettings = VllmSettings()
     """Settings of kind `vllm`."""
     sglang: SglangSettings = SglangSettings()

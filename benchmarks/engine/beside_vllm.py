@@ -23,11 +23,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SIDES = ("Baton", "vLLM", "generate")
+SIDES = ("Baton", "Baton rows", "vLLM", "generate")
 BATCHES = (1, 8, 64)
 NEW_TOKENS = {"0.8M": 64, "135M": 64, "0.6B": 32}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -47,6 +48,7 @@ def main() -> None:
     """Measure, and write raw results and table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--threads", nargs="+", type=int, default=[1])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--table-only", action="store_true", help="make the table from the raw results that are there")
@@ -65,9 +67,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as scratch:
                 save(size, Path(scratch))
                 for threads in arguments.threads:
-                    found["cases"] += measure(size, Path(scratch), threads, arguments.repetitions)
-        found["load_average_after"] = os.getloadavg()
-        raw.write_text(json.dumps(found, indent=1) + "\n")
+                    found["cases"] += measure(size, Path(scratch), threads, arguments.batches, arguments.repetitions)
+            found["load_average_after"] = os.getloadavg()
+            raw.write_text(json.dumps(found, indent=1) + "\n")
     table = make_table(json.loads(raw.read_text())["cases"])
     raw.with_suffix(".md").write_text(table)
     print(table)
@@ -84,7 +86,7 @@ def save(size: str, directory: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
 
 
-def measure(size: str, model: Path, threads: int, repetitions: int) -> list[dict[str, Any]]:
+def measure(size: str, model: Path, threads: int, batches: list[int], repetitions: int) -> list[dict[str, Any]]:
     """Start all sides on the first `threads` cores, and let them take turns; one record for each batch size."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     own = {
@@ -109,7 +111,7 @@ def measure(size: str, model: Path, threads: int, repetitions: int) -> list[dict
         )
         ask(processes[side], 1, 4)  # until the engine has started
     records = []
-    for batch in BATCHES:
+    for batch in batches:
         passes = []
         for process in processes.values():
             ask(process, batch, 4)  # warm up
@@ -142,7 +144,12 @@ def serve(side: str, model: Path) -> None:
     """Answer each line, `batch tokens`, with the times of one batch, as JSON."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print does not mix with the answers
-    run = {"Baton": baton_side, "vLLM": vllm_side, "generate": generate_side}[side](model)
+    run = {
+        "Baton": baton_side,
+        "Baton rows": partial(baton_side, row_attention=True),
+        "vLLM": vllm_side,
+        "generate": generate_side,
+    }[side](model)
     for line in sys.stdin:
         batch, tokens = map(int, line.split())
         print(json.dumps(run(batch, tokens)), file=out, flush=True)
@@ -152,14 +159,14 @@ Run = Callable[[int, int], dict[str, Any]]
 """Generates `tokens` tokens for each of `batch` prompts; returns the times."""
 
 
-def baton_side(model: Path) -> Run:
-    """The embedded engine with 64 slots."""
+def baton_side(model: Path, *, row_attention: bool = False) -> Run:
+    """The embedded engine with 64 slots. row_attention: with its compiled kernels."""
     import torch
     from sides import Baton
 
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    engine = Baton(model, "bfloat16")
+    engine = Baton(model, "bfloat16", row_attention=row_attention)
     return lambda batch, tokens: asdict(engine.run(drawn(batch, tokens)))
 
 
@@ -217,15 +224,21 @@ def drawn(batch: int, tokens: int) -> list[Any]:
 def make_table(cases: list[dict[str, Any]]) -> str:
     """Markdown: tokens per processor second of each side, and the ratios by repetition."""
     lines = [
-        "| model | threads | batch | Baton tok/s | vLLM | generate | × vLLM (range) | × generate (range) |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | threads | batch | Baton tok/s | Baton, row attention | vLLM | generate "
+        "| row attention × vLLM (range) | Baton × vLLM (range) | row attention × generate (range) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in cases:
         tokens = case["batch"] * case["tokens"]
-        speeds = [f"{tokens / statistics.median(p[side]['cpu_s'] for p in case['passes']):,.0f}" for side in SIDES]
+        sides = set(case["passes"][0])
+        times = {s: statistics.median(p[s]["cpu_s"] for p in case["passes"]) for s in SIDES if s in sides}
+        speeds = [f"{tokens / times[side]:,.0f}" if side in sides else "" for side in SIDES]
         ratios = []
-        for other in SIDES[1:]:
-            found = sorted(p[other]["cpu_s"] / p["Baton"]["cpu_s"] for p in case["passes"])
+        for side, other in (("Baton rows", "vLLM"), ("Baton", "vLLM"), ("Baton rows", "generate")):
+            if not {side, other} <= sides:  # results from before row attention
+                ratios.append("")
+                continue
+            found = sorted(p[other]["cpu_s"] / p[side]["cpu_s"] for p in case["passes"])
             ratios.append(f"**{statistics.median(found):.2f}** ({found[0]:.2f} – {found[-1]:.2f})")
         lines.append(f"| {' | '.join([case['size'], str(case['threads']), str(case['batch']), *speeds, *ratios])} |")
     return "\n".join(lines) + "\n"

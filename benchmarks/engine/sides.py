@@ -52,9 +52,11 @@ def stopwatch() -> Iterator[Timing]:
 class Baton:
     """The embedded engine, driven as its port drives it; and the bare forwards of the last pass."""
 
-    def __init__(self, directory: Path, dtype: str) -> None:
+    def __init__(self, directory: Path, dtype: str, *, row_attention: bool = False) -> None:
         begin = time.perf_counter()
-        settings = EngineSettings(slots=SLOTS, max_context_tokens=CONTEXT_TOKENS, dtype=dtype)
+        settings = EngineSettings(
+            slots=SLOTS, max_context_tokens=CONTEXT_TOKENS, dtype=dtype, row_attention=row_attention
+        )
         model = load(directory, getattr(torch, dtype))
         self.engine = EmbeddedEngine(model, tokenizer(), settings, PolicyVersion("benchmark", 0), ())
         self.start_s = time.perf_counter() - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +21,8 @@ from baton.rollout.engines.sampling import noise_key, uniforms
 from baton.types import PolicyVersion, Segment
 
 pytestmark = pytest.mark.numerics
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
 def prompts(lengths, seed=0):
@@ -205,15 +208,29 @@ def test_other_architectures_equal_their_plain_forward(config, tokenizer, driver
         assert difference.abs().max() <= 1e-4
 
 
-def test_bfloat16_agrees_with_its_own_forward_to_its_precision(load, tokenizer, driver):
-    model = load("llama").to(torch.bfloat16)
-    settings = EngineSettings(slots=8, max_context_tokens=64, dtype="bfloat16")
+@pytest.mark.parametrize("row_attention", [False, pytest.param(True, marks=needs_compiler)])
+def test_bfloat16_agrees_with_its_own_forward_to_its_precision(row_attention, load, tokenizer, driver):
+    model, plain = load("qwen3").to(torch.bfloat16), load("qwen3").to(torch.bfloat16)
+    settings = EngineSettings(slots=8, max_context_tokens=64, dtype="bfloat16", row_attention=row_attention)
     engine = EmbeddedEngine(model, tokenizer, settings, PolicyVersion("run", 0), ())
     prompt = prompts([20])[0]
     grown = driver.run(engine, [driver.lease(i, prompt, 20, sample_index=i) for i in range(5)])
     for trajectory in grown.values():
-        difference = teacher_forced(model, prompt, trajectory.token_ids) - torch.tensor(trajectory.behavior_logprobs)
+        difference = teacher_forced(plain, prompt, trajectory.token_ids) - torch.tensor(trajectory.behavior_logprobs)
         assert difference.abs().max() < 0.1
+
+
+@needs_compiler
+def test_compiled_attention_gives_the_same_bits_alone_and_in_a_crowd(load, tokenizer, driver, one_thread):
+    model = load("qwen3").to(torch.bfloat16)
+    settings = EngineSettings(slots=16, max_context_tokens=128, dtype="bfloat16", row_attention=True)
+    engine = EmbeddedEngine(model, tokenizer, settings, PolicyVersion("run", 0), ())
+    leases = [driver.lease(i, p, 5 + 2 * i) for i, p in enumerate(prompts(range(2, 66, 4)))]
+    crowd = driver.run(engine, leases)
+    for lease in leases[::5]:
+        alone = driver.run(engine, [lease])[lease.lease_id]
+        assert alone.token_ids == crowd[lease.lease_id].token_ids
+        assert alone.behavior_logprobs == crowd[lease.lease_id].behavior_logprobs
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class EmbeddedEngine(SlotEngine):
             settings.max_context_tokens,
             # replaying a graph does not run the hooks that record the routing
             uses_graphs=settings.cuda_graphs and not settings.report_routing,
-            attends_by_row=settings.row_attention and model.device.type == "cuda",
+            attends_by_row=settings.row_attention,
         )
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens

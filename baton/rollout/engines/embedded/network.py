@@ -38,6 +38,7 @@ from baton.rollout.engines.embedded.cache import (
     round_up,
 )
 from baton.rollout.engines.embedded.graphs import CudaCapture, GraphedSteps, Step
+from baton.rollout.engines.embedded.kernels import replace_norms
 from baton.rollout.engines.embedded.length_classes import Ints, LengthClasses, SlotRange
 from baton.rollout.engines.embedded.packed import PackedLinears
 from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, can_attend_by_class
@@ -104,6 +105,8 @@ class Network:
         self._attends_by_class = model.device.type == "cpu" and not attends_by_row and can_attend_by_class(model)
         if attends_by_row or self._attends_by_class:
             attend_by_row(model)
+        if attends_by_row and model.device.type == "cpu" and model.dtype == torch.bfloat16:
+            replace_norms(model)
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.device: torch.device = model.device

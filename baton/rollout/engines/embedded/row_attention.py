@@ -1,10 +1,10 @@
-"""Decode attention in which rows do not scan up to the longest row: by row on CUDA, by class of rows on a CPU.
+"""Decode attention in which rows do not scan up to the longest row: by row, or on a CPU by class of rows.
 
 Masked attention scans the length of the longest row for every row. On a CPU it is computed once per class of rows of
-similar length (`length_classes.py`). On CUDA torch's variable-length kernel instead treats the slots
-[slots, length, kv_heads, head_dim] as packed sequences, one per slot, and reads only the first `lengths_W` positions of
-each. It copies nothing and does not repeat grouped heads. `num_splits = 1` fixes the order of summation, so the bits of
-a row do not depend on other rows.
+similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler makes (`kernels.c`). On CUDA
+torch's variable-length kernel instead treats the slots [slots, length, kv_heads, head_dim] as packed sequences, one per
+slot, and reads only the first `lengths_W` positions of each. It copies nothing and does not repeat grouped heads.
+`num_splits = 1` fixes the order of summation, so the bits of a row do not depend on other rows.
 
 Only decode uses this attention. Prefill and plain forwards use the `sdpa` attention of transformers.
 """
@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from baton.rollout.engines.embedded.kernels import LANES, attend
 from baton.rollout.engines.embedded.length_classes import SlotRange
 
 NAME = "baton_rows"
@@ -84,6 +85,12 @@ def _attention(
     if not isinstance(rows, Rows):
         return attend_by_class(module, (query, key, value, attention_mask), rows, **kwargs), None
     window = kwargs.get("sliding_window")
+    if query.device.type == "cpu" and query.dtype == torch.bfloat16:
+        if query.shape[-1] % LANES:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        slots = key.transpose(1, 2), value.transpose(1, 2)
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        return attend(query[:, :, 0], *slots, rows.lengths_W, scale, window or 0)[:, None], None
     attended = varlen_attn(
         query[:, :, 0].contiguous(),
         key.transpose(1, 2).flatten(0, 1),  # a view of the slots, no copy
