@@ -11,6 +11,7 @@ from baton.errors import UserError
 from baton.policy.settings import LoraSettings
 from baton.specs.model import ModelSpec, model_spec
 from baton.trainer.algorithm import AlgorithmSettings
+from baton.trainer.parallel.schedule import stage_layers
 from baton.trainer.settings import TrainerSettings
 
 
@@ -94,5 +95,6 @@ def logits_on_gpu(
         longest_tokens=0,
         batch_tokens=float("inf"),
         on_cpu=False,
+        stage=settings.num_stages - 1,  # it has the head
     )
-    return fitting_logits(phases, model.num_layers)
+    return fitting_logits(phases, stage_layers(settings.stages, model.num_layers)[-1])
