@@ -93,13 +93,13 @@ def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), 
         return False
     vocabulary: int = model.config.get_text_config().vocab_size
     num_rows, lengths = sum(shares), [(5, 9, 8)[row % 3] for row in range(sum(shares))]
-    ids = torch.arange(num_rows * 9, device=model.device).mul(7).remainder(vocabulary).view(num_rows, 9)
-    ids[:, :2] = torch.repeat_interleave(ids[: len(shares), :2], torch.tensor(shares, device=model.device), dim=0)
-    places = torch.arange(9, device=model.device).expand(num_rows, -1)
-    is_scored = (places > 1) & (places < torch.tensor(lengths, device=model.device)[:, None])
+    ids = torch.arange(num_rows * 9).mul(7).remainder(vocabulary).view(num_rows, 9)
+    ids[:, :2] = torch.repeat_interleave(ids[: len(shares), :2], torch.tensor(shares), dim=0)
+    places = torch.arange(9).expand(num_rows, -1)
+    is_scored = (places > 1) & (places < torch.tensor(lengths)[:, None])
     with torch.no_grad():
         try:
-            tokens = concatenated(ids, is_scored, [2] * num_rows, lengths, shares)
+            tokens = concatenated(ids, is_scored, [2] * num_rows, lengths, shares).to(model.device)
             if has_head:
                 packed = packed_scores(model, tokens, temperature=1.0).logprobs
             else:
@@ -110,7 +110,7 @@ def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), 
             padded_scores(model, row[None, :length], first=2, temperature=1.0).logprobs[0]
             if has_head
             else hidden_states(model, row[None, : length - 1])[0, 1:]
-            for row, length in zip(ids, lengths, strict=True)
+            for row, length in zip(ids.to(model.device), lengths, strict=True)
         ]
     tolerance = 0.1 if torch.is_autocast_enabled(model.device.type) else 1e-3
     expected = torch.cat(alone)

@@ -1,4 +1,4 @@
-"""Measures the memory that tensors use and the available memory of a device."""
+"""Copies tensors to a device, and measures the memory that they use and the available memory of a device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ _MEMINFO = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 """File with the memory limit of a container (cgroup v2). Outside a container the file is absent; if no limit is set, it
 contains "max"."""
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to a device. Does not wait for CUDA, which reads the copy from pinned memory."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

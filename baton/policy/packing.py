@@ -20,15 +20,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from baton.policy.memory import sent
+
 PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """For each packed row its length, as a tuple of one number. For each prompt that several rows share, its length and
 those of the responses."""
-
-_shapes: ContextVar[Shapes] = ContextVar("shapes", default=())
-"""Shapes of the current pass; empty in a padded pass."""
 
 SIMILAR = 0.5
 """Responses to one prompt are padded to the longest of a piece. A response shorter than this fraction of it begins a
@@ -48,7 +47,18 @@ class PackedTokens:
     before: torch.Tensor
     """[N] indices of the tokens before them in their rows. Before the first token of a response is its prompt's last
     token, wherever the shared prompt is."""
+    ends: torch.Tensor
+    """[number of shapes + 1] int32: 0, and where each shape ends."""
     shapes: Shapes
+
+    def to(self, device: torch.device) -> PackedTokens:
+        """Copy the tokens to a device."""
+        tensors = (self.input_ids, self.positions, self.places, self.before, self.ends)
+        return PackedTokens(*(sent(tensor, device) for tensor in tensors), self.shapes)
+
+
+_packed: ContextVar[PackedTokens | None] = ContextVar("packed", default=None)
+"""Tokens of the current pass; None in a padded pass."""
 
 
 def concatenated(
@@ -59,13 +69,13 @@ def concatenated(
     shares: Sequence[int] = (),
     multiple: int = 1,
 ) -> PackedTokens:
-    """Concatenate rows that are padded on the right.
+    """Concatenate rows on the host that are padded on the right.
 
     `shares`: number of consecutive rows that share each prompt, of which only the first row's copy is kept; empty if
     all rows keep theirs. Tokens of a shared prompt cannot be scored. `multiple`: add a row of id 0 so that T becomes a
     multiple of this.
     """
-    (num_rows, width), device = input_ids_BS.shape, input_ids_BS.device
+    num_rows, width = input_ids_BS.shape
     shapes: list[tuple[int, ...]] = []
     firsts: list[int] = []
     for size in shares or [1] * num_rows:
@@ -73,20 +83,24 @@ def concatenated(
         prompt, ends = prompt_lengths[begin], lengths[begin : begin + size]
         shapes.append((ends[0],) if size == 1 else (prompt, *(end - prompt for end in ends)))
         firsts += [begin] * size
-    positions_BS = torch.arange(width, device=device).expand(num_rows, -1)
-    rows_B, firsts_B = torch.arange(num_rows, device=device), torch.tensor(firsts, device=device)
-    is_prompt_BS = positions_BS < rows_B.new_tensor(prompt_lengths)[:, None]
-    is_row_BS = positions_BS < rows_B.new_tensor(lengths)[:, None]
+    positions_BS, rows_B, firsts_B = (
+        torch.arange(width).expand(num_rows, -1),
+        torch.arange(num_rows),
+        torch.tensor(firsts),
+    )
+    is_prompt_BS = positions_BS < torch.tensor(prompt_lengths)[:, None]
+    is_row_BS = positions_BS < torch.tensor(lengths)[:, None]
     is_kept_BS = is_row_BS & ~(is_prompt_BS & (firsts_B != rows_B)[:, None])
     places_BS = (is_kept_BS.flatten().cumsum(0) - 1).view_as(is_kept_BS)
     places_BS = places_BS[torch.where(is_prompt_BS, firsts_B[:, None], rows_B[:, None]), positions_BS]
     ids_T, positions_T = input_ids_BS[is_kept_BS], positions_BS[is_kept_BS]
     if extra := -len(ids_T) % multiple:
         ids_T = torch.cat([ids_T, ids_T.new_zeros(extra)])
-        positions_T = torch.cat([positions_T, torch.arange(extra, device=device)])
+        positions_T = torch.cat([positions_T, torch.arange(extra)])
         shapes.append((extra,))
     before_BS = torch.nn.functional.pad(places_BS[:, :-1], (1, 0))
-    return PackedTokens(ids_T, positions_T, places_BS[is_scored_BS], before_BS[is_scored_BS], tuple(shapes))
+    ends_R = torch.tensor([*accumulate(map(sum, shapes), initial=0)], dtype=torch.int32)
+    return PackedTokens(ids_T, positions_T, places_BS[is_scored_BS], before_BS[is_scored_BS], ends_R, tuple(shapes))
 
 
 def prefer_packed_attention(model: PreTrainedModel) -> None:
@@ -94,38 +108,38 @@ def prefer_packed_attention(model: PreTrainedModel) -> None:
     are unaffected."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED, _attend)
-        AttentionMaskInterface.register(PACKED, _mask)
+        AttentionMaskInterface.register(PACKED, sdpa_mask)
         model.set_attn_implementation(PACKED)
 
 
 def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.Tensor:
     """Return the hidden states [T, H] of concatenated rows."""
     assert sum(map(sum, tokens.shapes)) == len(tokens.input_ids)
-    with _in_shapes(tokens.shapes if model.config._attn_implementation == PACKED else ()):
+    separates = model.config._attn_implementation == PACKED
+    # transformers passes on a mask of four dimensions, which `_attend` ignores. To find that none is needed, it would
+    # wait for the device.
+    mask = {"attention_mask": tokens.input_ids[None, None, None]} if separates else {}
+    with _in_pass(tokens if separates else None):
         hidden: torch.Tensor = model.base_model(
-            input_ids=tokens.input_ids[None], position_ids=tokens.positions[None], use_cache=False
+            input_ids=tokens.input_ids[None], position_ids=tokens.positions[None], use_cache=False, **mask
         ).last_hidden_state
     return hidden[0]
 
 
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
-    The recomputation runs in the backward pass, after the forward pass has reset the shapes, on CUDA in another thread.
+    The recomputation runs in the backward pass, after the forward pass has reset the tokens, on CUDA in another thread.
     """
-    return nullcontext(), _in_shapes(_shapes.get())
+    return nullcontext(), _in_pass(_packed.get())
 
 
 @contextmanager
-def _in_shapes(shapes: Shapes) -> Iterator[None]:
-    token = _shapes.set(shapes)
+def _in_pass(tokens: PackedTokens | None) -> Iterator[None]:
+    token = _packed.set(tokens)
     try:
         yield
     finally:
-        _shapes.reset(token)
-
-
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    return None if _shapes.get() else sdpa_mask(*args, **kwargs)
+        _packed.reset(token)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # each pass has other lengths, which would be compiled again
@@ -139,14 +153,14 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for query, key and value [1, heads, T, D]; return [1, T, heads, D]. transformers requires this
     signature."""
-    shapes = _shapes.get()
+    tokens = _packed.get()
+    shapes = () if tokens is None else tokens.shapes
     if query.device.type == "cpu":  # bfloat16 attention is several times slower than float32
         with torch.autocast("cpu", enabled=False):
             return _by_rows(module, query.float(), key.float(), value.float(), attention_mask, shapes, kwargs)
-    if shapes and torch.is_autocast_enabled(query.device.type) and (kernel := _kernel()) is not None:
-        lengths = [length for length, *responses in shapes if not responses]
-        if len(lengths) == len(shapes):
-            return _by_kernel(kernel, query, key, value, lengths, kwargs)
+    shares = any(len(shape) > 1 for shape in shapes)
+    if tokens is not None and not shares and torch.is_autocast_enabled(query.device.type) and (kernel := _kernel()):
+        return _by_kernel(kernel, query, key, value, tokens, kwargs)
     return _by_rows(module, query, key, value, attention_mask, shapes, kwargs)
 
 
@@ -213,19 +227,18 @@ def _by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: Sequence[int],
+    tokens: PackedTokens,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    dtype, device = torch.get_autocast_dtype(query.device.type), query.device
+    dtype, longest = torch.get_autocast_dtype(query.device.type), max(map(max, tokens.shapes))
     laid = [tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     window = kwargs.get("sliding_window")
     output = kernel(
         *laid,
-        ends,
-        ends,
-        max(lengths),
-        max(lengths),
+        tokens.ends,
+        tokens.ends,
+        longest,
+        longest,
         scale=kwargs.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=laid[0].shape[1] != laid[1].shape[1],

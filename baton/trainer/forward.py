@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from baton.policy.adapters import without_adapters
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import TokenScores, compute_in, hidden_states, packed_scores, padded_scores
-from baton.policy.packing import PackedTokens, concatenated, packed_hidden_states
+from baton.policy.packing import PackedTokens, packed_hidden_states
 from baton.policy.routing import Routing, RoutingReplay
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
@@ -34,6 +34,8 @@ class ModelInputs:
     """First position whose logprob is computed: the shortest prompt's length. K = S − first."""
     policy_mask: torch.Tensor
     """[B, K] bool: True at tokens that the policy wrote, trained or not."""
+    policy_places: torch.Tensor
+    """[N] indices of these tokens among all B · K."""
     prompt_lengths: tuple[int, ...]
     """Number of prompt tokens of each row, without the empty rows at the end."""
     lengths: tuple[int, ...]
@@ -42,15 +44,8 @@ class ModelInputs:
     """Experts of each response token as reported by the engine, for each row. An empty tuple if not reported."""
     shares: tuple[int, ...] = ()
     """Number of consecutive rows that share each prompt, which is then computed once; empty if no rows share."""
-    multiple: int = 1
-    """Number to a multiple of which a pass over shared prompts rounds up its tokens."""
-
-    def packed(self) -> PackedTokens:
-        """Return the rows without padding. The tokens to score are the policy's."""
-        num_rows = len(self.lengths)
-        is_policy_BS = torch.nn.functional.pad(self.policy_mask[:num_rows], (self.first, 0))
-        ids_BS = self.input_ids[:num_rows]
-        return concatenated(ids_BS, is_policy_BS, self.prompt_lengths, self.lengths, self.shares, self.multiple)
+    packed: PackedTokens | None = None
+    """The rows without padding, with the policy's tokens to score; None in a padded pass."""
 
     @property
     def num_repeated(self) -> int:
@@ -58,7 +53,7 @@ class ModelInputs:
         firsts = accumulate(self.shares, initial=0)
         return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
 
-    def reported_experts(self, *, is_packed: bool) -> tuple[list[bytes], list[int], int]:
+    def reported_experts(self) -> tuple[list[bytes], list[int], int]:
         """Return the experts that the engine reported, the index of each in a pass, and the number of positions.
 
         A token's experts belong to the position before it. A padded pass omits the last column.
@@ -69,8 +64,8 @@ class ModelInputs:
         for prompt_length, length, routing in zip(self.prompt_lengths, self.lengths, self.routing, strict=True):
             found += routing
             places += range(start + prompt_length - 1, start + prompt_length - 1 + len(routing))
-            start += length if is_packed else self.input_ids.shape[1] - 1
-        return found, places, start if is_packed else self.input_ids[:, 1:].numel()
+            start += self.input_ids.shape[1] - 1 if self.packed is None else length
+        return found, places, start if self.packed is not None else self.input_ids[:, 1:].numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +113,8 @@ class Passes:
         if self.parallel.pipeline.num_stages == 1:
             return ()
         width: int = self.model.config.get_text_config().hidden_size
-        if self.is_packed or inputs.shares:
-            return len(inputs.packed().input_ids), width
+        if inputs.packed is not None:
+            return len(inputs.packed.input_ids), width
         return len(inputs.input_ids), inputs.input_ids.shape[1] - 1, width
 
     def scores(
@@ -147,42 +142,42 @@ class Passes:
         states.
         """
         model = self.model if model is None else model
-        is_packed = self.is_packed or bool(inputs.shares)
+        packed = inputs.packed
         has_bonus = is_update and self.algorithm.entropy_coef > 0
         wants = {"temperature": self.temperature, "with_entropy": is_update, "entropy_has_gradient": has_bonus}
-        if not is_packed:
+        if packed is None:
             wants["with_hidden"] = self.is_shared and model is self.model
 
         def compute(whole: PreTrainedModel) -> TokenScores | torch.Tensor:
             if not self.parallel.pipeline.is_last:
-                if is_packed:
-                    return packed_hidden_states(whole, inputs.packed())
+                if packed is not None:
+                    return packed_hidden_states(whole, packed)
                 return hidden_states(whole, inputs.input_ids[:, :-1])
-            if is_packed:
-                return packed_scores(whole, inputs.packed(), **wants)  # type: ignore[arg-type]
+            if packed is not None:
+                return packed_scores(whole, packed, **wants)  # type: ignore[arg-type]
             return padded_scores(whole, inputs.input_ids, first=inputs.first, **wants)  # type: ignore[arg-type]
 
         with compute_in(torch_dtype(self.settings.dtype, self.model.device), self.model.device):
             found = self.parallel.run(model, compute, arrived)
-            return _unpacked(inputs, found) if is_packed and isinstance(found, TokenScores) else found
+            return _unpacked(inputs, found) if packed is not None and isinstance(found, TokenScores) else found
 
     def values(self, inputs: ModelInputs, scores: TokenScores) -> torch.Tensor:
         """Return the critic's values [B, K]. A shared critic reads the hidden states of `scores`."""
         assert self.critic is not None
-        is_packed = self.is_packed or bool(inputs.shares)
+        packed = inputs.packed
 
         def read(critic: Critic) -> torch.Tensor:
             if critic.trunk is None:
                 assert scores.hidden is not None
                 found: torch.Tensor = critic(scores.hidden)
                 return found
-            if is_packed:
-                return critic.of_packed(inputs.packed())
+            if packed is not None:
+                return critic.of_packed(packed)
             return critic.of_ids(inputs.input_ids, inputs.first)
 
         with compute_in(torch_dtype(self.settings.dtype, self.model.device), self.model.device):
             values = self.parallel.run(self.critic, read)
-            return _laid(inputs, values) if is_packed else values
+            return values if packed is None else _laid(inputs, values)
 
     @torch.no_grad()
     def fixed_values(self, inputs: ModelInputs) -> FixedValues:
@@ -215,7 +210,7 @@ class Passes:
         """Return the engine's experts if `moe_replay` is "engine", else None."""
         if self.replay is None or self.settings.moe_replay != "engine":
             return None
-        return self.replay.from_engine(*inputs.reported_experts(is_packed=self.is_packed), self.model.device)
+        return self.replay.from_engine(*inputs.reported_experts(), self.model.device)
 
 
 def _unpacked(inputs: ModelInputs, scores: TokenScores) -> TokenScores:
@@ -226,4 +221,5 @@ def _unpacked(inputs: ModelInputs, scores: TokenScores) -> TokenScores:
 
 def _laid(inputs: ModelInputs, values: torch.Tensor) -> torch.Tensor:
     """Scatter [N] values at the policy's tokens to [B, K], 0 at other tokens."""
-    return torch.zeros(inputs.policy_mask.shape, device=values.device).masked_scatter(inputs.policy_mask, values)
+    shape = inputs.policy_mask.shape
+    return torch.zeros(shape.numel(), device=values.device).scatter(0, inputs.policy_places, values).view(shape)

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.policy.packing import pieces
+from baton.policy.memory import sent
+from baton.policy.packing import concatenated, pieces
 from baton.trainer.advantages import FloatArray, normalized
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.forward import FixedValues, ModelInputs, Passes
@@ -107,14 +108,15 @@ class MicroBatch:
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
         """Scatter the [P] values of each row to the policy's tokens: [B, K] float32, 0 at other tokens."""
         mask = self.inputs.policy_mask
-        found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        values = np.concatenate([np.zeros(0), *by_row])
-        found[mask] = torch.tensor(values, dtype=torch.float32, device=found.device)
-        return found
+        values = np.zeros(mask.shape, dtype=np.float32)
+        for laid, row, own in zip(values, self.rows, by_row, strict=False):
+            begin = row.prompt_length - self.inputs.first
+            laid[begin : begin + len(row.is_policy)][np.array(list(row.is_policy), dtype=bool)] = own
+        return sent(torch.from_numpy(values), mask.device)
 
     def gather(self, values: torch.Tensor) -> list[FloatArray]:
         """Gather the values at the policy's tokens from [B, K]: [P] for each row. The inverse of `spread`."""
-        flat = values[self.inputs.policy_mask].double().cpu().numpy()
+        flat = values.flatten()[self.inputs.policy_places].double().cpu().numpy()
         ends = np.cumsum([row.num_policy for row in self.rows])
         return [np.asarray(part) for part in np.split(flat, ends[:-1])]
 
@@ -193,7 +195,7 @@ def cut(
             if sum(cost(c, share.even_tokens, shares_prompts=True) for c in shared) < separate:
                 found += [pad(c, device, multiples, has_gradient=has_gradient, shares_prompts=True) for c in shared]
                 continue
-        found += [pad(chunk, device, multiples, has_gradient=has_gradient) for chunk in chunks]
+        found += [pad(chunk, device, multiples, has_gradient=has_gradient, is_packed=is_packed) for chunk in chunks]
     num_trained = sum(row.num_trained for row in trained)
     return MiniBatch(tuple(found), sum(row.path == 0 for row in all_rows), num_trained, tuple(trained))
 
@@ -316,47 +318,60 @@ def pad(
     multiples: tuple[int, int] = ANY_SHAPE,
     *,
     has_gradient: bool = True,
+    is_packed: bool = False,
     shares_prompts: bool = False,
 ) -> MicroBatch:
     """Return a microbatch of rows padded on the right, with columns and empty rows added up to `multiples`.
 
-    `shares_prompts`: consecutive rows with the same prompt share it.
+    `is_packed`: forward passes concatenate the rows. `shares_prompts`: they do, and consecutive rows with the same
+    prompt share it.
     """
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
     num_rows = round_up(len(chunk), multiples[0])
 
     def laid(values: Callable[[TrainingSample], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        """Return [B, K] from [L] values per row, 0 at other positions."""
+        """Return [B, K] on the host from [L] values per row, 0 at other positions."""
         padded = [
             [0] * (row.prompt_length - first) + list(values(row)) + [0] * (width - len(row.token_ids)) for row in chunk
         ]
         padded += [[0] * (width - first)] * (num_rows - len(chunk))
-        return torch.tensor(padded, dtype=dtype, device=device)
+        return torch.tensor(padded, dtype=dtype)
 
     def trained(values: Sequence[float], row: TrainingSample) -> list[float]:
         return [v if t else 0 for v, t in zip(values, row.is_trained, strict=True)]
 
-    input_ids = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in chunk]
-    input_ids += [[PAD_ID] * width] * (num_rows - len(chunk))
+    lists = [[*row.token_ids, *[PAD_ID] * (width - len(row.token_ids))] for row in chunk]
+    lists += [[PAD_ID] * width] * (num_rows - len(chunk))
+    ids_BS, policy_mask = torch.tensor(lists, dtype=torch.int64), laid(lambda row: row.is_policy, torch.bool)
+    prompt_lengths, lengths = tuple(row.prompt_length for row in chunk), tuple(len(row.token_ids) for row in chunk)
+    shares = tuple(len(list(rows)) for _, rows in groupby(chunk, key=prompt_of)) if shares_prompts else ()
+    packed = None
+    if is_packed or shares_prompts:
+        scored = torch.nn.functional.pad(policy_mask, (first, 0))[: len(chunk)]
+        packed = concatenated(ids_BS[: len(chunk)], scored, prompt_lengths, lengths, shares, math.prod(multiples)).to(
+            device
+        )
     found = MicroBatch(
         rows=tuple(chunk),
         inputs=ModelInputs(
-            torch.tensor(input_ids, dtype=torch.int64, device=device),
+            sent(ids_BS, device),
             first,
-            laid(lambda row: row.is_policy, torch.bool),
-            tuple(row.prompt_length for row in chunk),
-            tuple(len(row.token_ids) for row in chunk),
+            sent(policy_mask, device),
+            sent(policy_mask.flatten().nonzero().flatten(), device),
+            prompt_lengths,
+            lengths,
             tuple(row.routing for row in chunk),
-            tuple(len(list(rows)) for _, rows in groupby(chunk, key=prompt_of)) if shares_prompts else (),
-            math.prod(multiples),
+            shares,
+            packed,
         ),
-        mask=laid(lambda row: row.is_trained, torch.bool),
-        episode_tokens=torch.tensor(
-            [row.episode_tokens for row in chunk] + [0] * (num_rows - len(chunk)), dtype=torch.int64, device=device
+        mask=sent(laid(lambda row: row.is_trained, torch.bool), device),
+        episode_tokens=sent(
+            torch.tensor([row.episode_tokens for row in chunk] + [0] * (num_rows - len(chunk)), dtype=torch.int64),
+            device,
         ),
-        behavior_logprobs=laid(lambda row: trained(row.behavior_logprobs, row), torch.float32),
-        policy_versions=laid(lambda row: trained(row.policy_versions, row), torch.int64),
+        behavior_logprobs=sent(laid(lambda row: trained(row.behavior_logprobs, row), torch.float32), device),
+        policy_versions=sent(laid(lambda row: trained(row.policy_versions, row), torch.int64), device),
         advantages=torch.zeros((num_rows, width - first), dtype=torch.float32, device=device),
         has_gradient=has_gradient,
     )

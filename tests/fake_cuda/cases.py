@@ -161,7 +161,7 @@ def passes(**settings: Any) -> dict[str, Any]:
     for layers in (2, 4):
         trainer = make_trainer(on_device(tiny_model(num_hidden_layers=layers)), **settings)
         rows = minibatches(BATCH, AlgorithmSettings(), oldest=0, longest=64)[0]
-        inputs = pad(rows, CUDA).inputs
+        inputs = pad(rows, CUDA, is_packed=settings["packing"] == "always").inputs
         LOG.reset()
         trainer.passes.scores(inputs, is_update=True).logprobs.sum().backward()
         counts.append((sum(LOG.launches.values()), dict(LOG.waits)))

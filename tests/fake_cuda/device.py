@@ -44,7 +44,8 @@ class Log:
         self.launches: Counter[str] = Counter()
         """By operation."""
         self.waits: Counter[str] = Counter()
-        """Waits of the host for the device, by line and operation."""
+        """Waits of the host for the device, by line and operation. A copy from the host waits, except from pinned
+        memory with `non_blocking`."""
         self.copies: Counter[str] = Counter()
         """Copies from the host, by line."""
         self.slow: Counter[str] = Counter()
@@ -94,7 +95,7 @@ def _tensor(original: Any) -> Any:
     def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if isinstance(data, OnDevice) or not _is_cuda(device):
             return original(data, *args, device=device, **kwargs)
-        LOG.copies[_line()] += 1
+        _count_copy(waits=True)
         return OnDevice(original(data, *args, **kwargs).detach())
 
     return tensor
@@ -104,7 +105,7 @@ def _new_tensor(original: Any) -> Any:
     def new_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, OnDevice):
             return original(self, *args, **kwargs)
-        LOG.copies[_line()] += 1
+        _count_copy(waits=True)
         return OnDevice(self.held.new_tensor(*args, **kwargs))
 
     return new_tensor
@@ -129,6 +130,15 @@ def _numpy(original: Any) -> Any:
     return numpy
 
 
+def _pin_memory(original: Any) -> Any:
+    def pin_memory(self: torch.Tensor) -> Any:
+        found: Any = self.clone()
+        found.is_pinned_here = True
+        return found
+
+    return pin_memory
+
+
 def _sdpa(original: Any) -> Any:
     def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (_attention if query.device.type == "cuda" else original)(query, *args, **kwargs)
@@ -142,6 +152,7 @@ REPLACED: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
     (torch.Tensor, "new_tensor", _new_tensor),
     (torch.Tensor, "tolist", _tolist),
     (torch.Tensor, "numpy", _numpy),
+    (torch.Tensor, "pin_memory", _pin_memory),
     (torch.nn.functional, "scaled_dot_product_attention", _sdpa),
 )
 """Functions that torch implements above its dispatcher. A mode does not reach autograd's thread, where blocks are
@@ -184,6 +195,12 @@ def _line() -> str:
     return "outside" if frame is None else f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
 
 
+def _count_copy(*, waits: bool) -> None:
+    LOG.copies[_line()] += 1
+    if waits:
+        LOG.waits[f"{_line()} copy from the host"] += 1
+
+
 def _held(value: Any) -> Any:
     return value.held if isinstance(value, OnDevice) else value
 
@@ -205,7 +222,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in ("_to_copy", "to") and device is not None:
         return _copied(func, args, kwargs)
     if name == "copy_":
-        return _overwritten(*args[:2])
+        return _overwritten(*args)
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if not own:
         if not _is_cuda(device):
@@ -249,7 +266,7 @@ def _check(name: str, args: Any, leaves: Sequence[Any]) -> None:
         if any(index.dtype is torch.bool for index in indices):
             LOG.waits[f"{_line()} {name} by a mask"] += 1
         if others:
-            LOG.copies[f"{_line()} {name}"] += 1
+            _count_copy(waits=True)
     if torch.are_deterministic_algorithms_enabled():
         if name in REFUSED and (not name.startswith("cumsum") or args[0].is_floating_point()):
             raise RuntimeError(f"{name} does not have a deterministic implementation: {_line()}")
@@ -268,17 +285,18 @@ def _copied(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(source, OnDevice):
         LOG.launches["_to_copy"] += 1
     else:
-        LOG.copies[_line()] += 1
+        _count_copy(waits=not (kwargs.get("non_blocking") and hasattr(source, "is_pinned_here")))
     return OnDevice(found)
 
 
-def _overwritten(target: Any, source: Any) -> Any:
+def _overwritten(target: Any, source: Any, non_blocking: bool = False) -> Any:
     _held(target).copy_(_held(source))
+    is_free = non_blocking and hasattr(source, "is_pinned_here")
     match isinstance(target, OnDevice), isinstance(source, OnDevice):
         case True, True:
             LOG.launches["copy_"] += 1
         case True, False:
-            LOG.copies[_line()] += 1
+            _count_copy(waits=not is_free)
         case False, True:
             LOG.waits[f"{_line()} copy to the host"] += 1
     return target

@@ -86,7 +86,7 @@ def test_values_of_the_policys_tokens_go_to_their_places_and_back():
 def test_packed_rows_lie_one_behind_the_other():
     response = [policy(10, 11), environment(20), policy(12)]
     group = make_group(1, [1.0, 0.0], [response, [policy(13)]], prompt_ids=(2, 3))
-    tokens = pad(training_samples([group], GRPO), CPU).inputs.packed()
+    tokens = pad(training_samples([group], GRPO), CPU, is_packed=True).inputs.packed
     assert tokens.shapes == ((6,), (3,))
     assert tokens.input_ids.tolist() == [2, 3, 10, 11, 20, 12, 2, 3, 13]
     assert tokens.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
@@ -100,7 +100,7 @@ def test_a_shared_prompt_lies_before_its_responses_once():
     other = make_group(2, [1.0, 0.0], [[policy(14)], [policy(15)]], prompt_ids=(4,))
     all_rows = training_samples([group, other], GRPO)
     inputs = pad([*all_rows[:3], all_rows[0]], CPU, FEW_SHAPES, shares_prompts=True).inputs
-    tokens = inputs.packed()
+    tokens = inputs.packed
     assert inputs.shares == (2, 1, 1)
     assert inputs.num_repeated == 2
     assert tokens.shapes == ((2, 4, 1), (2,), (6,), (113,))  # the last row fills up to 128 tokens
@@ -132,7 +132,7 @@ def test_parts_of_groups_hold_every_row_once_within_the_budget(groups, budget):
             (size - 1) * math.ceil(COPIED_TOKEN * inputs.prompt_lengths[first])
             for first, size in zip(firsts, inputs.shares, strict=True)
         )
-        num_tokens = sum(map(sum, inputs.packed().shapes))
+        num_tokens = sum(map(sum, inputs.packed.shapes))
         assert num_tokens == sum(len(row.token_ids) for row in chunk) - inputs.num_repeated
         assert num_tokens + copies <= budget or len(chunk) == 1
     if sum(len(row.token_ids) for row in all_rows) <= budget:  # whole groups stay together

@@ -289,11 +289,10 @@ def test_the_engines_choice_is_replayed_at_its_places_in_every_pass(packing):
     seen, free = chosen(trainer.model), chosen(own.model)
     trainer.step(batch)
     own.step(batch)
-    (micro,) = cut(
-        training_samples(batch.groups, AlgorithmSettings()), max_tokens_per_microbatch=10_000, device=CPU
-    ).microbatches
+    rows = training_samples(batch.groups, AlgorithmSettings())
     is_packed = packing == "always"
-    routing, places, num_places = micro.inputs.reported_experts(is_packed=is_packed)
+    (micro,) = cut(rows, max_tokens_per_microbatch=10_000, device=CPU, is_packed=is_packed).microbatches
+    routing, places, num_places = micro.inputs.reported_experts()
     assert len(routing) == len(places) == sum(t.num_tokens for t in batch.trajectories)
     assert len(seen) == 6  # three passes of two routers
     for layer in (0, 1):

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.policy.memory import sent
 from baton.types import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -111,7 +112,7 @@ def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64])
     """
     width, vocabulary = logits_WV.shape
     size = max(1, CHUNK_VALUES // vocabulary) if logits_WV.device.type == "cpu" else width
-    draw_W = torch.from_numpy(uniform_W).to(logits_WV.device)
+    draw_W = sent(torch.from_numpy(uniform_W), logits_WV.device)
     parts = []
     for begin in range(0, width, size):
         rows = slice(begin, begin + size)

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import UserError
 from baton.policy.load import end_ids, load_model, load_skeleton, torch_device, torch_dtype
-from baton.policy.memory import held_bytes
+from baton.policy.memory import held_bytes, sent
 from baton.policy.routing import Routing, RoutingReplay
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.rollout.engine import EngineSettings
@@ -247,7 +247,7 @@ class EmbeddedEngine(SlotEngine):
         inputs = self._inputs[:, :width]
         num_positions = int(inputs[1].max()) + 1
         kv_length = next(n for n in self.network.kv_lengths if n >= num_positions)
-        inputs_W = torch.from_numpy(inputs[:2].copy()).to(device)
+        inputs_W = sent(torch.from_numpy(inputs[:2].copy()), device)
         with torch.inference_mode():
             with self._recorded() as chosen:
                 logits_WV = self.network.step(inputs_W[0], inputs_W[1], kv_length)
