@@ -9,8 +9,7 @@ A trainer rank passes through phases. Each holds the state and some working memo
     tables    state, gradients of embedding and head
     publish   state and a copy of the weights, in a process that publishes itself
 
-A snapshot of weights and moments, where one is taken, is part of every phase. A checkpoint is written tensor by tensor,
-so it is not a phase.
+A checkpoint is written tensor by tensor, so it is not a phase.
 
 With several ranks, FSDP shards the state, and gathers one block while it fetches the next. Counts of bytes follow from
 the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares them with measurements. What no count
@@ -99,8 +98,8 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     on_cpu: bool = False
     published_bytes: float = 0.0
     """Bytes of a weight in the copy that this process publishes; 0 if another process publishes."""
-    has_snapshot: bool = False
-    """Whether weights and moments are copied before the updates of a step, in this memory."""
+    float32_head: bool = False
+    """Whether the head's products are float32 while other layers compute in bfloat16."""
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +110,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     value_bytes: int
     kept_contexts: int = 8
     """Contexts whose keys and values are kept outside the slots."""
+    float32_head: bool = False
+    """Whether a decode step on a CPU casts the head to float32."""
     packs: bool = False
     """Whether linear layers are packed: bfloat16 on a CPU."""
     adapter_params: float = 0.0
@@ -189,7 +190,8 @@ def rank_phases(
     apart = is_sharded - tied
     gathered = Term("gathered embedding", tied * wide * tables)
     logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / how.split
-    pieces = Term("logits", last * logits * (LOGIT_BYTES if wide == 2 else 8.0))
+    float32_factor = 4 * head * (how.float32_head and how.on_cpu and wide == 2)
+    pieces = Term("logits", last * (logits * (LOGIT_BYTES if wide == 2 else 8.0) + float32_factor))
     # autocast keeps a copy of each float32 weight until the forward pass ends
     cast = (1 - is_sharded) * (2.0 if wide == 2 and (trains_all or how.base_bytes == 4) else 0.0)
     copies = Term("copies in bfloat16", last * cast * head, cast * layer * (trains_all or not how.recomputes))
@@ -221,9 +223,6 @@ def rank_phases(
     if how.published_bytes:
         copy = Term("published copy", how.published_bytes * at_once, how.published_bytes * trained)
         found.append(Phase("publication", (*state, copy)))
-    if how.has_snapshot:
-        snapshot = Term("snapshot", 12 * at_once / shards, 12 * trained / shards)
-        found = [Phase(phase.name, (*phase.terms, snapshot)) for phase in found]
     return tuple(found)
 
 
@@ -268,6 +267,8 @@ def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
         found.append(Term("engine: packed weights", values * linear))
     if engine.adapter_params:
         found.append(Term("engine: weights without the adapter", values * model.num_layers * model.layer_params))
+    if engine.float32_head and engine.packs:
+        found.append(Term("engine: head in float32", 4.0 * model.embedding_params))
     return (*found, Term("engine: logits", 4.0 * 4 * engine.slots * model.vocab))
 
 

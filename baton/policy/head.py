@@ -8,12 +8,16 @@ pieces; on a CPU in bfloat16, the addends are rounded to bfloat16. Shapes: N tok
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
+
+from baton.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +74,40 @@ class Head:
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+
+def use_float32_head(model: PreTrainedModel) -> None:
+    """Let a model's head return float32 products of its bfloat16 inputs and weights, in autocast too. Call it before
+    `find_head`."""
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
+    if type(head) is torch.nn.Linear:
+        head.forward = partial(_float32_linear, head)  # type: ignore[method-assign]
+    else:
+        raise UserError(
+            f"model.head_dtype: got 'float32', but the head of {type(model).__name__} is not a linear layer; allowed "
+            "is 'auto'"
+        )
+
+
+def has_float32_products(linear: torch.nn.Linear) -> bool:
+    """Return whether `use_float32_head` has changed this head."""
+    return getattr(vars(linear).get("forward"), "func", None) is _float32_linear
+
+
+def _float32_linear(head: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    kind = states.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    bias = None if head.bias is None else head.bias.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        return _float32_products(states.to(dtype), head.weight.to(dtype), bias)
+
+
+def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the float32 output of a linear layer. On CUDA, bfloat16 factors need no float32 copies."""
+    if states.device.type != "cuda" or states.dtype is torch.float32 or torch.is_grad_enabled():
+        return linear(states.float(), weight.float(), None if bias is None else bias.float())
+    found = torch.mm(states.reshape(-1, states.shape[-1]), weight.T, out_dtype=torch.float32)
+    return (found if bias is None else found + bias.float()).view(*states.shape[:-1], -1)
 
 
 def find_head(model: PreTrainedModel) -> Head | None:
@@ -188,11 +226,12 @@ class _HeadScores(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        product = _product(head, weight)
         pieces = _pieces(len(targets_T), head.vocabulary, head.max_logits or MAX_LOGITS)
         found: list[tuple[torch.Tensor, ...]] = []
         products = None
         for piece in pieces:
-            products, targets = linear(hidden_TH[piece].to(dtype), weight, bias), targets_T[piece]
+            products, targets = product(hidden_TH[piece].to(dtype), weight, bias), targets_T[piece]
             for rows in _pieces(len(targets), head.vocabulary, _logits_at_once(products.device)):
                 scores = score(head.shaped(products[rows]), targets[rows], wanted)
                 found.append(tuple(each for each in scores if each is not None))
@@ -211,14 +250,15 @@ class _HeadScores(torch.autograd.Function):
         hidden_TH, weight_VH, bias_V, *by_token, kept = ctx.saved_tensors
         head, wanted, dtype = ctx.others
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        product = _product(head, weight)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden_TH) if wants_hidden else None
         of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
         for piece in _pieces(len(hidden_TH), head.vocabulary, head.max_logits or MAX_LOGITS):
             hidden = hidden_TH[piece].to(dtype)
-            products = linear(hidden, weight, bias) if kept is None else kept
-            of_products = torch.empty_like(products)
+            products = product(hidden, weight, bias) if kept is None else kept
+            of_products = torch.empty_like(products, dtype=dtype)
             values = [each if each is None else each[piece] for each in (*by_token, *gradients)]
             for rows in _pieces(len(products), head.vocabulary, _logits_at_once(products.device)):
                 own: list[Any] = [each if each is None else each[rows] for each in values]
@@ -236,6 +276,11 @@ class _HeadScores(torch.autograd.Function):
             None if of_bias is None else of_bias.to(bias_V.dtype),
             *[None] * 4,
         )
+
+
+def _product(head: Head, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Return the function that computes the head's products for a weight in the computing dtype."""
+    return _float32_products if has_float32_products(head.linear) else linear
 
 
 def _pieces(num_tokens: int, vocabulary: int, max_logits: int) -> list[slice]:

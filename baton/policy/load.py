@@ -21,7 +21,8 @@ from transformers import (
 
 from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
-from baton.policy.settings import DTypeChoice, dtype_on
+from baton.policy.head import use_float32_head
+from baton.policy.settings import DTypeChoice, DTypeName, dtype_on
 from baton.policy.stored_tensors import StoredTensors, stored_model
 from baton.policy.tensors import policy_tensors
 from baton.policy.threads import keep_positions_exact
@@ -32,7 +33,9 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of an exported model."""
 
 
-def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
+def load_model(
+    path: str, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa", head_dtype: str = "auto"
+) -> PreTrainedModel:
     """Load a causal LM with weights in `dtype`, and set eval mode. Raises UserError when no model can be loaded from
     `path`.
 
@@ -41,7 +44,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
     base = base_of_adapter(Path(path))
     if base is not None:
         check_model_path(path, holding="adapter_config.json")
-        found = load_model(base, dtype=dtype, device=device, attention=attention)
+        found = load_model(base, dtype=dtype, device=device, attention=attention, head_dtype=head_dtype)
         merged = merge_adapter(found, Path(path))
         merged.requires_grad_(True)  # needed because PEFT freezes the base model's weights
         merged.eval()  # type: ignore[no-untyped-call]
@@ -57,13 +60,14 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device, attention
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
     model.name_or_path = path  # with the revision, which the checkpoint of an adapter records
+    _fit_head(model, head_dtype)
     keep_positions_exact(model)
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
 
-def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_dtype: str = "auto") -> PreTrainedModel:
     """Construct the model of `path` with parameters on the meta device, for `fill_model`; set eval mode.
 
     Buffers that no file contains have their values, on the CPU. Raises UserError when `path` has no causal LM.
@@ -83,6 +87,7 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa") -> Pre
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that only buffers are computed
     model.initialize_weights()  # type: ignore[no-untyped-call]
     model.name_or_path, model.config.dtype = base, dtype
+    _fit_head(model, head_dtype)
     return model
 
 
@@ -150,6 +155,15 @@ def _told_bytes(file: Path) -> int | None:
             return None
 
 
+def _fit_head(model: PreTrainedModel, head_dtype: str) -> None:
+    """Compute the head in float32 if `model.head_dtype` or the configuration says so. The configuration records it for
+    checkpoints, workers and vLLM."""
+    if head_dtype == "float32":
+        model.config.head_dtype = "float32"
+    if getattr(model.config, "head_dtype", None) == "float32":
+        use_float32_head(model)
+
+
 def supported_attention(config: PretrainedConfig, attention: str) -> str:
     """Return `attention`, or log a warning and return "eager" for a family without SDPA in transformers."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -197,6 +211,7 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"the model's configuration does not give a causal LM: {first_line(error)}") from error
+    _fit_head(model, "auto")
     keep_positions_exact(model)
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
@@ -245,7 +260,23 @@ def torch_dtype(name: DTypeChoice, device: torch.device | None = None) -> torch.
     """Return the torch dtype of a recipe's dtype name. "auto" requires the device that computes."""
     assert name != "auto" or device is not None, 'dtype "auto" has no meaning without a device'
     kind = "cpu" if device is None else device.type
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype_on(kind, name)]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype_here(kind, name)]
+
+
+def dtype_here(device_type: str, choice: DTypeChoice) -> DTypeName:
+    """Return the dtype that `choice` means on this machine: `dtype_on`, but float32 on a GPU without bfloat16."""
+    if choice == "auto" and device_type == "cuda" and torch.cuda.is_available():
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16"
+        _say_float32(torch.cuda.get_device_name())
+        return "float32"
+    return dtype_on(device_type, choice)
+
+
+@cache
+def _say_float32(gpu: str) -> None:
+    """Log the warning once per process."""
+    logger.warning('%s has no bfloat16 arithmetic: dtype = "auto" is float32', gpu)
 
 
 def device_type(name: str) -> str:

@@ -53,8 +53,14 @@ class PackedTokens:
 
     def to(self, device: torch.device) -> PackedTokens:
         """Copy the tokens to a device."""
-        tensors = (self.input_ids, self.positions, self.places, self.before, self.ends)
-        return PackedTokens(*(sent(tensor, device) for tensor in tensors), self.shapes)
+        return PackedTokens(
+            sent(self.input_ids, device),
+            sent(self.positions, device),
+            sent(self.places, device),
+            sent(self.before, device),
+            sent(self.ends, device),
+            self.shapes,
+        )
 
 
 _packed: ContextVar[PackedTokens | None] = ContextVar("packed", default=None)

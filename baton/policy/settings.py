@@ -12,7 +12,7 @@ DTypeName = Literal["float32", "bfloat16"]
 """Supported dtypes. float16 is two hundred times slower than bfloat16 on a CPU and needs loss scaling on a GPU."""
 
 DTypeChoice = Literal["auto", "float32", "bfloat16"]
-"""A dtype, or "auto": bfloat16 on CUDA, float32 on a CPU."""
+"""A dtype, or "auto": bfloat16 on CUDA, float32 on a CPU and on GPUs without bfloat16 (V100, T4)."""
 
 
 def dtype_on(device_type: str, choice: DTypeChoice) -> DTypeName:
@@ -32,6 +32,10 @@ class ModelSettings(Settings):
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of transformers in trainer and engine. Model families without SDPA (Gemma-2, GPT-OSS)
     use `eager` after a warning."""
+    head_dtype: Literal["auto", "float32"] = "auto"
+    """`float32` computes logits and log-probabilities from float32 products of the head in trainer and engine, while
+    other layers compute in bfloat16. `auto`: as the model's configuration says (`head_dtype`, which a run with
+    `float32` writes), else like the other layers."""
 
 
 class LoraSettings(Settings):

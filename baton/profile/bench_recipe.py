@@ -38,7 +38,8 @@ def bench_rollout(
     mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, tool_format=encoder.tool_format)
     device = torch_device(recipe.model.device)
     dtype = torch_dtype(recipe.engine.dtype, device)
-    model = load_model(recipe.model.path, dtype=dtype, device=device, attention=recipe.model.attention)
+    own = recipe.model
+    model = load_model(own.path, dtype=dtype, device=device, attention=own.attention, head_dtype=own.head_dtype)
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("bench", 0), ())
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return bench_engine(

@@ -74,6 +74,7 @@ def _engine(recipe: Recipe) -> EmbeddedEngine:
         dtype=torch_dtype(recipe.engine.dtype, device),
         device=device,
         attention=recipe.model.attention,
+        head_dtype=recipe.model.head_dtype,
     )
     tokenizer = load_tokenizer(recipe.model.path)
     return EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("profile", 0), ())

@@ -135,6 +135,7 @@ class Recipe(Settings):
             "engine": (self.engine.kind,),
             "workers": ("swarm" if swarm.is_on else "processes" if self.engine.processes else "in_process",),
             "trainer": (next(name for name, is_so in shapes.items() if is_so),),
+            "head": (self.model.head_dtype,),
             "weights": ("full" if self.lora is None else "lora",),
             "algorithm": (self.algorithm.name,),
             "environment": tuple(sources),

@@ -95,14 +95,22 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
         else:
             device = f"cuda:{own[0]}"
     with environment_with(variables):
-        return engine_of_model(path, recipe.engine, version, device=device, attention=recipe.model.attention)
+        return engine_of_model(
+            path,
+            recipe.engine,
+            version,
+            device=device,
+            attention=recipe.model.attention,
+            head_dtype=recipe.model.head_dtype,
+        )
 
 
 def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerTransport:
     """Construct the recipe's worker transport: one engine in this process, or a pool of engine processes."""
     if not recipe.engine.processes:
         return LocalTransport(build_engine(recipe, path, version), trace)
-    start = Start(path, recipe.model.device, recipe.model.attention, recipe.engine.model_dump(), version)
+    model, settings = recipe.model, recipe.engine.model_dump()
+    start = Start(path, model.device, model.attention, settings, version, head_dtype=model.head_dtype)
     timeout_s = recipe.rollout.stall_timeout_s
     return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
 
@@ -394,6 +402,7 @@ def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks 
         model_path=recipe.model.path,
         device=recipe.model.device,
         attention=recipe.model.attention,
+        head_dtype=recipe.model.head_dtype,
         trainer=recipe.trainer.model_dump(),
         algorithm=recipe.algorithm.model_dump(),
         lora=None if recipe.lora is None else recipe.lora.model_dump(),
@@ -511,7 +520,8 @@ def open_sampler(
     judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
     prompts = choose(mixture)
     device = torch_device("auto" if recipe.model is None else recipe.model.device)
-    model = load_model(model_path, dtype=torch_dtype(recipe.engine.dtype, device), device=device)
+    head_dtype = "auto" if recipe.model is None else recipe.model.head_dtype
+    model = load_model(model_path, dtype=torch_dtype(recipe.engine.dtype, device), device=device, head_dtype=head_dtype)
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, EVAL, end_ids(model, tokenizer))
     episodes = open_episodes(recipe, mixture, encoder.bridge, logger.info)
     timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens

@@ -257,7 +257,7 @@ class _ServedModel:
 
 
 def _served_model(recipe: Recipe, tokenizer: Tokenizer, files: _Files, store: Store) -> _ServedModel:
-    model = load_empty(recipe.model.path, dtype=torch.float32)
+    model = load_empty(recipe.model.path, dtype=torch.float32, head_dtype=recipe.model.head_dtype)
     directory, base = _skeleton(files), None
     directory.mkdir()
     save_skeleton(model, tokenizer, directory)
@@ -348,7 +348,9 @@ def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
     device, attention = torch_device(recipe.inspection.device), recipe.model.attention
     dtype = torch_dtype(recipe.engine.dtype, device)
     if recipe.lora is not None:
-        model = load_model(recipe.model.path, dtype=dtype, device=device, attention=attention)
+        model = load_model(
+            recipe.model.path, dtype=dtype, device=device, attention=attention, head_dtype=recipe.model.head_dtype
+        )
     else:
         model = load_skeleton(_skeleton(files), dtype=dtype, device=device, attention=attention)
     return TracedLogprobScorer(Rescorer(model), tracer)

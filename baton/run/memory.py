@@ -76,6 +76,7 @@ def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int
         batch_tokens=batch,
         on_cpu=on_cpu,
         stage=stage,
+        float32_head=recipe.model.head_dtype == "float32",
     )
 
 
@@ -98,6 +99,7 @@ def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[
             value_bytes=wide,
             kept_contexts=(max(8, slots) if on_cpu else 8) if resumes else 1,
             packs=on_cpu and wide == 2,
+            float32_head=recipe.model.head_dtype == "float32",
             adapter_params=0.0 if recipe.lora is None else adapter_params(model, recipe.lora.rank),
         ),
     )

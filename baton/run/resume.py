@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from baton.errors import Damaged, UserError
 from baton.files import atomic_directory, memory_directory, seal, writing
-from baton.policy.load import device_type
-from baton.policy.settings import dtype_on
+from baton.policy.load import device_type, dtype_here
 from baton.policy.tokenizer import Tokenizer, check_model_path, model_directory
 from baton.recipe.changes import changes_of, compare_for_resume, with_current_keys
 from baton.recipe.recipe import Recipe, WarmStart
@@ -100,7 +99,7 @@ def with_dtypes(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> Re
     for name in ("trainer", "engine"):
         section = getattr(recipe, name)
         dtype = (recorded or {}).get(name, {}).get("dtype") if section.dtype == "auto" else section.dtype
-        changes[name] = section.model_copy(update={"dtype": dtype_on(kind, dtype or "auto")})
+        changes[name] = section.model_copy(update={"dtype": dtype_here(kind, dtype or "auto")})
     return recipe.model_copy(update=changes)
 
 

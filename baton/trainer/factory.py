@@ -64,8 +64,8 @@ def _load(
     setup: TrainerSetup, path: str, dtype: torch.dtype, device: torch.device, parallel: SingleRank | None
 ) -> PreTrainedModel:
     if parallel is None:
-        return load_model(path, dtype=dtype, device=device, attention=setup.attention)
-    model = load_empty(path, dtype=dtype, attention=setup.attention)
+        return load_model(path, dtype=dtype, device=device, attention=setup.attention, head_dtype=setup.head_dtype)
+    model = load_empty(path, dtype=dtype, attention=setup.attention, head_dtype=setup.head_dtype)
     parallel.fill_later(model, open_weights(path, model))
     return model
 

@@ -73,8 +73,8 @@ class FixedValues:
     """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]."""
 
     proximal_logprobs: torch.Tensor | None
-    """None if the step has one update, whose logprobs then serve as proximal logprobs. All scores are None before the
-    last pipeline stage."""
+    """None if the step has one update, whose logprobs then serve as proximal logprobs, or with `bypass`, which needs
+    none. All scores are None before the last pipeline stage."""
     reference_logprobs: torch.Tensor | None
     """None without a reference model."""
     values: torch.Tensor | None
@@ -189,8 +189,12 @@ class Passes:
                 scores = self.scores(inputs, self.reference, is_update=False)
                 reference = None if scores is None else scores.logprobs
         given = self._given_routing(inputs)
+        # With `bypass` the anchor is the behavior policy.
+        is_anchor = algorithm.correction != "bypass" or self.settings.moe_replay == "proximal"
         wants_proximal = (
-            algorithm.num_updates > 1 or algorithm.correction == "second_moment" or algorithm.needs_model_for_advantages
+            (algorithm.num_updates > 1 and is_anchor)
+            or algorithm.correction == "second_moment"
+            or algorithm.needs_model_for_advantages
         )
         if not wants_proximal:
             return FixedValues(None, reference, None, given)

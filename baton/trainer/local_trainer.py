@@ -144,6 +144,8 @@ class LocalTrainer:
         self.learners = make_learners(model, critic, settings, algorithm)
         self._offload = offload_of(self.passes, self.learners)
         self._publish_dtype, self._num_updates = publish_dtype, 0
+        self._num_applied = 0
+        """Updates of a step that diverged after them. Their weights are no version; only `restore` replaces them."""
         self._alarms = Alarms(algorithm, settings)
 
     @property
@@ -176,10 +178,12 @@ class LocalTrainer:
         are absent. `policy/mismatch_kl` and
         `policy/logprob_diff_*` compare engine and trainer on tokens of the trainer's own version, if the batch has any.
 
-        Raises TrainingDiverged, with the weights unchanged; UserError for a group that is too small for the algorithm;
+        Raises TrainingDiverged before the update that is at fault. After an earlier update of the same step, the
+        trainer can then only `restore` a checkpoint. Raises UserError for a group that is too small for the algorithm;
         EngineFault for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
+        self._check_whole()
         assert batch.step == start.number + 1, f"got the batch of train step {batch.step} at version {start.number}"
         rate = learning_rate(
             batch.step,
@@ -195,8 +199,6 @@ class LocalTrainer:
         samples = minibatches(batch, algorithm, oldest=oldest, longest=self._max_new_tokens)
         parts = [self._cut(part) for part in samples]
         prepared = prepare(parts, self.passes)
-        # With one update, divergence is detected before the weights change, so no snapshot is needed.
-        before = [learner.snapshot() for learner in self.learners] if algorithm.num_updates > 1 else None
         totals = Totals(self.passes.reference is not None, self.passes.critic is not None)
         update = Update(self.passes, self.learners, totals, batch.step, self._max_new_tokens)
         try:
@@ -204,11 +206,13 @@ class LocalTrainer:
                 for part, fixed in zip(parts, prepared, strict=True):
                     update.run(part, fixed)
         except TrainingDiverged as error:
-            for learner, state in zip(self.learners, before or (), strict=before is not None):
-                learner.go_back(state)
             for learner in self.learners:
                 learner.optimizer.zero_grad()
-            raise TrainingDiverged(f"{error}; the weights are still those of version {start.number}") from error
+            self._num_applied = len(totals.grad_norms)
+            state = f"the weights are still those of version {start.number}"
+            if self._num_applied:
+                state = f"{self._num_applied} of {algorithm.num_updates} updates are applied, so no version has them"
+            raise TrainingDiverged(f"{error}; {state}") from error
         totals.add_ranks(self._parallel)
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
@@ -223,6 +227,9 @@ class LocalTrainer:
         if self._parallel.rank == self._parallel.first_of_stage:
             self._alarms.watch(metrics)
         return metrics
+
+    def _check_whole(self) -> None:
+        assert not self._num_applied, "a step diverged after some of its updates: restore a checkpoint first"
 
     def _cut(self, samples: Sequence[TrainingSample]) -> MiniBatch:
         settings, algorithm = self._settings, self._algorithm
@@ -297,6 +304,7 @@ class LocalTrainer:
 
     def _stamp(self, digest: str) -> None:
         """Set the version's digest to the first rank's `digest`, because only this rank gathers all weights."""
+        self._check_whole()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
@@ -338,7 +346,7 @@ class LocalTrainer:
                 for name, tensor in own.items():
                     if not tensor.is_meta:  # another stage has it
                         saved.fill(name, local(tensor), box_of(tensor))
-        self._num_updates = state.num_updates
+        self._num_updates, self._num_applied = state.num_updates, 0
         self._version = PolicyVersion(self._version.lineage, state.version.number, digest)
         if parallel.is_first:
             _warn_of_other_bits(state, parallel.num_ranks)

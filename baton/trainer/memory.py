@@ -44,6 +44,7 @@ def trainer_phases(
     batch_tokens: float,
     on_cpu: bool,
     stage: int = 0,
+    float32_head: bool = False,
 ) -> tuple[Phase, ...]:
     """Return the phases of one rank of a trainer, in a pipeline stage of several.
 
@@ -71,8 +72,8 @@ def trainer_phases(
             has_critic=algorithm.advantage == "gae" and algorithm.critic == "separate",
             reference_bytes=value_bytes if has_reference else 0.0,
             on_cpu=on_cpu,
+            float32_head=float32_head,
             published_bytes=published_bytes if alone else 0.0,
-            has_snapshot=on_cpu and algorithm.num_updates > 1,
         ),
         is_first=stage == 0,
         is_last=after == 0,

@@ -27,7 +27,8 @@ class TokenSums(NamedTuple, Generic[Scalar]):
     clipped: Scalar
     """Number of tokens whose ratio the objective clipped."""
     moved: Scalar
-    """k3 estimate of KL(proximal ‖ current), the policy's change since the start of the step."""
+    """k3 estimate of KL(anchor ‖ current). The anchor is the policy at the start of the step, or with `bypass` the
+    behavior policy."""
     weight: Scalar
     """Weights after the correction."""
     cut: Scalar

@@ -31,7 +31,8 @@ class Trainer(Protocol):
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name.
 
-        Raises TrainingDiverged and leaves the weights unchanged when a loss or gradient is not finite.
+        Raises TrainingDiverged, before the update at fault, when a loss or gradient is not finite. After an earlier
+        update of the same step, only `restore` may follow.
         """
         ...
 

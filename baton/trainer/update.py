@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from baton.errors import TrainingDiverged
 from baton.policy.logprobs import TokenScores
-from baton.policy.sharding import local
 from baton.trainer.alarms import excessive_mismatch
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.corrections import CORRECTIONS, CorrectionShape, behavior_distance, correction_shape
@@ -40,27 +39,6 @@ class Learner:
     def moments(self, omitted: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return the optimiser's state by name (`optimizer_tensors`), without that of some parameters."""
         return optimizer_tensors(self.optimizer, {n: p for n, p in self.parameters.items() if n not in omitted})
-
-    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copy weights and optimiser state, or this rank's shards of them, to the host."""
-        moments = optimizer_tensors(self.optimizer, self.parameters)
-        return _copied(self.parameters), _copied(moments)
-
-    @torch.no_grad()
-    def go_back(self, snapshot: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """Restore weights and optimiser state from a snapshot."""
-        weights, moments = snapshot
-        for name, parameter in self.parameters.items():
-            local(parameter).copy_(weights[name])
-        now = self.moments()
-        if moments.keys() != now.keys():  # the snapshot precedes the first update, which created the state
-            self.optimizer.state.clear()
-        for name, tensor in moments.items():
-            local(now[name]).copy_(tensor)
-
-
-def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: local(tensor.detach()).to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def make_learners(
@@ -193,7 +171,10 @@ class Update:
         assert scores.entropy is not None
         inputs = micro.loss_inputs(scores.logprobs, each.fixed.proximal_logprobs, elsewhere)
         anchor = CORRECTIONS[algorithm.correction](inputs, correction)
-        distance = behavior_distance(inputs, micro.policy_versions == self.step - 1)
+        # Without logprobs from the start of the step, only its first update has the weights of the engine.
+        has_start = each.fixed.proximal_logprobs is not None or not self.totals.grad_norms
+        is_current = (micro.policy_versions == self.step - 1) & has_start
+        distance = behavior_distance(inputs, is_current)
         found = OBJECTIVES[algorithm.objective](inputs, anchor, shape)
         loss, reference_kl = found.loss, None
         if each.fixed.reference_logprobs is not None:
@@ -211,8 +192,8 @@ class Update:
                 tokens=micro.mask.sum(),
                 entropy=torch.where(micro.mask, scores.entropy, 0.0).sum(),
                 clipped=found.is_clipped.sum(),
-                # For KL(proximal ‖ current), x in k3 is log π_proximal − log π_θ, so the sign is reversed.
-                moved=k3(-log_ratio(inputs.logprobs, inputs.proximal_logprobs, micro.mask)).sum(),
+                # For KL(anchor ‖ current), x in k3 is log π_anchor − log π_θ, so the sign is reversed.
+                moved=k3(-log_ratio(inputs.logprobs, anchor.logprobs, micro.mask)).sum(),
                 weight=anchor.weights.sum(),
                 cut=anchor.is_cut.sum(),
                 reference_kl=none if reference_kl is None else reference_kl.nats.sum(),

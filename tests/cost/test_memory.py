@@ -99,15 +99,13 @@ def test_an_adapter_trains_few_parameters_on_frozen_weights() -> None:
     assert _phase("forward pass", alone) - _phase("forward pass", half) == pytest.approx(2 * PARAMS + copied + narrow)
 
 
-def test_critic_reference_and_snapshot_add_to_the_state() -> None:
+def test_critic_and_reference_add_to_the_state() -> None:
     """The critic has all layers and the embedding, but no head."""
     plain = _phase("forward pass")
     with_critic = msgspec.structs.replace(SHAPE, has_critic=True)
     assert _phase("forward pass", with_critic) - plain == pytest.approx(16 * (PARAMS - TABLE) / 4)
     with_reference = msgspec.structs.replace(SHAPE, reference_bytes=2.0)
     assert _phase("forward pass", with_reference) - plain == pytest.approx(2 * PARAMS / 4)
-    with_snapshot = msgspec.structs.replace(SHAPE, has_snapshot=True)
-    assert _phase("forward pass", with_snapshot) - plain == pytest.approx(12 * PARAMS / 4)
     assert float(state_bytes_per_param(MODEL, SHAPE)) == pytest.approx(12 / 4)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import linear
-from trainer_cases import VOCAB, make_trainer, random_batch, tiny_model
+from trainer_cases import VOCAB, make_trainer, random_batch, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from baton.policy import head
@@ -11,6 +11,7 @@ from baton.policy.head import RequestedScores, find_head, head_scores, set_max_l
 from baton.policy.load import _say_eager, load_model, load_skeleton
 from baton.policy.logprobs import compute_in, padded_scores
 from baton.policy.settings import LoraSettings
+from baton.rollout.engines.embedded.packed import PackedLinears
 
 pytestmark = pytest.mark.numerics
 
@@ -156,6 +157,50 @@ def test_in_bfloat16_the_heads_gradient_is_that_of_float64_whatever_the_cut(num_
     assert (layer.bias.grad - leaf.grad.sum(0)).norm() < 1e-5 * leaf.grad.sum(0).norm()
     of_hidden = leaf.grad @ layer.weight.detach().double()
     assert (hidden.grad - of_hidden).norm() < 1e-2 * of_hidden.norm()  # a product in bfloat16
+
+
+def test_a_float32_head_gives_engine_and_trainer_the_logprobs_of_exact_products(tmp_path):
+    """The factors are bfloat16 on both sides; the reference multiplies them in float64."""
+    tiny_model(tie_word_embeddings=False, hidden_size=256).save_pretrained(tmp_path)
+    tiny_tokenizer().hf.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    states, targets = torch.randn(32, 256).bfloat16(), torch.randint(VOCAB, (32,))
+    errors, cpu = {}, torch.device("cpu")
+    for head_dtype in ("auto", "float32"):
+        path = str(tmp_path)
+        served = load_model(path, dtype=torch.bfloat16, device=cpu, head_dtype=head_dtype)
+        trained = load_model(path, dtype=torch.float32, device=cpu, head_dtype=head_dtype)
+        exact = (states.double() @ served.lm_head.weight.double().T).log_softmax(-1)
+        with torch.inference_mode():
+            PackedLinears(served)
+            of_engine = served.lm_head(states).float().log_softmax(-1).gather(-1, targets[:, None])
+        found = find_head(trained)
+        with compute_in(torch.bfloat16, cpu):
+            of_trainer, _ = head_scores(found, states, targets, RequestedScores(1.0, False, False))
+        of_trainer.sum().backward()
+        assert trained.lm_head.weight.grad.abs().max() > 0
+        reference = exact.gather(-1, targets[:, None])
+        errors[head_dtype] = [(of.view(-1, 1) - reference).abs().max().item() for of in (of_engine, of_trainer)]
+        assert getattr(trained.config, "head_dtype", "auto") == head_dtype
+    assert max(errors["float32"]) < 1e-4
+    assert min(errors["auto"]) > 1e-2
+
+
+def test_a_configuration_carries_the_dtype_of_the_head_to_checkpoints_and_workers(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "a")
+    tiny_tokenizer().hf.save_pretrained(tmp_path / "a")
+    cpu = torch.device("cpu")
+    model = load_model(str(tmp_path / "a"), dtype=torch.float32, device=cpu, head_dtype="float32")
+    trainer = make_trainer(model, dtype="bfloat16")
+    trainer.step(random_batch(1))
+    trainer.save(tmp_path / "b")
+    for loaded in (
+        load_model(str(tmp_path / "b"), dtype=torch.bfloat16, device=cpu),
+        load_skeleton(tmp_path / "b", dtype=torch.bfloat16, device=cpu, attention="sdpa"),
+    ):
+        assert loaded(input_ids=torch.tensor([[2, 3]])).logits.dtype is torch.float32
+    plain = load_model(str(tmp_path / "a"), dtype=torch.bfloat16, device=cpu)
+    assert plain(input_ids=torch.tensor([[2, 3]])).logits.dtype is torch.bfloat16
 
 
 def test_a_frozen_head_gets_no_gradient_and_hands_on_that_of_the_hidden_states():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import (
     SMOOTH,
     VOCAB,
@@ -342,9 +343,8 @@ def poisoned(step, group_id):
     return Batch(step, (*good.groups, bad))
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_minibatches": 2}, {"num_minibatches": 4, "num_epochs": 2}])
-def test_a_diverged_step_leaves_weights_optimizer_and_version_alone(settings):
-    trainer, untouched = make_trainer(lr=1e-2, **settings), make_trainer(lr=1e-2, **settings)
+def test_a_diverged_step_leaves_weights_optimizer_and_version_alone():
+    trainer, untouched = make_trainer(lr=1e-2), make_trainer(lr=1e-2)
     for t in (trainer, untouched):
         t.step(random_batch(1))
     before = parameters(trainer)
@@ -358,13 +358,42 @@ def test_a_diverged_step_leaves_weights_optimizer_and_version_alone(settings):
     assert are_bit_equal(parameters(trainer), parameters(untouched))
 
 
-def test_divergence_in_the_very_first_step_leaves_no_moments_behind():
-    trainer, untouched = make_trainer(num_minibatches=4), make_trainer(num_minibatches=4)
-    with pytest.raises(TrainingDiverged):
-        trainer.step(poisoned(1, 77))
+def test_after_a_divergence_between_updates_only_a_checkpoint_can_follow(tmp_path):
+    """No step copies weights or moments to keep the way back open."""
+    trainer, untouched = (make_trainer(lr=1e-2, num_minibatches=4) for _ in range(2))
     for t in (trainer, untouched):
         t.step(random_batch(1))
+    trainer.save(tmp_path / "a")
+    copied, sizes = [], {p.numel() for p in trainer.model.parameters() if p.ndim > 1}
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.name() in ("aten::clone", "aten::_to_copy") and args[0].numel() in sizes:
+                copied.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Copies(), pytest.raises(TrainingDiverged, match=r"train step 2: .*; 3 of 4 updates are applied, so no ver"):
+        trainer.step(poisoned(2, 77))
+    assert copied == []
+    for refused in (lambda: trainer.step(random_batch(2)), trainer.publish, lambda: trainer.save(tmp_path / "b")):
+        with pytest.raises(AssertionError, match="restore a checkpoint first"):
+            refused()
+    trainer.restore(tmp_path / "a")
+    for t in (trainer, untouched):
+        t.step(random_batch(2))
     assert are_bit_equal(parameters(trainer), parameters(untouched))
+
+
+@pytest.mark.parametrize("correction", ["bypass", "none", "token_tis"])
+def test_one_update_needs_one_forward_pass_and_no_correction_adds_a_proximal_one(correction, monkeypatch):
+    """`bypass` takes the behavior policy as anchor, also with several updates."""
+    calls, original = [], forward.padded_scores
+    monkeypatch.setattr(forward, "padded_scores", lambda *a, **k: calls.append(1) or original(*a, **k))
+    stepped(random_batch(1), max_tokens_per_microbatch=100_000, correction=correction)
+    assert len(calls) == 1
+    calls.clear()
+    stepped(random_batch(1), max_tokens_per_microbatch=100_000, correction=correction, num_epochs=3)
+    assert len(calls) == 3 + (correction != "bypass")
 
 
 def test_an_infinite_gradient_is_noticed_before_the_weights_change():

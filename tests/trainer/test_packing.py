@@ -131,7 +131,7 @@ def test_what_is_handed_to_torchs_kernel_for_rows_of_different_lengths(window):
 
 
 def test_a_model_that_does_not_pack_is_padded_or_refused(monkeypatch):
-    monkeypatch.setattr(model_setup, "packs_as_it_pads", lambda model: False)
+    monkeypatch.setattr(model_setup, "packs_as_it_pads", lambda model, **_: False)
     with pytest.raises(UserError, match=r"trainer\.packing: got 'always', but Qwen3ForCausalLM on cpu does not score"):
         make_trainer(packing="always")
     assert not make_trainer().passes.is_packed

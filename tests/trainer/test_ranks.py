@@ -354,7 +354,7 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all_and_leaves_the_weight
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().hf.save_pretrained(tmp_path / "model")
-    setup = setup_of(str(tmp_path / "model"), name="grpo", num_minibatches=2)
+    setup = setup_of(str(tmp_path / "model"), name="grpo")
     many = ranked(pool, 4, setup)
     good = make_group(0, (1.0, 0.0))
     bad = make_group(7, (1.0, 0.0), [[policy(63, 5)], [policy(6, 7)]])

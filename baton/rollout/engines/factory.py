@@ -23,7 +23,13 @@ KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 
 
 def engine_of_model(
-    path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
+    path: str,
+    settings: EngineSettings,
+    version: PolicyVersion,
+    *,
+    device: str,
+    attention: str,
+    head_dtype: str = "auto",
 ) -> Engine:
     """Build an engine that serves the model in a directory as `version`.
 
@@ -33,11 +39,11 @@ def engine_of_model(
         case "embedded":
             from baton.rollout.engines.embedded.engine import embedded_engine
 
-            return embedded_engine(path, settings, version, device=device, attention=attention)
+            return embedded_engine(path, settings, version, device=device, attention=attention, head_dtype=head_dtype)
         case "vllm":
             from baton.rollout.engines.vllm.engine import vllm_of_model
 
-            return vllm_of_model(path, settings, version, device=device, attention=attention)
+            return vllm_of_model(path, settings, version, device=device, attention=attention, head_dtype=head_dtype)
         case "sglang":
             from baton.rollout.engines.sglang.engine import sglang_of_model
 

@@ -28,6 +28,7 @@ class Start(msgspec.Struct, frozen=True, tag="Start"):
     scratch: str = ""
     """Directory in which the parent writes new weights. The engine process removes the directory after the parent has
     exited."""
+    head_dtype: str = "auto"
 
     def engine_settings(self) -> EngineSettings:
         """Return the validated settings."""

@@ -30,8 +30,7 @@ import aiohttp
 from baton.clock import in_thread, retry_wait_s
 from baton.console import say
 from baton.errors import DeadlineExceeded, EngineFault, UserError, fault_of
-from baton.policy.load import device_type
-from baton.policy.settings import dtype_on
+from baton.policy.load import device_type, dtype_here
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm import messages
 from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
@@ -218,7 +217,7 @@ class SwarmWorker:
 
     def _hello(self, welcome: messages.Welcome, slots: int) -> messages.Hello:
         settings = welcome.engine_settings()
-        dtype = dtype_on(device_type(self._options.device), settings.dtype)
+        dtype = dtype_here(device_type(self._options.device), settings.dtype)
         kind = WorkerClass(self._options.device, dtype, self._options.engine or settings.kind)
         have, leases = self._updater.have, self._outbox.leases
         return messages.Hello(self.key, kind, welcome.model_digest, slots, have, leases)

@@ -27,6 +27,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """Value of `model.device`. With several ranks on a machine, `cuda` means one GPU per rank."""
     attention: str
+    head_dtype: str = "auto"
     trainer: dict[str, Any]
     """Dump of `TrainerSettings`; `algorithm` and `lora` are dumps of `AlgorithmSettings` and `LoraSettings` (None
     without adapters)."""

@@ -311,11 +311,18 @@ def _keys(pieces: list[Piece], ids: tuple[int, ...]) -> tuple[PrefixKey, ...]:
 
 
 def embedded_engine(
-    path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
+    path: str,
+    settings: EngineSettings,
+    version: PolicyVersion,
+    *,
+    device: str,
+    attention: str,
+    head_dtype: str = "auto",
 ) -> EmbeddedEngine:
     """Build an engine with the weights of a model directory."""
     place = torch_device(device)
-    model = load_model(path, dtype=torch_dtype(settings.dtype, place), device=place, attention=attention)
+    dtype = torch_dtype(settings.dtype, place)
+    model = load_model(path, dtype=dtype, device=place, attention=attention, head_dtype=head_dtype)
     tokenizer = load_tokenizer(path)
     return EmbeddedEngine(model, tokenizer, settings, version, end_ids(model, tokenizer))
 

@@ -22,7 +22,7 @@ class PackedLinears:
 
     def __init__(self, model: Module) -> None:
         """Pack all layers that can be packed, and replace their forward. Has no effect on other dtypes and devices."""
-        self._layers = [m for m in model.modules() if type(m) is Linear and _can_pack(m)]
+        self._layers = [m for m in model.modules() if type(m) is Linear and "forward" not in vars(m) and _can_pack(m)]
         self.held_bytes = 0
         """Number of bytes of the packed copies."""
         self.refresh()

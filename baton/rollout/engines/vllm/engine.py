@@ -95,18 +95,24 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
 
 def vllm_of_model(
-    path: str, settings: EngineSettings, version: PolicyVersion, *, device: str, attention: str
+    path: str,
+    settings: EngineSettings,
+    version: PolicyVersion,
+    *,
+    device: str,
+    attention: str,
+    head_dtype: str = "auto",
 ) -> VllmEngine:
     """Build an engine that serves the model of a directory, which may be an adapter, as `version`."""
     _check_vllm(device)
     files = ModelFiles(path, settings, attention)
     if files.base_path == path:
-        return _engine(files.base_directory(), settings, version, files.read_base, load_format="auto")
+        return _engine(files.base_directory(), settings, version, files.read_base, "auto", head_dtype)
     with TemporaryDirectory(prefix="baton-model-") as scratch:
         model = files.load()
         save_skeleton(model, load_tokenizer(path), Path(scratch))
         model.save_pretrained(scratch)
-        return _engine(Path(scratch), settings, version, files.read_base, load_format="auto")
+        return _engine(Path(scratch), settings, version, files.read_base, "auto", head_dtype)
 
 
 def vllm_from_skeleton(
@@ -118,15 +124,20 @@ def vllm_from_skeleton(
     """
     _check_vllm(device)
     read_base = None if base is None else lambda: base
-    return _engine(directory, settings, PolicyVersion("", -1), read_base, load_format="dummy")
+    return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy")
 
 
 def _engine(
-    directory: Path, settings: EngineSettings, version: PolicyVersion, read_base: ReadBase | None, *, load_format: str
+    directory: Path,
+    settings: EngineSettings,
+    version: PolicyVersion,
+    read_base: ReadBase | None,
+    load_format: str,
+    head_dtype: str = "auto",
 ) -> VllmEngine:
     skeleton = Skeleton(directory, settings)
     arguments = {
-        **_arguments(settings),
+        **_arguments(settings, head_dtype),
         "model": str(directory),
         "load_format": load_format,
         "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
@@ -140,7 +151,7 @@ def _engine(
         raise
 
 
-def _arguments(settings: EngineSettings) -> dict[str, Any]:
+def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs` by name."""
     own = settings.vllm
     return {
@@ -157,6 +168,8 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # logprobs at the sampling temperature
         "worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader",
         "disable_log_stats": True,
+        # without the override, vLLM reads the same key of the model's configuration
+        "hf_overrides": {} if head_dtype == "auto" else {"head_dtype": head_dtype},
     }
 
 
