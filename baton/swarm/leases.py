@@ -217,10 +217,7 @@ class LeaseTable:
             worker.owner = self._owners.setdefault(event.owner, TokenOwner(LeaseCredit(0, event.at_s)))
             worker.owner.credit.resize(self._index.most(event.slots))
             worker.owner.credit.recover(event.at_s)
-            # a new worker raises its owner's limit, so other workers of this owner may now have free slots too
-            for number in worker.owner.workers:
-                self._offer(self.workers[number])
-            worker.owner.workers.add(event.worker)
+            self._offer_owner(worker.owner)  # a new worker raises the limit for its owner's other workers, too
         self._index.add(worker)
 
     def _on_worker_seen(self, event: ev.WorkerSeen) -> None:
@@ -246,7 +243,6 @@ class LeaseTable:
     def _remove(self, worker: Worker) -> Iterator[ev.Command]:
         self._index.remove(worker.number)
         if worker.owner is not None:
-            worker.owner.workers.discard(worker.number)
             worker.owner.credit.resize(-self._index.most(worker.slots))
         for number in sorted(worker.leases):
             yield from self._end_lease(self._leases[number])
@@ -397,8 +393,7 @@ class LeaseTable:
         owner = lease.owner
         if owner is not None:
             owner.num_held -= 1
-            for number in owner.workers if owner.num_held + 1 == owner.credit.num_leases else ():
-                self._offer(self.workers[number])
+            self._offer_owner(owner)
         worker = self.workers.get(lease.worker)
         if worker is not None:
             worker.leases.discard(lease.number)
@@ -413,11 +408,10 @@ class LeaseTable:
         before = worker.room, owner.has_lease
         change(worker.credit)
         change(owner.credit)
-        if owner.has_lease != before[1]:
-            for number in owner.workers:
-                self._offer(self.workers[number])
-        elif worker.room != before[0]:
+        if worker.room != before[0]:
             self._offer(worker)
+        elif owner.has_lease != before[1]:
+            self._offer_owner(owner)
 
     def _charge(self, lease: TrackedLease) -> None:
         """Subtract the cost of a lease without result from the worker's credit, unless the lease was still queued in
@@ -432,6 +426,10 @@ class LeaseTable:
 
     def _offer(self, worker: Worker) -> None:
         self._index.offer(worker)
+        self._may_grant = True
+
+    def _offer_owner(self, owner: TokenOwner) -> None:
+        self._index.offer_owner(owner)
         self._may_grant = True
 
     def _queue(self, task: TrackedTask) -> None:

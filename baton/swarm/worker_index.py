@@ -17,9 +17,10 @@ class TokenOwner:
     """All workers that use one token, and the credit that they share."""
 
     credit: LeaseCredit
-    workers: set[int] = field(default_factory=set)
     num_held: int = 0
     """Total number of leases that the owner's workers hold."""
+    entries: dict[int, list[_Entry]] = field(default_factory=dict)
+    """The entries of the owner's workers, like those of the index."""
 
     @property
     def has_lease(self) -> bool:
@@ -98,7 +99,8 @@ class WorkerIndex:
         self._num_paces, self._sum_paces = 0, 0.0
         """Number of workers whose speed is known, and sum of their paces (speed / weight)."""
         self._entries: dict[int, list[_Entry]] = {}
-        """Version → heap of entries. Outdated entries stay in the heap and are skipped."""
+        """Version → heap of the entries of workers without an owner, and of the first entry of each owner that may hold
+        one more lease. Outdated and repeated entries stay in the heap and are skipped."""
 
     def add(self, worker: Worker) -> None:
         """Add a worker that serves no version yet."""
@@ -113,6 +115,8 @@ class WorkerIndex:
             worker.stamp = -1
             if worker.pace is not None:
                 self._num_paces, self._sum_paces = self._num_paces - 1, self._sum_paces - worker.pace
+            if worker.owner is not None:
+                self.offer_owner(worker.owner)
         return worker
 
     def weigh(self, worker: Worker, weight: float) -> None:
@@ -129,18 +133,33 @@ class WorkerIndex:
     def offer(self, worker: Worker) -> None:
         """Update a worker's entry after its leases, version or credit have changed."""
         worker.stamp = self._stamp = self._stamp + 1
-        num, room = len(worker.leases), worker.room
-        if worker.version is None or num >= self.most(room) or not worker.owner_allows:
-            return
-        entries = self._entries.get(worker.version)
+        num, room, owner = len(worker.leases), worker.room, worker.owner
+        if worker.version is not None and num < self.most(room):
+            load = (num + 1) / (room * worker.weight * self._relative_pace(worker))
+            entries = self._entries if owner is None else owner.entries
+            self._enter(entries, worker.version, (num >= room, load, worker.stamp, worker))
+        if owner is not None:
+            self.offer_owner(owner)
+
+    def offer_owner(self, owner: TokenOwner) -> None:
+        """Enter the owner's least loaded worker of each version, if the owner may hold one more lease. Call this after
+        the owner's limit, leases or workers have changed."""
+        for version, entries in list(owner.entries.items()) if owner.has_lease else ():
+            top = self._top(entries)
+            if top is None:
+                del owner.entries[version]
+            else:
+                self._enter(self._entries, version, top)
+
+    def _enter(self, by_version: dict[int, list[_Entry]], version: int, entry: _Entry) -> None:
+        entries = by_version.get(version)
         if entries is None:
-            for version in [v for v, old in self._entries.items() if not self._top(old)]:
-                del self._entries[version]
-            entries = self._entries[worker.version] = []
-        load = (num + 1) / (room * worker.weight * self._relative_pace(worker))
-        heapq.heappush(entries, (num >= room, load, worker.stamp, worker))
-        if len(entries) > 8 * len(self.workers) + 64:  # rebuild the heap, because most entries are outdated
-            entries[:] = [entry for entry in entries if entry[3].stamp == entry[2]]
+            for other in [v for v, old in by_version.items() if not self._top(old)]:
+                del by_version[other]
+            entries = by_version[version] = []
+        heapq.heappush(entries, entry)
+        if len(entries) > 8 * len(self.workers) + 64:  # rebuild the heap, because most entries are outdated or repeated
+            entries[:] = {e[2]: e for e in entries if e[3].stamp == e[2]}.values()
             heapq.heapify(entries)
 
     def least_loaded(self, version: int, is_exact: bool) -> Worker | None:
@@ -184,7 +203,7 @@ class WorkerIndex:
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
         while entries:
-            # a worker whose owner has reached its limit gets a new entry as soon as the owner is below the limit
+            # an owner that has reached its limit gets a new entry as soon as it is below the limit
             if entries[0][3].stamp == entries[0][2] and entries[0][3].owner_allows:
                 return entries[0]
             heapq.heappop(entries)

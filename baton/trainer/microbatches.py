@@ -252,18 +252,25 @@ def first_fit(
 
 
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
-    """Put blocks of rows, each with its size, into the first chunk that has room."""
-    chunks: list[list[TrainingSample]] = []
-    room: list[int] = []
+    """Put blocks of rows, each with its size, into the first chunk that has room.
+
+    A binary tree over the chunks has in each node the most room of any chunk below it, so the first chunk with room is
+    found in logarithmic time.
+    """
+    chunks: list[list[TrainingSample]] = [[] for _ in blocks]
+    leaves = 1 << max(0, len(blocks) - 1).bit_length()
+    most_room = [max_tokens] * (2 * leaves)
+    """The children of node i are 2i and 2i + 1; node 1 is the root, and chunk i is node leaves + i."""
     for block, size in blocks:
-        place = next((place for place, left in enumerate(room) if left >= size), None)
-        if place is None:
-            chunks.append([*block])
-            room.append(max_tokens - size)
-        else:
-            chunks[place] += block
-            room[place] -= size
-    return chunks
+        needed, node = min(size, max_tokens), 1  # a block above the budget needs an empty chunk
+        while node < leaves:
+            node *= 2
+            node += most_room[node] < needed
+        chunks[node - leaves] += block
+        most_room[node] -= size
+        while node := node // 2:
+            most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
+    return [chunk for chunk in chunks if chunk]
 
 
 def prompt_of(row: TrainingSample) -> tuple[int, ...]:

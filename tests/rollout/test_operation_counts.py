@@ -4,6 +4,7 @@ Operations are comparisons and lookups of ids, so the counts are equal on every 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,6 +17,9 @@ from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup
 from baton.rollout.settings import Rules
 from baton.rollout.worker_client import WorkerClient
+from baton.swarm import lease_events as lease_ev
+from baton.swarm.lease_credit import FIRST_LEASES
+from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkLost
 
 
@@ -78,7 +82,29 @@ def submit_and_abort(size: int) -> None:
     assert len(table.open_step()) == 2 * size
 
 
-@pytest.mark.parametrize("work", [wait_for_the_last_group, revoke_all, submit_and_abort])
+def finish_at_the_limit_of_a_token(size: int) -> None:
+    """Finish leases while the workers of one token hold as many leases as the token may hold, so that each lease that
+    ends allows one more."""
+    table = LeaseTable(LeaseRules(prefetch=0.0, backup_lease_factor=0.0))
+    said: deque[lease_ev.Command] = deque()
+    for number in range(size):
+        worker = CountedId(number)
+        table.handle(lease_ev.WorkerJoined(0.0, worker, 1, owner="somebody"))
+        table.handle(lease_ev.WorkerSeen(0.0, worker, 0, 0))
+    for task in range(size):
+        said += table.handle(lease_ev.TaskSubmitted(0.0, task, 0, True, 0, 100))
+    assert len(said) == FIRST_LEASES
+    for _ in range(size):
+        grant = said.popleft()
+        assert isinstance(grant, lease_ev.GrantLease)
+        _, *granted = table.handle(lease_ev.LeaseFinished(0.0, grant.lease))
+        said += granted
+    assert not said
+
+
+@pytest.mark.parametrize(
+    "work", [wait_for_the_last_group, revoke_all, submit_and_abort, finish_at_the_limit_of_a_token]
+)
 def test_operations_grow_no_faster_than_the_work(work: Callable[[int], None]) -> None:
     """Quadratic work would need 16 times as many operations; a heap adds a logarithm to the factor 4."""
     assert count(work, 512) < 7 * count(work, 128)

@@ -189,6 +189,38 @@ def test_packing_holds_every_row_once_within_the_budget(lengths, budget):
             assert sum(len(row.token_ids) for row in (*chunks[one], *chunks[other])) > budget
 
 
+class CountedTokens(int):
+    """A number of tokens that counts the comparisons with it and with its differences."""
+
+    comparisons = 0
+
+    def __sub__(self, other: int) -> "CountedTokens":
+        return CountedTokens(int(self) - other)
+
+    def __lt__(self, other: int) -> bool:
+        CountedTokens.comparisons += 1
+        return int(self) < other
+
+    def __gt__(self, other: int) -> bool:
+        CountedTokens.comparisons += 1
+        return int(self) > other
+
+    def __ge__(self, other: int) -> bool:
+        CountedTokens.comparisons += 1
+        return int(self) >= other
+
+
+def test_packing_four_times_as_many_rows_needs_about_four_times_as_many_comparisons():
+    """Each chunk holds one row, so a search through all chunks would need 16 times as many."""
+
+    def count(num_rows: int) -> int:
+        CountedTokens.comparisons = 0
+        assert len(first_fit([row_of(30)] * num_rows, CountedTokens(40))) == num_rows
+        return CountedTokens.comparisons
+
+    assert 0 < count(512) < 7 * count(128)
+
+
 def row_of(length: int) -> TrainingSample:
     size = length - 1
     return TrainingSample(
