@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 from engine_cases import other_architectures
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.cache import KeptPrefixes, Prefix
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
-from baton.rollout.engines.embedded.network import prefill_shape
-from baton.rollout.engines.slot_table import Piece, PrefixKey, pieces_of
+from baton.rollout.engines.embedded.network import Network, prefill_shape
+from baton.rollout.engines.slot_table import Piece, PrefixKey, pieces_of, prefix_keys
 from baton.types import Author, PolicyVersion, Segment, Trajectory
 
 pytestmark = pytest.mark.numerics
@@ -437,18 +437,63 @@ def test_a_sleeping_engine_keeps_nothing(embedded, load, driver):
 
 
 def test_earlier_pieces_are_dropped_after_the_pieces_that_need_them():
-    def key(*ends: int, first: int = 0) -> PrefixKey:
-        return PrefixKey(tuple(Piece(end, 0) for end in ends), (first,) * ends[-1])
+    def keys(*ends: int, first: int = 0) -> tuple[PrefixKey, ...]:
+        return prefix_keys([Piece(end, 0) for end in ends], (first,) * ends[-1])
 
     kept = KeptPrefixes()
-    chain = (key(4), key(4, 9), key(4, 9, 15))
-    for one in (*chain, key(3, first=1)):
-        start = one.pieces[-2].end if len(one.pieces) > 1 else 0
-        kept.add(one, Prefix([], [], one.pieces[-1].end - start))
+    chain, other = keys(4, 9, 15), keys(3, first=1)
+    for one in (*chain, *other):
+        kept.add(one, Prefix([], [], len(one.ids)))
     kept.use(chain)
-    kept.use((key(3, first=1),))
+    kept.use(other)
     assert (kept.num_tokens, kept.depth(chain)) == (18, 3)
     for limit, depth in ((17, 2), (11, 1), (6, 0)):
         kept.drop_oldest(limit)
         assert kept.depth(chain) == depth
-    assert kept.depth((key(3, first=1),)) == 1
+    assert kept.depth(other) == 1
+
+
+def test_the_key_of_a_piece_depends_on_its_version_and_on_all_ids_before_it():
+    ids = tuple(range(12))
+    whole = prefix_keys([Piece(4, 0), Piece(9, 0)], ids)
+    assert whole == prefix_keys([Piece(4, 0), Piece(9, 0)], ids)
+    assert whole[1:] == prefix_keys([Piece(9, 0)], ids, whole[0])
+    assert (whole[1].begin, whole[1].ids) == (4, ids[4:9])
+    others = (
+        prefix_keys([Piece(4, 1), Piece(9, 0)], ids),
+        prefix_keys([Piece(5, 0), Piece(9, 0)], ids),
+        prefix_keys([Piece(4, 0), Piece(9, 0)], (7, *ids[1:])),
+        prefix_keys([Piece(4, 0), Piece(9, 0, is_within_turn=True)], ids),
+        prefix_keys([Piece(9, 0)], ids),
+    )
+    assert len({whole[1], *(other[-1] for other in others)}) == 6
+
+
+def test_four_times_as_many_turns_need_four_times_as_many_ids_in_keys():
+    def count(num_turns: int) -> int:
+        pieces = [Piece(8 * i, 0) for i in range(1, num_turns + 1)]
+        return sum(len(key.ids) for key in prefix_keys(pieces, (1,) * 8 * num_turns))
+
+    assert (count(32), count(128)) == (256, 1024)
+
+
+def test_a_long_prompt_is_prefilled_in_parts_with_masks_of_bounded_size():
+    """A mask for all positions at once would have the square of the prompt's length."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=1, max_position_embeddings=4096)
+    ).eval()  # fmt: skip
+    network, queries = Network(model, 8, 4096), []
+
+    def look(module, args, kwargs):
+        queries.append(tuple(kwargs["attention_mask"].shape[-2:]))
+
+    ids = [1 + 7 * i % 50 for i in range(2500)]
+    with model.base_model.register_forward_pre_hook(look, with_kwargs=True):
+        (parts,) = network.prefill([ids])
+    assert queries == [(1024, 1024), (1024, 2048), (512, 2560)]
+    whole = model(torch.tensor([ids]), use_cache=True).past_key_values
+    for layer, keys, values in zip(whole.layers, parts.keys, parts.values, strict=True):
+        assert torch.allclose(layer.keys[0].transpose(0, 1), keys, atol=1e-4)
+        assert torch.allclose(layer.values[0].transpose(0, 1), values, atol=1e-4)

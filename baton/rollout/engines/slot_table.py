@@ -11,9 +11,13 @@ the engine's batch.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from blake3 import blake3
 
 from baton.errors import EngineFault, UserError
 from baton.rollout.engine import EngineSettings, EngineStats
@@ -34,12 +38,33 @@ class Piece(NamedTuple):
     """Whether the piece ends with tokens of an unfinished turn. Only such keys and values may come from decode."""
 
 
-class PrefixKey(NamedTuple):
-    """The identity of the keys and values of the last of some pieces. The earlier pieces are its context."""
+@dataclass(frozen=True, slots=True)
+class PrefixKey:
+    """The identity of the keys and values of a piece, whose context are the pieces before it."""
 
-    pieces: tuple[Piece, ...]
-    ids: tuple[int, ...]
-    """[end of the last piece] All ids from the start of the prompt."""
+    digest: bytes
+    """Digest of the piece, its ids, and the digest of the piece before it: keys of a long context are compared without
+    reading its ids again."""
+    piece: Piece = field(compare=False)
+    begin: int = field(compare=False)
+    """Number of ids before the piece."""
+    ids: tuple[int, ...] = field(compare=False)
+    """[end - begin] Ids of the piece."""
+
+
+def prefix_keys(
+    pieces: Sequence[Piece], ids: tuple[int, ...], before: PrefixKey | None = None
+) -> tuple[PrefixKey, ...]:
+    """Return the keys of successive pieces, after an earlier piece if given. ids: all from the start of the prompt."""
+    found = []
+    digest, begin = (b"", 0) if before is None else (before.digest, before.piece.end)
+    for piece in pieces:
+        own = ids[begin : piece.end]
+        named = repr((digest, *piece)).encode()
+        digest = blake3(named + b"\0" + array("q", own).tobytes()).digest(length=16)
+        found.append(PrefixKey(digest, piece, begin, own))
+        begin = piece.end
+    return tuple(found)
 
 
 class RunningLease:
@@ -61,6 +86,7 @@ class RunningLease:
         """Position of `last_id`, counted from 0 at the start of the prompt."""
         self.pieces = pieces_of(trajectory)
         """Pieces of `prefix_ids`."""
+        self._keys: dict[tuple[int, bool], tuple[PrefixKey, ...]] = {}
         self.kept: tuple[PrefixKey, ...] = ()
         """Pieces that the embedded engine wrote into the row's slot."""
         self.last_version = -1
@@ -78,6 +104,14 @@ class RunningLease:
     def room(self) -> int:
         """Number of tokens that max_new_tokens and the context length still allow."""
         return self._max_length - self.length
+
+    def prefix_keys(self, version: int, *, is_own: bool = False) -> tuple[PrefixKey, ...]:
+        """Return the keys of `pieces` for one version or, if `is_own`, for the versions under which they ran."""
+        if (version, is_own) not in self._keys:
+            numbers = [version if piece.version is None or not is_own else piece.version for piece in self.pieces]
+            named = [piece._replace(version=number) for piece, number in zip(self.pieces, numbers, strict=True)]
+            self._keys[version, is_own] = prefix_keys(named, self.prefix_ids)
+        return self._keys[version, is_own]
 
     @property
     def num_unreported(self) -> int:

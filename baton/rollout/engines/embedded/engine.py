@@ -36,7 +36,7 @@ from baton.rollout.engines.embedded.cache import KeptPrefixes
 from baton.rollout.engines.embedded.length_classes import HORIZON_STEPS
 from baton.rollout.engines.embedded.network import Network, PrefillShape, prefill_shape
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, sample, uniforms
-from baton.rollout.engines.slot_table import Piece, PrefixKey, RunningLease, SlotEngine
+from baton.rollout.engines.slot_table import Piece, PrefixKey, RunningLease, SlotEngine, prefix_keys
 from baton.types import FromWorker, PolicyVersion
 
 _SLOTS_MULTIPLE = 8
@@ -142,8 +142,11 @@ class EmbeddedEngine(SlotEngine):
     def _fill_prefixes(self, admitted: list[tuple[int, RunningLease]]) -> None:
         """Write the prefix of each new row into its slot. Prefill the pieces that are not kept."""
         chains = [self._pieces(row) for _, row in admitted]
+        waiting: list[tuple[PrefixKey, ...]] | None = None
         while missing := self._missing(chains):
-            ahead_of = self._missing(self._pieces(row) for row in islice(self._table.waiting(), _LOOK_AHEAD))
+            if waiting is None:
+                waiting = [self._pieces(row) for row in islice(self._table.waiting(), _LOOK_AHEAD)]
+            ahead_of = self._missing(waiting)
             for shape, wanted in missing.items():
                 if unused := -len(wanted) % shape.rows:
                     ahead = ahead_of.get(shape, {})
@@ -151,7 +154,7 @@ class EmbeddedEngine(SlotEngine):
                 items = list(wanted.items())
                 for batch in (items[i : i + shape.rows] for i in range(0, len(items), shape.rows)):
                     pasts = [[self._kept[key] for key in past] for _, past in batch]
-                    ids = [key.ids[past[-1].pieces[-1].end if past else 0 :] for key, past in batch]
+                    ids = [key.ids for key, _ in batch]
                     for (key, _), prefix in zip(batch, self.network.prefill(ids, pasts), strict=True):
                         self._kept.add(key, prefix)
                         self._prefilled_tokens += prefix.num_tokens
@@ -159,10 +162,8 @@ class EmbeddedEngine(SlotEngine):
             for (slot, row), keys in zip(admitted, chains, strict=True):
                 row.kept = keys
                 self._kept.use(keys)
-                start = 0
                 for key in keys:
-                    self.network.cache.write(slot, self._kept[key], start)
-                    start = key.pieces[-1].end
+                    self.network.cache.write(slot, self._kept[key], key.begin)
                 trajectory = row.lease.trajectory
                 self._inputs[:, slot] = row.last_id, row.position, row.length
                 self._noise_keys[slot] = noise_key(row.lease.noise_seed, trajectory.group_id, trajectory.sample_index)
@@ -178,8 +179,7 @@ class EmbeddedEngine(SlotEngine):
         for keys in chains:
             if (depth := self._kept.depth(keys)) < len(keys):
                 past, key = keys[:depth], keys[depth]
-                start = past[-1].pieces[-1].end if past else 0
-                found.setdefault(prefill_shape(len(key.ids) - start, start), {})[key] = past
+                found.setdefault(prefill_shape(len(key.ids), key.begin), {})[key] = past
         return found
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
@@ -189,27 +189,27 @@ class EmbeddedEngine(SlotEngine):
         which its trajectory ran, if more of them are available.
         """
         number = self.version.number
-        keys = _keys([piece._replace(version=number) for piece in row.pieces], row.prefix_ids)
+        keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
-            own = [piece if piece.version is not None else piece._replace(version=number) for piece in row.pieces]
-            depth = self._kept.depth(_keys(own, row.prefix_ids))
+            own = row.prefix_keys(number, is_own=True)
+            depth = self._kept.depth(own)
             if depth > self._kept.depth(keys):
-                own[depth:] = [piece._replace(version=number) for piece in own[depth:]]
-                return _keys(own, row.prefix_ids)
+                rest = [key.piece._replace(version=number) for key in own[depth:]]
+                return (*own[:depth], *prefix_keys(rest, row.prefix_ids, own[depth - 1]))
         return keys
 
     def _keep_aborted(self) -> None:
         """Keep the keys and values of aborted rows that a resume may use, up to the limit."""
         copied = 0
         for slot, row in self._table.aborted():
-            begun = [key for key in row.kept if not key.pieces[-1].is_within_turn]
-            start = begun[-1].pieces[-1].end if begun else 0
+            begun = [key for key in row.kept if not key.piece.is_within_turn]
+            start = begun[-1].piece.end if begun else 0
             is_current = row.last_version == self.version.number or not row.lease.is_exact
             copied += row.position - start
             is_grown = row.position > len(row.prefix_ids)
             if is_grown and is_current and copied <= self._kept_limit and self._kept.depth(begun) == len(begun):
                 piece = Piece(row.position, row.last_version, is_within_turn=True)
-                key = PrefixKey((*(begun[-1].pieces if begun else ()), piece), tuple(row.ids[:-1]))
+                (key,) = prefix_keys([piece], tuple(row.ids[:-1]), begun[-1] if begun else None)
                 with torch.inference_mode():
                     self._kept.add(key, self.network.cache.read(slot, start, row.position))
                 self._kept.use((*begun, key))
@@ -304,10 +304,6 @@ class EmbeddedEngine(SlotEngine):
                 self._inputs[:, destination] = self._inputs[:, source]
                 self._noise_keys[destination] = self._noise_keys[source]
         self._params = None
-
-
-def _keys(pieces: list[Piece], ids: tuple[int, ...]) -> tuple[PrefixKey, ...]:
-    return tuple(PrefixKey(tuple(pieces[: i + 1]), ids[: piece.end]) for i, piece in enumerate(pieces))
 
 
 def embedded_engine(

@@ -53,6 +53,9 @@ _LONG_BUCKET = 64
 """Bucket of lengths above those in `_PREFILL_BUCKETS`."""
 _PAST_TOKENS = 2048
 """Maximum positions of a prefill of several rows after earlier pieces, which are copied for it."""
+_MASKED_TOKENS = 1024
+"""Maximum tokens of a row that one forward of a prefill computes: the attention mask has an entry for each of them and
+each position before."""
 _NOWHERE = 2**62
 """Position of a key that no query attends to."""
 MIN_WIDTH = 16
@@ -159,26 +162,28 @@ class Network:
     ) -> list[Prefix]:
         rows, length, past = shape
         padded = [[*row, *[0] * (length - len(row))] for row in ids] + [[0] * length] * (rows - len(ids))
-        query_Q = torch.arange(length, device=self.device)
-        if not past:
-            query_RQ = query_Q[None]
-            mask = self._masks.additive(query_RQ[:, None, :, None], length)
-        else:
+        ids_RL = torch.tensor(padded, device=self.device)
+        query_RL = torch.arange(length, device=self.device)[None]
+        kv_RK = None
+        if past:
             begins = [sum(piece.num_tokens for piece in pieces) for pieces in pasts] + [past] * (rows - len(pasts))
             begin_R1 = torch.tensor(begins, device=self.device)[:, None]
-            query_RQ = begin_R1 + query_Q
+            query_RL = begin_R1 + query_RL
             past_P = torch.arange(past, device=self.device)
-            kv_RK = torch.cat((torch.where(past_P < begin_R1, past_P, _NOWHERE), query_RQ), 1)
-            mask = self._masks.additive(query_RQ[:, None, :, None], kv_RK[:, None, None])
+            kv_RK = torch.cat((torch.where(past_P < begin_R1, past_P, _NOWHERE), query_RL), 1)
         with torch.inference_mode():
             cache = prefill_cache(pasts, rows, past)
-            self._body(
-                input_ids=torch.tensor(padded, device=self.device),
-                attention_mask=mask,
-                position_ids=query_RQ.clamp(max=self._max_context_tokens - 1).expand(rows, length),
-                past_key_values=cache,
-                use_cache=True,
-            )
+            for begin in range(0, length, _MASKED_TOKENS):
+                end = min(begin + _MASKED_TOKENS, length)
+                query_RQ = query_RL[:, begin:end]
+                kv = end if kv_RK is None else kv_RK[:, None, None, : past + end]
+                self._body(
+                    input_ids=ids_RL[:, begin:end],
+                    attention_mask=self._masks.additive(query_RQ[:, None, :, None], kv),
+                    position_ids=query_RQ.clamp(max=self._max_context_tokens - 1).expand(rows, end - begin),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
             return prefixes(cache, past, [len(row) for row in ids])
 
     def decode(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
