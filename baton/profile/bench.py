@@ -1,5 +1,5 @@
-"""`baton bench rollout`: runs the modes of [rollout] alternately on one engine. Response lengths are scripted and have
-a long tail.
+"""`baton bench rollout`: runs the modes of [rollout], each on an engine of its own, alternately for one batch. Response
+lengths are scripted and have a long tail.
 
 Only the rollout side is measured: the trainer takes no time, and each version loads the same weights again. The control
 `sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. It has the concurrency
@@ -15,7 +15,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
@@ -114,11 +113,15 @@ class ModeResult(msgspec.Struct, frozen=True):
     """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
     over the context length of the longest row."""
     reprefilled_frac: float
-    """Number of tokens prefilled again after an abort, divided by the number of generated tokens."""
+    """Number of tokens that the engine prefilled beyond one prompt per delivered group, divided by the number of
+    generated tokens. They are those of aborted responses and of their prompts."""
+    shares: dict[str, float]
+    """Share of the time in decode steps, in prefills (what a step takes longer than one without a prefill), in loads
+    of weights, and in the controller (all else)."""
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
-    """Tokens per second of each round."""
+    """Tokens per second of each batch, without batches that were complete at once."""
 
 
 class BenchResult(msgspec.Struct, frozen=True):
@@ -152,6 +155,8 @@ class TimedTransport(LocalTransport):
         self._lengths = lengths
         self.steps: list[tuple[int, int, float]] = []
         """(number of decoded rows, prefilled tokens, seconds) of each step."""
+        self.load_s = 0.0
+        """Seconds spent loading weights."""
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, Lease):
@@ -166,6 +171,11 @@ class TimedTransport(LocalTransport):
         prefilled = after.prefilled_tokens - before.prefilled_tokens
         self.steps.append((after.decode_rows - before.decode_rows, prefilled, self.clock() - begin_s))
         return messages
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        begin_s = self.clock()
+        super().load_weights(tensors, version)
+        self.load_s += self.clock() - begin_s
 
 
 class FlatTransport(TimedTransport):
@@ -204,61 +214,57 @@ class ModeBench:
         name: str,
         settings: RolloutSettings,
         port: TimedTransport,
-        worker: WorkerClient,
         prompts: PromptSource,
         tensors: Mapping[str, Any],
     ) -> None:
-        """worker: the client of `port`, shared by all modes."""
-        self.name, self._port, self._tensors = name, port, tensors
+        self.name, self.port, self._tensors = name, port, tensors
         # the maximum length here is unused: the port sets the length of each trajectory
         sampling = SeededSampling(SamplingParams(1), noise_seed=1)
-        self._controller = RolloutController(worker, settings.rules(), prompts, NoJudges(), sampling)
+        self._controller = RolloutController(WorkerClient(port), settings.rules(), prompts, NoJudges(), sampling)
         self._version = -1
-        self._held = ExitStack()
-        """Context in which this mode is paused while another mode uses the engine."""
         self.tokens, self.seconds, self.steps = 0, 0.0, 0
         self.rounds: list[float] = []
-        self.decode_rows = self.decoded = self.reprefilled = self.prompt_tokens = 0
+        self.decode_rows = self.decoded = self.prefilled = self.prompt_tokens = 0
         self.staleness: list[int] = []
-        self.full_steps_s: list[float] = []
 
-    def turn(self, steps: int, *, is_counted: bool = True) -> None:
-        """Run this mode for `steps` steps on the engine that all modes share, then pause it."""
-        self._take_engine()
-        before, first_step = self._port.stats(), len(self._port.steps)
-        begin_s, tokens = self._port.clock(), 0
-        for _ in range(steps):
-            groups = self._controller.next_batch()
-            self._version += 1
-            self._publish_next()
-            if is_counted:
-                tokens += sum(m.trajectory.num_tokens for g in groups for m in g.members)
-                self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) for g in groups)
-        seconds, after = self._port.clock() - begin_s, self._port.stats()
-        self._held.enter_context(self._controller.paused())
-        counts = self._controller.scheduler.take_step_counts()
-        if is_counted:
-            self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + steps
-            self.rounds.append(tokens / seconds)
-            own = self._port.steps[first_step:]
-            self.full_steps_s += [s for width, prefilled, s in own if width >= self._port.slots and not prefilled]
-            self.decode_rows += after.decode_rows - before.decode_rows
-            self.decoded += after.decoded_tokens - before.decoded_tokens
-            self.reprefilled += counts.reprefilled_tokens
-            self.staleness += [staleness for _, staleness in counts.lengths_and_staleness]
-
-    def _take_engine(self) -> None:
-        """Start this mode, or resume it after another mode has used the engine."""
+    def step(self, *, is_counted: bool = True) -> None:
+        """Deliver one batch and load the next version."""
         if self._version < 0:
-            self._version = 0
             self._controller.begin(0, StreamCursor(0, {}))
             self._publish_next()
-        else:
-            self._port.load_weights(self._tensors, self._own_version)
-            self._held.close()
+        before, begin_s = self.port.stats(), self.port.clock()
+        groups = self._controller.next_batch()
+        self._publish_next()
+        seconds, after = self.port.clock() - begin_s, self.port.stats()
+        counts = self._controller.scheduler.take_step_counts()
+        if not is_counted:
+            self.port.steps.clear()
+            self.port.load_s = 0.0
+            return
+        tokens = sum(m.trajectory.num_tokens for g in groups for m in g.members)
+        self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) - 1 for g in groups)
+        self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + 1
+        if seconds:  # several batches may be complete at one time of the clock
+            self.rounds.append(tokens / seconds)
+        self.decode_rows += after.decode_rows - before.decode_rows
+        self.decoded += after.decoded_tokens - before.decoded_tokens
+        self.prefilled += after.prefilled_tokens - before.prefilled_tokens
+        self.staleness += [staleness for _, staleness in counts.lengths_and_staleness]
 
-    def result(self, bound_s: float, sync: float | None, control: float | None) -> ModeResult:
-        rate = self.tokens / self.seconds
+    def result(
+        self, bound_s: float, sync: float | None, control: float | None, curve: Mapping[int, float]
+    ) -> ModeResult:
+        """curve: mean seconds of a decode step without prefill, by number of rows, over all modes."""
+        rate, port = self.tokens / self.seconds, self.port
+        in_steps_s = sum(s for _, _, s in port.steps)
+        extra_s = sum(s - curve.get(width, 0.0) for width, prefilled, s in port.steps if prefilled)
+        parts = {
+            "decode": in_steps_s - extra_s,
+            "prefill": extra_s,
+            "load": port.load_s,
+            "controller": self.seconds - in_steps_s - port.load_s,
+        }
+        full_steps_s = [s for width, prefilled, s in port.steps if width >= port.slots and not prefilled]
         return ModeResult(
             mode=self.name,
             steps=self.steps,
@@ -269,9 +275,10 @@ class ModeBench:
             over_control=rate / control if control else None,
             occupancy=self.decoded / max(1, self.decode_rows),
             of_bound=bound_s / self.seconds,
-            full_step_ms=1000 * statistics.fmean(self.full_steps_s) if self.full_steps_s else None,
-            reprefilled_frac=self.reprefilled / max(1, self.tokens),
+            full_step_ms=1000 * statistics.fmean(full_steps_s) if full_steps_s else None,
+            reprefilled_frac=max(0, self.prefilled - self.prompt_tokens) / max(1, self.tokens),
             mean_staleness=sum(self.staleness) / max(1, len(self.staleness)),
+            shares={name: part_s / self.seconds for name, part_s in parts.items()},
             rounds_tokens_per_s=tuple(self.rounds),
         )
 
@@ -279,17 +286,14 @@ class ModeBench:
     def rate(self) -> float:
         return self.tokens / self.seconds
 
-    @property
-    def _own_version(self) -> PolicyVersion:
-        return PolicyVersion(self.name, self._version)
-
     def _publish_next(self) -> None:
-        self._controller.publish(self._tensors, self._own_version)
+        self._version += 1
+        self._controller.publish(self._tensors, PolicyVersion(self.name, self._version))
 
 
 def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, RolloutSettings]:
     """Return name → settings of each mode and of the control. The recipe's own mode has the recipe's settings; other
-    modes have default settings."""
+    modes have default settings, except for `on_new_version`, which `partial` and `async` share."""
     known: tuple[Mode, ...] = ("sync", "partial", "async")
     unknown = [mode for mode in modes if mode not in known]
     if unknown or not modes:
@@ -298,8 +302,11 @@ def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, Rollout
         )
     shape = {"batch_groups": recipe.batch_groups, "group_size": recipe.group_size}
     own = recipe.model_dump(exclude_unset=True) | shape
+    switch = {"on_new_version": recipe.on_new_version} if recipe.on_new_version in ("resume", "keep") else {}
     found: dict[str, RolloutSettings] = {
-        mode: RolloutSettings.model_validate({"mode": mode, **shape}) for mode in known if mode in modes
+        mode: RolloutSettings.model_validate({"mode": mode, **shape, **(switch if mode != "sync" else {})})
+        for mode in known
+        if mode in modes
     }
     if recipe.mode in found:
         found[recipe.mode] = RolloutSettings.model_validate(own | {"mode": recipe.mode})
@@ -312,27 +319,23 @@ def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, Rollout
 
 def measure(
     sides: Sequence[ModeBench],
-    port: TimedTransport,
     lengths: ScriptedLengths,
     clock: str,
     steps: int,
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
-    """Run the modes alternately until each mode has delivered at least `steps` batches; return the results."""
-    for side in sides:
-        side.turn(warm_up, is_counted=False)
-    port.steps.clear()
-    turn = min(steps, 4)
-    for _ in range(math.ceil(steps / turn)):
+    """Run the modes alternately until each mode has delivered `steps` batches; return the results."""
+    for number in range(warm_up + steps):
         for side in sides:
-            side.turn(turn)
+            side.step(is_counted=number >= warm_up)
+    measured = [step for side in sides for step in side.port.steps]
     plain: dict[int, list[float]] = {}
-    for width, prefilled, seconds in port.steps:
+    for width, prefilled, seconds in measured:
         if width and not prefilled:
             plain.setdefault(width, []).append(seconds)
     curve = {width: sum(times) / len(times) for width, times in sorted(plain.items())}
     full_s = curve[max(curve)]
-    with_prefill = [(w, n, s) for w, n, s in port.steps if n and w in curve]
+    with_prefill = [(w, n, s) for w, n, s in measured if n and w in curve]
     prefilled = sum(n for _, n, _ in with_prefill)
     prefill_s = max(0.0, sum(s - curve[w] for w, _, s in with_prefill)) / max(1, prefilled)
     rates = {side.name: side.rate for side in sides}
@@ -352,12 +355,12 @@ def measure(
         step_ms_by_width={width: 1000 * s for width, s in curve.items()},
         prefill_ms_per_token=1000 * prefill_s,
         bound_over_sync=sync.seconds / bound_s(sync) if sync else None,
-        modes=tuple(side.result(bound_s(side), rates.get("sync"), rates.get(CONTROL)) for side in sides),
+        modes=tuple(side.result(bound_s(side), rates.get("sync"), rates.get(CONTROL), curve) for side in sides),
     )
 
 
 def bench_engine(
-    engine: Engine,
+    engine: Callable[[], Engine],
     settings: Mapping[str, RolloutSettings],
     prompts: Callable[[], PromptSource],
     lengths: ScriptedLengths,
@@ -367,11 +370,12 @@ def bench_engine(
     steps: int,
     warm_up: int = WARM_UP_STEPS,
 ) -> BenchResult:
-    """Measure the modes on a real engine in this process."""
-    port = TimedTransport(engine, lengths, time.process_time if on_cpu else time.perf_counter)
-    worker = WorkerClient(port)
-    sides = [ModeBench(name, s, port, worker, prompts(), tensors) for name, s in settings.items()]
-    return measure(sides, port, lengths, "processor" if on_cpu else "wall", steps, warm_up)
+    """Measure the modes on real engines in this process. engine: builds the engine of one mode."""
+    clock = time.process_time if on_cpu else time.perf_counter
+    sides = [
+        ModeBench(name, s, TimedTransport(engine(), lengths, clock), prompts(), tensors) for name, s in settings.items()
+    ]
+    return measure(sides, lengths, "processor" if on_cpu else "wall", steps, warm_up)
 
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
@@ -382,11 +386,11 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
     """
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
-    engine = FakeEngine(engine_settings, PolicyVersion("flat", 0), lambda g, s: 10**9)
-    port = FlatTransport(engine, lengths)
-    worker = WorkerClient(port)
-    sides = [ModeBench(name, s, port, worker, NumberedPrompts(), {}) for name, s in settings.items()]
-    return measure(sides, port, lengths, "steps", steps)
+    sides = []
+    for name, s in settings.items():
+        engine = FakeEngine(engine_settings, PolicyVersion("flat", 0), lambda g, s: 10**9)
+        sides.append(ModeBench(name, s, FlatTransport(engine, lengths), NumberedPrompts(), {}))
+    return measure(sides, lengths, "steps", steps)
 
 
 def _most_in_flight(rules: Rules) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transformers import PreTrainedModel
+
 from baton.errors import UserError
 from baton.policy.load import load_model, torch_device, torch_dtype
 from baton.policy.tokenizer import load_tokenizer
@@ -39,15 +41,16 @@ def bench_rollout(
     device = torch_device(recipe.model.device)
     dtype = torch_dtype(recipe.engine.dtype, device)
     own = recipe.model
-    model = load_model(own.path, dtype=dtype, device=device, attention=own.attention, head_dtype=own.head_dtype)
-    engine = EmbeddedEngine(model, tokenizer, recipe.engine, PolicyVersion("bench", 0), ())
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def loaded() -> PreTrainedModel:
+        return load_model(own.path, dtype=dtype, device=device, attention=own.attention, head_dtype=own.head_dtype)
+
     return bench_engine(
-        engine,
+        lambda: EmbeddedEngine(loaded(), tokenizer, recipe.engine, PolicyVersion("bench", 0), ()),
         sides,
         lambda: TokenizedPrompts(PromptStream(mixture, recipe.run.seed), encoder),
         lengths,
-        tensors,
+        loaded().state_dict(),
         on_cpu=device.type == "cpu",
         steps=steps,
     )

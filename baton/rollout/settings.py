@@ -93,7 +93,7 @@ class RolloutSettings(Settings):
     on_new_version: OnNewVersion | None = None
     """Treatment of running trajectories: `drain` lets them finish (only `sync`); `resume` aborts them and resumes from
     their token ids under the new weights (default of `partial` and `async`); `keep` continues them with the keys and
-    values of the old weights (only `async`)."""
+    values of the old weights (`partial` and `async`)."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""
@@ -126,7 +126,7 @@ class RolloutSettings(Settings):
         if mode != "partial" and self.overprovision not in (None, 1.0):
             instead = "max_staleness bounds how far it runs ahead" if mode == "async" else 'use mode = "partial"'
             found.append(f'overprovision: got {self.overprovision!r}, but only mode = "partial" uses it; {instead}')
-        allowed = {"sync": ("drain",), "partial": ("resume",), "async": ("resume", "keep")}[mode]
+        allowed = {"sync": ("drain",), "partial": ("resume", "keep"), "async": ("resume", "keep")}[mode]
         if rules.on_new_version not in allowed:
             found.append(
                 f'on_new_version: got {rules.on_new_version!r}, but mode = "{mode}" allows {" or ".join(allowed)}; '

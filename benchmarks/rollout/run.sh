@@ -1,21 +1,32 @@
 #!/usr/bin/env bash
-# The modes of rollout on this machine: three workloads on the real engine, and one where a step's time is flat in its width.
+# The modes of rollout on this machine: workloads on the real engine, at 0.8M and 135M, and simulated ones in which the
+# time of a step does not depend on its width. With names of results as arguments, only these.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 results=benchmarks/rollout/results
 mkdir -p "$results"
-python - > "$results/machine.json" <<'END'
-import json, os, subprocess, torch, transformers
-commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if "model name" in line]
-versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-print(json.dumps({"commit": commit, "processor": names[0], "cores": os.cpu_count(), "load_average": os.getloadavg(), **versions}))
-END
-bench() { python -m baton bench rollout recipes/quickstart.toml --json "${@:2}" > "$results/$1.json"; }
+export PYTHONPATH="$PWD/benchmarks:$PWD"
+python -c 'import json, machine; print(json.dumps(machine.machine()))' > "$results/machine.json"
+bench() {
+  if [ -z "$names" ] || [[ " $names " == *" $1 "* ]]; then
+    python -m baton bench rollout "$2" --json "${@:3}" > "$results/$1.json"
+  fi
+}
+names="$*"
 async="rollout.mode=async engine.processes=1"
-long="rollout.max_new_tokens=512 engine.max_context_tokens=576"
-bench short --steps 8 $async
-bench short-keep --steps 8 $async rollout.on_new_version=keep
-bench long-keep --steps 8 --modes sync,partial,async $async rollout.on_new_version=keep $long
-bench flat --flat --steps 24
-bench flat-backfill --flat --steps 24 rollout.mode=partial rollout.max_concurrency=512
+keep="$async rollout.on_new_version=keep"
+small="recipes/quickstart.toml"
+large="recipes/smollm2-sums.toml"
+copy="$(mktemp -d)"   # the same model with room for 4,096 positions: lengths are scripted, so its outputs do not matter
+cp models/quickstart/* "$copy"
+sed -i 's/"max_position_embeddings": 1024/"max_position_embeddings": 4096/' "$copy/config.json"
+long="engine.max_context_tokens=2112 rollout.max_new_tokens=2048 engine.slots=32 rollout.batch_groups=16"
+few="rollout.batch_groups=8 rollout.group_size=8 engine.slots=16"
+bench short-keep $small --steps 6 $keep
+bench short-resume $small --steps 6 $async
+bench long-keep $small --steps 2 $keep $long model.path="$copy"
+bench mixed-keep $small --steps 2 --tail 24 --between 1.2 $keep $long model.path="$copy"
+bench large-short-keep $large --steps 2 $keep $few engine.dtype=bfloat16 engine.max_context_tokens=320 rollout.max_new_tokens=128
+bench large-long-keep $large --steps 1 $keep $few engine.dtype=bfloat16 engine.max_context_tokens=2304 rollout.max_new_tokens=2048
+bench flat $small --flat --steps 24
+bench flat-backfill $small --flat --steps 24 rollout.mode=partial rollout.max_concurrency=512

@@ -150,6 +150,7 @@ MODES = [
     ("partial", {"overprovision": 2.0}),
     ("partial", {"max_concurrency": 7}),
     ("partial", {"overprovision": "auto"}),
+    ("partial", {"on_new_version": "keep"}),
     ("async", {"on_new_version": "resume", "max_staleness": 2}),
     ("async", {"on_new_version": "keep", "max_staleness": 2}),
     ("async", {"on_new_version": "resume", "max_staleness": 1, "consume": "submission", "stale": "drop"}),

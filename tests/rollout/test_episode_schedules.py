@@ -69,7 +69,7 @@ class Plan:
             "group_size": dice.randint(1, 3),
             "max_concurrency": dice.choice([None, 3, 30]),
         }
-        if mode == "async":
+        if mode != "sync":
             self.values["on_new_version"] = dice.choice(["resume", "keep"])
         self.rules = EpisodeRules(
             "rooms", 8, dice.choice([3, 20]), dice.choice([2, 50]), may_replay=dice.random() < 0.7

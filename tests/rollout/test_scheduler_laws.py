@@ -35,10 +35,9 @@ def recipes(draw: st.DrawFn) -> RolloutSettings:
         values["stale"] = draw(st.sampled_from(["mask", "drop"]))
         values["consume"] = draw(st.sampled_from(["completion", "submission", "stalest"]))
         values["max_requeues"] = draw(st.integers(0, 2))
+        values["on_new_version"] = draw(st.sampled_from(["resume", "keep"]))
     if mode == "partial":
         values["overprovision"] = draw(st.sampled_from([1.0, 1.25, 2.0, 3.0, "auto", None]))
-    if mode == "async":
-        values["on_new_version"] = draw(st.sampled_from(["resume", "keep"]))
     try:
         return RolloutSettings.model_validate(values)
     except ValueError:  # refused together: let one of the two go

@@ -24,7 +24,7 @@ REFUSED = [
     (["rollout.overprovision=2.0"], 'only mode = "partial" uses it; use mode = "partial"'),
     (["rollout.mode=async", "rollout.overprovision=2.0"], "max_staleness bounds how far it runs ahead"),
     (["rollout.mode=async", "rollout.on_new_version=drain"], "got 'drain', but mode = \"async\" allows resume or keep"),
-    (["rollout.mode=partial", "rollout.on_new_version=keep"], 'mode = "partial" allows resume'),
+    (["rollout.mode=partial", "rollout.on_new_version=drain"], 'mode = "partial" allows resume or keep'),
     (["rollout.max_staleness=2"], 'max_staleness: got 2, but mode = "sync" allows only 0'),
     (["rollout.mode=async", "rollout.max_staleness=-1"], "rollout.max_staleness: got -1"),
     (["rollout.consume=stalest"], 'mode = "sync" always consumes groups in the order of submission'),
