@@ -57,14 +57,13 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     _create_values(model, seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
-        if parameter.requires_grad and model.device.type != "meta":
-            parameter.data = parameter.data.to(model.device)
     model.eval()  # type: ignore[no-untyped-call]
 
 
 def _create_values(model: PreTrainedModel, seed: int) -> None:
     """Replace adapters on the meta device by those that PEFT creates on the CPU in float32."""
     torch.manual_seed(seed)
+    device = model.device
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
     for module in layers:
         if _NAME not in module.lora_A:
@@ -72,6 +71,9 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
         for side in (module.lora_A, module.lora_B):
             side[_NAME] = torch.nn.Linear(side[_NAME].in_features, side[_NAME].out_features, bias=False)
         module.reset_lora_parameters(_NAME, init_lora_weights=True)
+        for side in (module.lora_A, module.lora_B):
+            if device.type != "meta":
+                side[_NAME].to(device)
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:

@@ -360,7 +360,7 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all_and_leaves_the_weight
     bad = make_group(7, (1.0, 0.0), [[policy(63, 5)], [policy(6, 7)]])
     before = tensors(many)
     with pytest.raises(
-        TrainingDiverged, match=r"train step 1: the loss is nan over groups 7.*are still those of version 0"
+        TrainingDiverged, match=r"train step 1: the loss is nan over groups (0, )?7.*are still those of version 0"
     ):
         many.step(Batch(1, (good, bad)))
     assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in tensors(many).items())

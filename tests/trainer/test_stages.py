@@ -203,7 +203,7 @@ def test_a_number_that_is_not_finite_is_named_by_the_stage_with_the_loss(
     many = staged(pool, str(tmp_path), 3, name="grpo", stages=3)
     good, bad = make_group(0, (1.0, 0.0)), make_group(7, (1.0, 0.0), [[policy(63, 5)], [policy(6, 7)]])
     before = tensors(many)
-    with pytest.raises(TrainingDiverged, match=r"train step 1: the loss is nan over groups 7.*are still those of ver"):
+    with pytest.raises(TrainingDiverged, match=r"train step 1: the loss is nan over groups (0, )?7.*are still"):
         many.step(Batch(1, (good, bad)))
     assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in tensors(many).items())
     many.step(Batch(1, (good, make_group(8, (1.0, 0.0)))))  # and they can go on
