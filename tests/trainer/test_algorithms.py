@@ -235,9 +235,9 @@ def test_a_trajectory_that_dapo_leaves_out_still_shapes_its_group():
 
 
 def ratios(monkeypatch):
-    seen, original = [], forward.Passes.scores
+    seen, original = [], forward.Passes.output
     monkeypatch.setattr(
-        forward.Passes, "scores", lambda self, *a, **k: seen.append(k["is_update"]) or original(self, *a, **k)
+        forward.Passes, "output", lambda self, *a, **k: seen.append(k["is_update"]) or original(self, *a, **k)
     )
     return seen
 

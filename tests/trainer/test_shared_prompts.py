@@ -175,12 +175,12 @@ def test_steps_are_the_same_with_and_without(case, shapes):
 
 
 def test_rows_without_advantage_share_too(shapes):
-    """A group of equal rewards runs forward only, for the metrics."""
+    """A group of equal rewards runs forward only, if the metrics are of all tokens."""
     equal = make_group(9, [0.5] * 3, [[policy(5, 6)], [policy(7)], [policy(8, 9)]], prompt_ids=tuple(range(2, 34)))
     batch = Batch(1, (*batch_of().groups, equal))
     found = []
     for share_prompts in (False, True):
-        trainer = make_trainer(name="dr_grpo", share_prompts=share_prompts, **SMOOTH)
+        trainer = make_trainer(name="dr_grpo", share_prompts=share_prompts, metrics_of_all_tokens=True, **SMOOTH)
         found.append((trainer.step(batch), parameters(trainer)))
     assert ((32, 2, 2, 1),) in shapes
     assert largest_difference(found[0][1], found[1][1]) < 1e-4
