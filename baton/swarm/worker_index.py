@@ -145,7 +145,7 @@ class WorkerIndex:
         """Enter the owner's least loaded worker of each version, if the owner may hold one more lease. Call this after
         the owner's limit, leases or workers have changed."""
         for version, entries in list(owner.entries.items()) if owner.has_lease else ():
-            top = self._top(entries)
+            top = self._first(entries)
             if top is None:
                 del owner.entries[version]
             else:
@@ -154,7 +154,7 @@ class WorkerIndex:
     def _enter(self, by_version: dict[int, list[_Entry]], version: int, entry: _Entry) -> None:
         entries = by_version.get(version)
         if entries is None:
-            for other in [v for v, old in by_version.items() if not self._top(old)]:
+            for other in [v for v, old in by_version.items() if not self._first(old)]:
                 del by_version[other]
             entries = by_version[version] = []
         heapq.heappush(entries, entry)
@@ -202,9 +202,13 @@ class WorkerIndex:
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
-        while entries:
-            # an owner that has reached its limit gets a new entry as soon as it is below the limit
-            if entries[0][3].stamp == entries[0][2] and entries[0][3].owner_allows:
-                return entries[0]
+        """Return the first entry of a heap of the index whose worker may be granted a lease."""
+        while (top := self._first(entries)) is not None and not top[3].owner_allows:
+            heapq.heappop(entries)  # the owner is entered again as soon as it is below its limit
+        return top
+
+    def _first(self, entries: list[_Entry]) -> _Entry | None:
+        """Return the first entry that is not outdated. At its limit an owner keeps its entries."""
+        while entries and entries[0][3].stamp != entries[0][2]:
             heapq.heappop(entries)
-        return None
+        return entries[0] if entries else None

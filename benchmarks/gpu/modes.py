@@ -51,11 +51,10 @@ def steps_needed(cap: int, scale: Scale) -> float:
 
 
 def measure_modes(shape: str, scale: Scale, device: torch.device, *, cap: int, way: str) -> dict[str, Any]:
-    """Let sync, partial, async and the control take turns on one engine."""
-    engine = make_engine(shape, scale, device, way=way)
-    model = engine.network.model
+    """Let sync, partial, async and the control take turns, each with an engine of its own and the same weights."""
+    model = make_engine(shape, scale, device, way=way).network.model
     found = bench_engine(
-        engine,
+        lambda: make_engine(shape, scale, device, way=way),
         _sides(scale),
         Numbered,
         ScriptedLengths(cap / TAIL, cap, BETWEEN, WITHIN),

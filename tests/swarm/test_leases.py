@@ -9,7 +9,7 @@ import os
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from lease_world import World
 
@@ -58,6 +58,7 @@ def all_rules(draw: st.DrawFn) -> LeaseRules:
     max_examples=SCHEDULES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(all_rules(), st.integers(0, 2**32 - 1), st.integers(0, 200), st.booleans(), st.booleans())
+@example(LeaseRules(False, 6.0, 3.0, 20.0, 0.0, 0.0, 0.0), 172, 130, False, True)  # a token leaves its limit
 def test_laws_hold_at_every_event(rules, seed, num_faulty, is_mixed, is_owned):
     """One state each, append only, conservation, places, versions, oldest first, work conserving, no hang."""
     rng = random.Random(seed)
