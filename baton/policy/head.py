@@ -226,7 +226,7 @@ class _HeadScores(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-        product = _product(head, weight)
+        product = _product(head)
         pieces = _pieces(len(targets_T), head.vocabulary, head.max_logits or MAX_LOGITS)
         found: list[tuple[torch.Tensor, ...]] = []
         products = None
@@ -250,7 +250,7 @@ class _HeadScores(torch.autograd.Function):
         hidden_TH, weight_VH, bias_V, *by_token, kept = ctx.saved_tensors
         head, wanted, dtype = ctx.others
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-        product = _product(head, weight)
+        product = _product(head)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden_TH) if wants_hidden else None
         of_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
@@ -278,8 +278,8 @@ class _HeadScores(torch.autograd.Function):
         )
 
 
-def _product(head: Head, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the function that computes the head's products for a weight in the computing dtype."""
+def _product(head: Head) -> Callable[..., torch.Tensor]:
+    """Return the function of hidden states, weight and bias that computes the head's products."""
     return _float32_products if has_float32_products(head.linear) else linear
 
 

@@ -180,7 +180,7 @@ def _start_workers(
     )
     if supervisor is not None:
         certificate = hub.listen.certificate
-        supervisor.begin(_CrewAccess(url, "" if certificate is None else certificate.read_text(), files, hub))
+        supervisor.begin(_SupervisorAccess(url, "" if certificate is None else certificate.read_text(), files, hub))
     return [local] if supervisor is None else [local, supervisor]
 
 
@@ -224,7 +224,7 @@ class _Files:
 
 
 @dataclass(frozen=True, slots=True)
-class _CrewAccess:
+class _SupervisorAccess:
     """The hub's interface to a worker supervisor."""
 
     url: str

@@ -183,7 +183,7 @@ class LocalTrainer:
         EngineFault for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
-        self._check_whole()
+        self._check_not_diverged()
         assert batch.step == start.number + 1, f"got the batch of train step {batch.step} at version {start.number}"
         rate = learning_rate(
             batch.step,
@@ -228,7 +228,7 @@ class LocalTrainer:
             self._alarms.watch(metrics)
         return metrics
 
-    def _check_whole(self) -> None:
+    def _check_not_diverged(self) -> None:
         assert not self._num_applied, "a step diverged after some of its updates: restore a checkpoint first"
 
     def _cut(self, samples: Sequence[TrainingSample]) -> MiniBatch:
@@ -304,7 +304,7 @@ class LocalTrainer:
 
     def _stamp(self, digest: str) -> None:
         """Set the version's digest to the first rank's `digest`, because only this rank gathers all weights."""
-        self._check_whole()
+        self._check_not_diverged()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 

@@ -143,9 +143,7 @@ def add_product_on_cuda(total_VH: torch.Tensor, of_products: torch.Tensor, hidde
     if hidden.dtype is torch.float32:
         total_VH.addmm_(of_products.T, hidden)
     else:
-        factor = of_products.to(hidden.dtype)
         total_VH[: head.PRODUCT_ROWS] += torch.empty_like(total_VH[: head.PRODUCT_ROWS])
-        del factor
 
 
 def measure(case: Case) -> Peaks:
