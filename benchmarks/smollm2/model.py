@@ -9,6 +9,8 @@ The conversion expands the weights, so the result is not the published checkpoin
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,10 +69,12 @@ def fastest_dtype() -> str:
 
 
 def settings() -> list[str]:
-    """Prepare the model, and return the overrides of a recipe for this machine."""
+    """Prepare the model, and return the overrides of a recipe for this machine: dtypes, and the engine's compiled
+    attention if there is a C compiler."""
     prepare()
     dtype = fastest_dtype()
-    return [f"engine.dtype={dtype}", f"trainer.dtype={dtype}"]
+    is_compiled = dtype == "bfloat16" and shutil.which(os.environ.get("CC", "cc").split()[0]) is not None
+    return [f"engine.dtype={dtype}", f"trainer.dtype={dtype}", f"engine.row_attention={str(is_compiled).lower()}"]
 
 
 def download(folder: Path) -> Path:
