@@ -59,14 +59,16 @@ def same_weights(load):
 
 
 @pytest.fixture
-def vllm(started, load, tokenizer) -> Iterator[Callable[..., object]]:
+def vllm(started, load, vllm_paths) -> Iterator[Callable[..., object]]:
     """Build an engine upon the vLLM that runs: `vllm("qwen3", report_every_tokens=4)`, with version 0 of that model."""
     from baton.rollout.engines.vllm.engine import VllmEngine
+    from baton.rollout.engines.whole_weights import Skeleton
 
     def build(name: str = "qwen3", *, end_ids: tuple[int, ...] = (), **settings: object) -> VllmEngine:
-        shape = EngineSettings(kind="vllm", vllm=EAGER, **{"slots": 8, "max_context_tokens": 128, **settings})
-        text = lambda ids: tokenizer.text(ids, keep_special=True)  # noqa: E731
-        engine = VllmEngine(started._client, started._weights, shape, PolicyVersion("run", -1), end_ids, text)
+        shape = EngineSettings(kind="vllm", vllm=EAGER, **{**SHAPE, "max_context_tokens": 128, **settings})
+        skeleton = Skeleton(Path(vllm_paths["qwen3"]), shape)
+        skeleton.end_ids = end_ids
+        engine = VllmEngine(started._client, skeleton, started._weights._read_base, shape, PolicyVersion("", -1))
         engine.load_weights(policy_tensors(load(name)), PolicyVersion("run", 0))
         return engine
 

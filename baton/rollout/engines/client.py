@@ -112,6 +112,15 @@ class EngineClient(ABC):
             self.check()
         return found
 
+    @abstractmethod
+    def pause(self) -> None:
+        """Pause or abort all requests. Afterwards the program generates no tokens, and `take` returns all tokens
+        generated before."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Resume the paused requests."""
+
     def check(self) -> None:  # noqa: B027  # not abstract: streams of a server fail by themselves when it exits
         """Raise EngineFault if the program has exited."""
 
@@ -131,11 +140,20 @@ class EngineClient(ABC):
     async def _stop(self) -> None: ...
 
     @abstractmethod
-    async def _generate(self, request: EngineRequest) -> None: ...
+    async def _generate(self, request: EngineRequest) -> None:
+        """Send a request, and put its tokens into the inbox."""
 
     def _submit_requests(self, requests: list[EngineRequest]) -> None:
         for request in requests:
-            self._tasks[request.key] = self._loop.create_task(self._generate(request))
+            self._tasks[request.key] = self._loop.create_task(self._run_request(request))
+
+    async def _run_request(self, request: EngineRequest) -> None:
+        try:
+            await self._generate(request)
+        except Exception as error:  # noqa: BLE001  # any failure must reach the caller's thread
+            self._inbox.put(RequestLost(request.key, f"{type(error).__name__}: {error}"))
+        finally:
+            self._tasks.pop(request.key, None)
 
     # ---- in the caller's thread --------------------------------------------------------------------------------------
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from baton.errors import EngineFault, UserError
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import EngineClient, EngineRequest, GeneratedTokens, RequestLost
 from baton.rollout.engines.sampling import noise_key
-from baton.rollout.engines.slot_table import RunningLease, SlotEngine, Text
-from baton.rollout.engines.whole_weights import WholeWeights
+from baton.rollout.engines.slot_table import RunningLease, SlotEngine
+from baton.rollout.engines.whole_weights import ReadBase, Skeleton, WholeWeights
 from baton.types import FromWorker, Lease, PolicyVersion
 
 _WAIT_S = 0.05
@@ -54,21 +55,20 @@ class ExternalEngine(SlotEngine, Generic[Client]):
     def __init__(
         self,
         client: Client,
-        weights: WholeWeights,
+        skeleton: Skeleton,
+        read_base: ReadBase | None,
         settings: EngineSettings,
         version: PolicyVersion,
-        end_ids: tuple[int, ...],
-        text: Text,
     ) -> None:
         """client: client of a program that serves `version`. The program can run as many requests as the settings have
-        slots."""
-        super().__init__(settings, version, end_ids, text)
-        self._client, self._weights, self._settings = client, weights, settings
+        slots. read_base: needed if versions are adapters."""
+        super().__init__(settings, version, skeleton.end_ids, skeleton.text)
+        self._client, self._skeleton, self._settings = client, skeleton, settings
+        self._weights = WholeWeights(skeleton.model, read_base)
         self.running: dict[str, RunningRequest] = {}
         """Request key → running request."""
         self._name = secrets.token_hex(4)
         self._keys = (f"{self._name}-{number:012x}" for number in count())
-        self._num_loads = 0
         self._label = ""
         """Label of the weights that the program has now; empty before the first load."""
         self._outbox: list[FromWorker] = []
@@ -100,6 +100,26 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def flush(self) -> list[FromWorker]:
         return [*self._collect_tokens(0.0), *super().flush()]
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Switch to new weights immediately. Running leases continue under the new version.
+
+        Raises EngineFault, without changing any weight, for tensors that do not fit.
+        """
+        whole = self._weights.whole(tensors)
+        self._client.pause()
+        self._outbox += self._collect_tokens(0.0)
+        label = f"{version.lineage}-{version.number}-{next(self._keys)}"
+        self._load_whole(whole, label)
+        self._label = label
+        self._table.switch(version)
+        self._outbox += self._abort_rows()
+        self._client.resume()
+        self._heard_s = time.monotonic()
+
+    @abstractmethod
+    def _load_whole(self, whole: Mapping[str, Any], label: str) -> None:
+        """Make the program load tensors, named as in a model file, while it generates nothing."""
 
     def close(self) -> None:
         self._client.close()

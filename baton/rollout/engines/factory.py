@@ -59,6 +59,7 @@ def engine_from_skeleton(
     base: tensors of the base model if versions are adapters, else None. The directory may be deleted after this call.
     Raises UserError if the engine does not support the model, or if a package is missing.
     """
+    read_base = None if base is None else lambda: base
     match settings.kind:
         case "embedded":
             from baton.rollout.engines.embedded.engine import skeleton_engine
@@ -67,11 +68,11 @@ def engine_from_skeleton(
         case "vllm":
             from baton.rollout.engines.vllm.engine import vllm_from_skeleton
 
-            return vllm_from_skeleton(directory, base, settings, device=device)
+            return vllm_from_skeleton(directory, read_base, settings, device=device)
         case "sglang":
             from baton.rollout.engines.sglang.engine import sglang_from_skeleton
 
-            return sglang_from_skeleton(directory, base, settings)
+            return sglang_from_skeleton(directory, read_base, settings)
 
 
 def chosen(

@@ -58,15 +58,15 @@ class SglangClient(EngineClient):
         """Abort requests. `take` still returns all their tokens and their ends."""
         self._loop.call_soon_threadsafe(self._ending.update, list(keys))
 
-    def quiesce(self) -> None:
-        """Abort all requests and wait until no stream is open and the server's load is zero.
-
-        Afterwards `take` returns all tokens without waiting.
-        """
+    def pause(self) -> None:
+        """Abort all requests and wait until no stream is open and the server's load is zero."""
         self._call(self._quiesce(), self._answer_timeout_s, "to end all requests")
 
+    def resume(self) -> None:
+        """Do nothing: `pause` has aborted all requests."""
+
     def load(self, directory: str, label: str) -> None:
-        """Make the server load weights from a directory and flush its prefix cache. Call `quiesce` first.
+        """Make the server load weights from a directory and flush its prefix cache. Call `pause` first.
 
         Raises EngineFault if the server refuses, or if it then reports another version than `label`.
         """
@@ -124,10 +124,7 @@ class SglangClient(EngineClient):
         except TimeoutError:
             text = f"the server sent nothing for {self._answer_timeout_s:.0f} s (engine.sglang.answer_timeout_s)"
             self._inbox.put(RequestLost(request.key, text))
-        except Exception as error:  # noqa: BLE001  # any failure must reach the caller's thread
-            self._inbox.put(RequestLost(request.key, f"{type(error).__name__}: {error}"))
         finally:
-            self._tasks.pop(request.key, None)
             self._ending.discard(request.key)
 
     async def _keep_ending(self) -> None:

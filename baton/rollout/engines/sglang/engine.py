@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.sglang.client import SglangClient
-from baton.rollout.engines.slot_table import Text
-from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, WholeWeights
+from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.types import FromWorker, PolicyVersion
 
 _BYTES_PER_TOKEN = 256
@@ -43,25 +42,10 @@ class SglangEngine(ExternalEngine[SglangClient]):
     # versions of SGLang differ in whether logprobs are computed before or after top-p and top-k
     _only_temperature = "with SGLang only temperature is allowed"
 
-    def __init__(
-        self,
-        client: SglangClient,
-        weights: WholeWeights,
-        settings: EngineSettings,
-        end_ids: tuple[int, ...],
-        text: Text,
-        write_skeleton: Callable[[Path], None],
-    ) -> None:
-        """Construct an engine that serves no version until weights are loaded.
-
-        write_skeleton: writes the configuration and tokenizer of the model to a directory.
-        """
-        super().__init__(client, weights, settings, PolicyVersion("", -1), end_ids, text)
-        self._write_skeleton = write_skeleton
-        self._directory: Path | None = None
-        """Directory of the server's current weights. The server reads it again if loading the next weights fails."""
-        self._is_quiet = False
-        """Whether all requests were aborted to load weights, so that aborted streams are expected."""
+    _directory: Path | None = None
+    """Directory of the server's current weights. The server reads it again if loading the next weights fails."""
+    _is_loading = False
+    """Whether all requests are aborted to load weights, so that aborted streams are expected."""
 
     def abort(self, lease_id: int) -> None:
         """End a lease, which is reported when the server has ended its request. Has no effect on an unknown lease."""
@@ -79,24 +63,23 @@ class SglangEngine(ExternalEngine[SglangClient]):
         Raises EngineFault if the server does not load the weights, or if tensors do not fit; then no weight has
         changed.
         """
-        whole = self._weights.whole(tensors)
-        self._client.quiesce()
-        self._is_quiet = True
-        self._outbox += self._collect_tokens(0.0)
-        self._is_quiet = False
-        directory, label = self._write_model(whole), f"{version.lineage}-{version.number}-{self._num_loads}"
-        self._num_loads += 1
+        self._is_loading = True
+        try:
+            super().load_weights(tensors, version)
+        finally:
+            self._is_loading = False
+        held, self.running = list(self.running.values()), {}
+        self._submit_rows(held)
+
+    def _load_whole(self, whole: Mapping[str, Any], label: str) -> None:
+        directory = self._write_model(whole)
         try:
             self._client.load(str(directory), label)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._forget_directory()
-        self._directory, self._label = directory, label
-        self._table.switch(version)
-        self._outbox += self._abort_rows()
-        held, self.running = list(self.running.values()), {}
-        self._submit_rows(held)
+        self._directory = directory
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running. May be called twice."""
@@ -108,7 +91,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
         own = self._settings.sglang.weights_directory
         directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
         directory.chmod(0o755)  # the server may run as another user
-        self._write_skeleton(directory)
+        self._skeleton.save(directory)
         save_file(dict(whole), directory / "model.safetensors", metadata={"format": "pt"})
         return directory
 
@@ -129,14 +112,14 @@ class SglangEngine(ExternalEngine[SglangClient]):
         if said.finish == "abort" and running.is_ending:
             del self.running[said.key]
             self._table.abort(running.row.lease.lease_id)
-        elif not (said.finish == "abort" and self._is_quiet):
+        elif not (said.finish == "abort" and self._is_loading):
             super()._ended_early(said, running)
 
 
 def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
     """Build an engine and load the model of a directory, which may be an adapter, into the server as `version`."""
     files = ModelFiles(path, settings, attention)
-    engine = _engine(files.base_directory(), settings, files.read_base)
+    engine = sglang_from_skeleton(files.base_directory(), files.read_base, settings)
     try:
         engine.load_weights(policy_tensors(files.load()), version)
     except BaseException:
@@ -145,15 +128,11 @@ def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion,
     return engine
 
 
-def sglang_from_skeleton(directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings) -> SglangEngine:
+def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
     """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
 
-    base: tensors of the base model if versions are adapters, else None.
+    read_base: needed if versions are adapters.
     """
-    return _engine(directory, settings, None if base is None else lambda: base)
-
-
-def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | None) -> SglangEngine:
     own = settings.sglang
     if own.url is None:
         raise UserError(
@@ -180,5 +159,4 @@ def _engine(directory: Path, settings: EngineSettings, read_base: ReadBase | Non
             f"engine.max_context_tokens: got {settings.max_context_tokens}, allowed are at most {has}, because "
             f"{client.name} was started with --context-length {has}"
         )
-    weights = WholeWeights(skeleton.model, read_base)
-    return SglangEngine(client, weights, settings, skeleton.end_ids, skeleton.text, skeleton.save)
+    return SglangEngine(client, skeleton, read_base, settings, PolicyVersion("", -1))

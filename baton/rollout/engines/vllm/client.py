@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from baton.clock import in_thread
 from baton.errors import EngineFault, UserError, first_line
-from baton.rollout.engines.client import START_TIMEOUT_S, EngineClient, EngineRequest, GeneratedTokens, RequestLost
+from baton.rollout.engines.client import START_TIMEOUT_S, EngineClient, EngineRequest, GeneratedTokens
 
 _CLOSE_S = 20.0
 """Seconds for the processes of vLLM to terminate, including the time after which vLLM kills them."""
@@ -37,11 +37,9 @@ class VllmClient(EngineClient):
         self._loop.call_soon_threadsafe(self._abort_requests, list(keys))
 
     def pause(self) -> None:
-        """Pause all requests. Afterwards vLLM generates no tokens, and `take` returns all tokens generated before."""
         self._call(self._pause(), self._answer_timeout_s, "to pause")
 
     def resume(self) -> None:
-        """Resume all requests."""
         self._call(self._llm.resume_generation(), self._answer_timeout_s, "to resume")
 
     def load(self, path: str, label: str) -> int:
@@ -117,10 +115,6 @@ class VllmClient(EngineClient):
                 with contextlib.suppress(Exception):
                     await self._llm.abort(request.key)
             raise
-        except Exception as error:  # noqa: BLE001  # any failure must reach the caller's thread
-            self._inbox.put(RequestLost(request.key, f"{type(error).__name__}: {error}"))
-        finally:
-            self._tasks.pop(request.key, None)
 
     async def _pause(self) -> None:
         """Pause vLLM, and wait until all tokens that are queued in this event loop are in the inbox."""

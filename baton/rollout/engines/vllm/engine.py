@@ -22,12 +22,13 @@ from safetensors.torch import save_file
 from baton.errors import EngineFault, UserError
 from baton.files import memory_directory
 from baton.policy.load import save_skeleton, torch_device, torch_dtype
+from baton.policy.tensors import dtype_name
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
-from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton, WholeWeights
+from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
 from baton.types import FromWorker, PolicyVersion
 
@@ -41,30 +42,14 @@ class VllmEngine(ExternalEngine[VllmClient]):
     # vLLM returns logprobs after top-p and top-k, but a trajectory records logprobs before them
     _only_temperature = "vLLM returns logprobs after top-p and top-k: only temperature is allowed"
 
-    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights immediately. Running leases keep their KV cache and continue under the new version.
-
-        Raises EngineFault, without changing any weight, for tensors that do not fit.
-        """
-        whole = self._weights.whole(tensors)
-        self._client.pause()
-        self._outbox += self._collect_tokens(0.0)
-        self._num_loads += 1
-        self._label = f"{self._name}-{self._num_loads}"
-        taken = self._load_whole(whole, self._label)
-        if taken != len(whole):
-            raise EngineFault(f"vLLM loaded only {taken} of the {len(whole)} tensors of version {version.number}")
-        self._table.switch(version)
-        self._outbox += self._abort_rows()
-        self._client.resume()
-        self._heard_s = time.monotonic()
-
-    def _load_whole(self, whole: Mapping[str, Any], label: str) -> int:
+    def _load_whole(self, whole: Mapping[str, Any], label: str) -> None:
         """Write the tensors to one file in memory, which all workers of vLLM load."""
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             path = Path(directory) / "weights.safetensors"
             save_file(dict(whole), path)
-            return self._client.load(str(path), label)
+            taken = self._client.load(str(path), label)
+        if taken != len(whole):
+            raise EngineFault(f"vLLM loaded only {taken} of the {len(whole)} tensors of a version")
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
@@ -116,14 +101,13 @@ def vllm_of_model(
 
 
 def vllm_from_skeleton(
-    directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str
+    directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str
 ) -> VllmEngine:
     """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
 
-    base: tensors of the base model if versions are adapters, else None.
+    read_base: needed if versions are adapters.
     """
     _check_vllm(device)
-    read_base = None if base is None else lambda: base
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy")
 
 
@@ -143,12 +127,7 @@ def _engine(
         "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
     }
     client = VllmClient(arguments, answer_timeout_s=settings.vllm.answer_timeout_s)
-    try:
-        weights = WholeWeights(skeleton.model, read_base)
-        return VllmEngine(client, weights, settings, version, skeleton.end_ids, skeleton.text)
-    except BaseException:
-        client.close()
-        raise
+    return VllmEngine(client, skeleton, read_base, settings, version)
 
 
 def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, Any]:
@@ -157,7 +136,8 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
     return {
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore the model's generation_config.json, because leases define the sampling
-        "dtype": settings.dtype,
+        # vLLM's "auto" would round a float32 checkpoint to bfloat16
+        "dtype": dtype_name(torch_dtype(settings.dtype, torch_device("auto"))),
         "max_model_len": settings.max_context_tokens,
         "max_num_seqs": settings.slots,
         "tensor_parallel_size": own.tensor_parallel,
