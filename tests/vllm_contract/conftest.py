@@ -68,7 +68,8 @@ def vllm(started, load, vllm_paths) -> Iterator[Callable[..., object]]:
         shape = EngineSettings(kind="vllm", vllm=EAGER, **{**SHAPE, "max_context_tokens": 128, **settings})
         skeleton = Skeleton(Path(vllm_paths["qwen3"]), shape)
         skeleton.end_ids = end_ids
-        engine = VllmEngine(started._client, skeleton, started._weights._read_base, shape, PolicyVersion("", -1))
+        read_base = lambda: policy_tensors(load("qwen3"))  # noqa: E731
+        engine = VllmEngine(started._client, skeleton, read_base, shape, PolicyVersion("", -1))
         engine.load_weights(policy_tensors(load(name)), PolicyVersion("run", 0))
         return engine
 
