@@ -102,6 +102,15 @@ class Author(StrEnum):
     ENVIRONMENT = "environment"
 
 
+MAX_KEPT = 512
+"""Maximum number of tokens in a sampling mask."""
+
+
+def kept_dtype(vocabulary: int) -> str:
+    """Return the numpy dtype of the ids in a sampling mask."""
+    return "<u2" if vocabulary <= 1 << 16 else "<u4"
+
+
 class FinishReason(StrEnum):
     """The reason why a trajectory is complete. A partial trajectory has no finish reason."""
 
@@ -186,28 +195,34 @@ class Segment(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     """[L_segment] Any sequence may be given. Fields with one value per token are converted to a `TokenColumn`."""
     behavior_logprobs: Sequence[float]
-    """[L_segment] log π(token) over the whole vocabulary, at the sampling temperature; 0.0 for environment tokens."""
+    """[L_segment] log π(token) at the sampling temperature: over the tokens in `kept`, or over the whole vocabulary if
+    that is empty; 0.0 for environment tokens."""
     policy_version: int
     """Number of the version whose weights computed the logits of these tokens."""
     author: Author = Author.POLICY
     routing: Sequence[bytes] = ()
     """[L_segment] Experts selected at the position that computed each token's logits: one byte per expert, [routers ×
     experts per token]. Empty unless the model is a mixture of experts and the engine reports its routing."""
+    kept: Sequence[bytes] = ()
+    """[L_segment] Sampling mask: ascending ids of the tokens that top-k and top-p kept, encoded by `kept_dtype`. Empty
+    unless the lease has `SamplingParams.reports_kept`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, TokenColumn):
             msgspec.structs.force_setattr(self, "token_ids", id_column(self.token_ids))
         if not isinstance(self.behavior_logprobs, TokenColumn):
             msgspec.structs.force_setattr(self, "behavior_logprobs", TokenColumn(array("d", self.behavior_logprobs)))
-        if not self.routing:
-            msgspec.structs.force_setattr(self, "routing", ())
-        elif not isinstance(self.routing, TokenColumn):
-            msgspec.structs.force_setattr(self, "routing", TokenColumn(list(self.routing)))
-        if self.routing and len(self.routing) != len(self.token_ids):
-            raise ValueError(
-                f"a segment of {len(self.token_ids)} tokens must have as many routing entries or none: "
-                f"got {len(self.routing)}"
-            )
+        for name in ("routing", "kept"):
+            column: Sequence[bytes] = getattr(self, name)
+            if not column:
+                msgspec.structs.force_setattr(self, name, ())
+            elif not isinstance(column, TokenColumn):
+                msgspec.structs.force_setattr(self, name, TokenColumn(list(column)))
+            if column and len(column) != len(self.token_ids):
+                raise ValueError(
+                    f"a segment of {len(self.token_ids)} tokens must have as many {name} entries or none: "
+                    f"got {len(column)}"
+                )
         if not self.token_ids or len(self.token_ids) != len(self.behavior_logprobs):
             raise ValueError(
                 f"a segment needs at least one token and one behavior logprob per token: got {len(self.token_ids)} "
@@ -219,24 +234,30 @@ class Segment(msgspec.Struct, frozen=True):
 
         The cost is linear in the other segment (`TokenColumn.appended`).
         """
-        ids, logprobs, routing = self.token_ids, self.behavior_logprobs, other.routing
+        ids, logprobs = self.token_ids, self.behavior_logprobs
         assert isinstance(ids, TokenColumn)
         assert isinstance(logprobs, TokenColumn)
         start = 0 if is_merged else len(ids)
-        if is_merged and routing:
-            routing = self.routing.appended(routing) if isinstance(self.routing, TokenColumn) else ()
+
+        def joined(own: Sequence[bytes], added: Sequence[bytes]) -> Sequence[bytes]:
+            if not is_merged or not added:
+                return added
+            return own.appended(added) if isinstance(own, TokenColumn) else ()
+
         return Segment(
             ids.appended(other.token_ids)[start:],
             logprobs.appended(other.behavior_logprobs)[start:],
             other.policy_version,
             other.author,
-            routing,
+            joined(self.routing, other.routing),
+            joined(self.kept, other.kept),
         )
 
     def between(self, start: int, end: int) -> Segment:
         """Return the tokens from `start` to `end` (exclusive) as a segment."""
-        ids, logprobs, routing = self.token_ids[start:end], self.behavior_logprobs[start:end], self.routing[start:end]
-        return Segment(ids, logprobs, self.policy_version, self.author, routing)
+        part = slice(start, end)
+        ids, logprobs = self.token_ids[part], self.behavior_logprobs[part]
+        return Segment(ids, logprobs, self.policy_version, self.author, self.routing[part], self.kept[part])
 
 
 class Trajectory(msgspec.Struct, frozen=True, dict=True):
@@ -348,6 +369,11 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
     def routing(self) -> list[bytes]:
         """[L] Experts of each token as in `Segment`; empty bytes for tokens whose experts were not reported."""
         return list(chain.from_iterable(s.routing or (b"",) * len(s.token_ids) for s in self.segments))
+
+    @property
+    def kept(self) -> list[bytes]:
+        """[L] Sampling mask of each token as in `Segment`; empty bytes for tokens without one."""
+        return list(chain.from_iterable(s.kept or (b"",) * len(s.token_ids) for s in self.segments))
 
     @property
     def is_policy(self) -> list[bool]:
@@ -489,6 +515,14 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """Ids that end a trajectory, in addition to the model's end-of-sequence ids."""
     stop: tuple[str, ...] = ()
     """Strings that end a trajectory when its text contains one of them. The token that completes it is kept."""
+    reports_kept: bool = False
+    """Report which tokens top-k and top-p kept, and behavior logprobs over these. Requires a top_k of at most MAX_KEPT,
+    and a temperature above 0."""
+
+    @property
+    def max_kept(self) -> int:
+        """Maximum number of kept tokens to report for each sampled token; 0 if none are reported."""
+        return self.top_k if self.reports_kept else 0
 
 
 class Lease(msgspec.Struct, frozen=True, tag="Lease"):
@@ -504,6 +538,15 @@ class Lease(msgspec.Struct, frozen=True, tag="Lease"):
     """Number of the requested policy version."""
     is_exact: bool = True
     """True: serve exactly this version, or answer with `Retry`. False: serve this version or a newer one."""
+
+
+def without_masks(lease: Lease) -> Lease:
+    """Return a lease without the sampling masks of earlier tokens, which no engine needs."""
+    trajectory = lease.trajectory
+    if not any(segment.kept for segment in trajectory.segments):
+        return lease
+    segments = tuple(msgspec.structs.replace(segment, kept=()) for segment in trajectory.segments)
+    return msgspec.structs.replace(lease, trajectory=msgspec.structs.replace(trajectory, segments=segments))
 
 
 class Abort(msgspec.Struct, frozen=True, tag="Abort"):

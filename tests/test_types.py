@@ -33,6 +33,7 @@ from baton.types import (
     TokenColumn,
     Trajectory,
     plain,
+    without_masks,
 )
 
 PROMPT = Prompt("ab12", "sums", (Message("user", "1+1"),), "2", {"gym_seed": 7, "nested": {"list": [1, None]}})
@@ -182,7 +183,26 @@ def test_segments_between_two_tokens_by_hand():
     assert trajectory.segments_between(10, 99) == ()
     routed = msgspec.structs.replace(segment(0, 1, 2), routing=(b"a", b"b", b"c"))
     assert Trajectory(0, 0, (1,), (routed,)).segments_between(1, 2)[0].routing == (b"b",)
+    masked = Trajectory(0, 0, (1,), (msgspec.structs.replace(routed, kept=(b"ab", b"cdef", b"gh")),))
+    assert masked.segments_between(1, 3)[0].kept == (b"cdef", b"gh")
     assert trajectory.ids_between(2, 7) == [2, 3, 4, 5, 6]
+
+
+def test_sampling_masks_grow_with_their_tokens_and_leave_with_no_lease():
+    first = msgspec.structs.replace(segment(5, 6), kept=(b"ab", b"cd"))
+    seen = segment(8, 9, author=Author.ENVIRONMENT)
+    second = msgspec.structs.replace(segment(7), kept=(b"efgh",))
+    trajectory = Trajectory(0, 0, (2,)).extended((first, second, seen, second))
+    assert [s.kept for s in trajectory.segments] == [(b"ab", b"cd", b"efgh"), (), (b"efgh",)]
+    assert trajectory.kept == [b"ab", b"cd", b"efgh", b"", b"", b"efgh"]
+    with pytest.raises(ValueError, match="2 tokens must have as many kept entries or none: got 1"):
+        msgspec.structs.replace(segment(5, 6), kept=(b"ab",))
+    lease = Lease(1, trajectory, SamplingParams(9, top_k=3, reports_kept=True), 0, 0)
+    sent = without_masks(lease)
+    assert sent.trajectory.token_ids == trajectory.token_ids
+    assert sent.trajectory.kept == [b""] * 6
+    assert lease.trajectory.kept == trajectory.kept
+    assert without_masks(sent) is sent
 
 
 def test_the_current_turn_begins_after_the_last_observation():

@@ -100,6 +100,10 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a weight in the copy that this process publishes; 0 if another process publishes."""
     float32_head: bool = False
     """Whether the head's products are float32 while other layers compute in bfloat16."""
+    max_kept: int = 0
+    """Maximum number of ids in a token's sampling mask; 0 without masks."""
+    masked_tokens: float = 0.0
+    """Number of tokens of a batch whose sampling masks are in the memory of a rank on a CPU."""
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +185,9 @@ def rank_phases(
     if how.is_stage:  # outputs that wait for their gradients, and a message
         waiting = (1 - last) * in_flight + 1
         state = (*state, Term("hidden states between stages", waiting * tokens * residual * model.hidden))
+    if how.max_kept and how.on_cpu:
+        held = how.masked_tokens * how.max_kept * (2.0 if model.vocab <= 1 << 16 else 4.0)
+        state = (*state, Term("sampling masks of the batch", held))
     saved, gradients = block_token_bytes(model, how)
     waits = residual * model.hidden if how.recomputes else saved
     later = Term("activations", 0.0, tokens * waits * (in_flight - 1.0))  # of other microbatches
@@ -191,6 +198,8 @@ def rank_phases(
     gathered = Term("gathered embedding", tied * wide * tables)
     logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / how.split
     float32_factor = 4 * head * (how.float32_head and how.on_cpu and wide == 2)
+    # ids in four bytes, of the policy's tokens and of all places of a padded pass
+    masks = (Term("sampling masks", last * tokens * how.max_kept * 2 * 4.0),) if how.max_kept else ()
     pieces = Term("logits", last * (logits * (LOGIT_BYTES if wide == 2 else 8.0) + float32_factor))
     # autocast keeps a copy of each float32 weight until the forward pass ends
     cast = (1 - is_sharded) * (2.0 if wide == 2 and (trains_all or how.base_bytes == 4) else 0.0)
@@ -211,8 +220,8 @@ def rank_phases(
     alone = (1 - is_sharded) * (waiting + 4 * head * first)
     of_tables = trains_all * (tied * 4 * tables + apart * first * (4 + wide + 4 / shards) * head + alone)
     found = [
-        Phase("forward pass", (*state, kept, gathered, of_forward, copies, pieces)),
-        Phase("backward pass of the head", (*state, kept, gathered, of_head, pieces, *_between(copies, how))),
+        Phase("forward pass", (*state, kept, gathered, of_forward, copies, pieces, *masks)),
+        Phase("backward pass of the head", (*state, kept, gathered, of_head, pieces, *_between(copies, how), *masks)),
         Phase("backward pass of a block", (*state, _until_blocks(kept), gathered, Term("one block", blocks))),
         Phase(
             "backward pass of the embedding", (*state, later, gathered, Term("gradient of the embedding", of_tables))

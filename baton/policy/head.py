@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from baton.errors import UserError
+from baton.policy.sampling_masks import kept_logits, places_in
 
 logger = logging.getLogger(__name__)
 
@@ -191,21 +192,28 @@ class RequestedScores:
 
 
 def head_scores(
-    head: Head, hidden_NH: torch.Tensor, targets_N: torch.Tensor, wanted: RequestedScores
+    head: Head,
+    hidden_NH: torch.Tensor,
+    targets_N: torch.Tensor,
+    wanted: RequestedScores,
+    kept_NK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log π of the targets, and the entropies if requested, both [N] float32. At most `head.max_logits`
     logits are in memory at the same time.
 
-    N may stand for several dimensions. If the logits are computed in several pieces, the backward pass recomputes each
-    piece.
+    `kept_NK`: sampling masks, over which π is normalised (`sampling_masks.py`); None is the whole vocabulary. N may
+    stand for several dimensions. If the logits are computed in several pieces, the backward pass recomputes each piece.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
+    kept_TK = None if kept_NK is None else kept_NK.view(-1, kept_NK.shape[-1])
+    if kept_TK is not None:
+        targets_T = places_in(kept_TK, targets_T)
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.linear.weight.dtype
 
     def compute(states_TH: torch.Tensor) -> Any:
         weight, bias = head.linear.weight, head.linear.bias
-        return _HeadScores.apply(states_TH, weight, bias, targets_T, head, wanted, dtype)  # type: ignore[no-untyped-call]
+        return _HeadScores.apply(states_TH, weight, bias, targets_T, kept_TK, head, wanted, dtype)  # type: ignore[no-untyped-call]
 
     call = getattr(head.linear, "compute", None)  # of a sharded head, whose weight is gathered (`sharding.py`)
     with torch.autocast(device, enabled=False):
@@ -221,6 +229,7 @@ class _HeadScores(torch.autograd.Function):
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
         targets_T: torch.Tensor,
+        kept_TK: torch.Tensor | None,
         head: Head,
         wanted: RequestedScores,
         dtype: torch.dtype,
@@ -233,13 +242,14 @@ class _HeadScores(torch.autograd.Function):
         for piece in pieces:
             products, targets = product(hidden_TH[piece].to(dtype), weight, bias), targets_T[piece]
             for rows in _pieces(len(targets), head.vocabulary, _logits_at_once(products.device)):
-                scores = score(head.shaped(products[rows]), targets[rows], wanted)
+                kept = None if kept_TK is None else kept_TK[piece][rows]
+                scores = score(_logits(head, products[rows], kept), targets[rows], wanted)
                 found.append(tuple(each for each in scores if each is not None))
         logprobs, normaliser, *entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
         entropy = entropies[0] if entropies else None
         # The weight is saved without a cast, because FSDP gathers a sharded weight again for the backward pass.
-        kept = products if len(pieces) == 1 else None
-        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, normaliser, entropy, kept)
+        known = products if len(pieces) == 1 else None
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, kept_TK, normaliser, entropy, known)
         ctx.others = head, wanted, dtype
         if entropy is not None and not wanted.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -247,7 +257,7 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        hidden_TH, weight_VH, bias_V, *by_token, kept = ctx.saved_tensors
+        hidden_TH, weight_VH, bias_V, *by_token, known = ctx.saved_tensors
         head, wanted, dtype = ctx.others
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
         product = _product(head)
@@ -257,7 +267,7 @@ class _HeadScores(torch.autograd.Function):
         of_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
         for piece in _pieces(len(hidden_TH), head.vocabulary, head.max_logits or MAX_LOGITS):
             hidden = hidden_TH[piece].to(dtype)
-            products = product(hidden, weight, bias) if kept is None else kept
+            products = product(hidden, weight, bias) if known is None else known
             of_products = torch.empty_like(products, dtype=dtype)
             values = [each if each is None else each[piece] for each in (*by_token, *gradients)]
             for rows in _pieces(len(products), head.vocabulary, _logits_at_once(products.device)):
@@ -274,7 +284,7 @@ class _HeadScores(torch.autograd.Function):
             of_hidden,
             None if of_weight is None else of_weight.to(weight_VH.dtype),
             None if of_bias is None else of_bias.to(bias_V.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
@@ -297,6 +307,7 @@ def _gradient(
     products: torch.Tensor,
     wanted: RequestedScores,
     targets: torch.Tensor,
+    kept: torch.Tensor | None,
     normaliser: torch.Tensor,
     entropy: torch.Tensor | None,
     of_logprobs: torch.Tensor,
@@ -305,8 +316,9 @@ def _gradient(
     """Return the gradient [n, V] of the linear layer's output, float32.
 
     For logits x: ∂ log π(t) / ∂x_v = 1[v = t] − p_v, and ∂H / ∂x_v = −p_v (log p_v + H).
+    With sampling masks, it is 0 at all other tokens.
     """
-    shaped = head.shaped(products)
+    shaped = _logits(head, products, kept)
     logits = shaped if wanted.temperature == 1.0 else shaped / wanted.temperature
     logprobs = logits - normaliser[:, None]
     if wanted.entropy_has_gradient:
@@ -319,7 +331,16 @@ def _gradient(
     found.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
     if head.cap is not None:
         found *= 1.0 - (shaped / head.cap) ** 2
-    return found if (scale := head.scale / wanted.temperature) == 1.0 else found.mul_(scale)
+    if (scale := head.scale / wanted.temperature) != 1.0:
+        found.mul_(scale)
+    if kept is None:
+        return found
+    return torch.zeros_like(products, dtype=torch.float32).scatter_add_(-1, kept.clamp(min=0).long(), found)
+
+
+def _logits(head: Head, products: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits of the whole vocabulary, or of the kept tokens."""
+    return head.shaped(products) if kept is None else kept_logits(products, kept, head.shaped)
 
 
 def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from baton.errors import UserError
 from baton.policy.head import RequestedScores, find_head, head_scores, score
 from baton.policy.packing import PackedTokens, concatenated, packed_hidden_states, prefer_packed_attention, recomputing
+from baton.policy.sampling_masks import kept_logits, places_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,12 @@ def padded_scores(
     with_entropy: bool = False,
     entropy_has_gradient: bool = False,
     with_hidden: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> TokenScores:
     """Score the tokens at positions first … S−1 of padded rows. The scores have shape [B, K] with K = S − first.
 
     Rows are padded on the right; scores at padding are meaningless. If `find_head` does not support the model's head,
-    all logits are computed in one tensor and `with_hidden` is not supported.
+    all logits are computed in one tensor and `with_hidden` is not supported. `kept`: sampling masks [B, K, ids].
     """
     assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} places"
     num_kept = input_ids_BS.shape[1] - first
@@ -57,11 +59,13 @@ def padded_scores(
         # No attention mask is passed, because fast kernels do not accept a mask. Under causal attention, no token
         # attends to the padding after it.
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
-        return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted), hidden_BKH)
+        return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted, kept), hidden_BKH)
     assert not with_hidden, f"{type(model).__name__} has no known head"
     # Do not compute the logits before `first`, if the model has an argument for this.
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if _can_keep(model) else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
+    if kept is not None:
+        logits_BKV, targets_BK = kept_logits(logits_BKV, kept), places_in(kept, targets_BK)
     logprobs, _, entropy = score(logits_BKV, targets_BK, wanted)
     return TokenScores(logprobs, entropy, None)
 
@@ -73,8 +77,10 @@ def packed_scores(
     temperature: float,
     with_entropy: bool = False,
     entropy_has_gradient: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> TokenScores:
-    """Score the tokens at `places` of concatenated rows, which have no padding. The scores have shape [N].
+    """Score the tokens at `places` of concatenated rows, which have no padding. The scores have shape [N]. `kept`:
+    sampling masks [N, ids].
 
     If the attention of `packing.py` is not set, transformers derives from the positions a mask that separates the rows;
     no rows may then share a prompt. Requires a head that `find_head` supports.
@@ -83,7 +89,7 @@ def packed_scores(
     assert head is not None, f"{type(model).__name__} has no known head"
     hidden_NH, targets_N = packed_hidden_states(model, tokens)[tokens.before], tokens.input_ids[tokens.places]
     wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
-    return TokenScores(*head_scores(head, hidden_NH, targets_N, wanted), hidden_NH)
+    return TokenScores(*head_scores(head, hidden_NH, targets_N, wanted, kept), hidden_NH)
 
 
 def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), *, has_head: bool = True) -> bool:

@@ -16,6 +16,7 @@ from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.settings import Settings
+from baton.swarm.messages import MAX_FRAME_BYTES
 from baton.swarm.settings import SwarmSettings
 from baton.swarm.verification.policy import InspectionSettings
 from baton.tasks.demonstrations import DemonstrationSettings
@@ -73,6 +74,7 @@ class Recipe(Settings):
                 "eval.enabled = false"
             )
         check_support(self.choices())
+        self._check_masks()
         self._check_publish_period()
         if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
             raise ValueError(
@@ -97,6 +99,22 @@ class Recipe(Settings):
                 "lower num_minibatches"
             )
         return self
+
+    def _check_masks(self) -> None:
+        kept, tokens = self.rollout.max_kept, self.engine.report_every_tokens
+        if not kept:
+            return
+        most = MAX_FRAME_BYTES // 2 // (4 * kept)
+        if self.swarm.is_on and tokens > most:
+            raise ValueError(
+                f"engine.report_every_tokens: got {tokens}, but with up to {kept} kept tokens (rollout.top_p, top_k) a "
+                f"report of the swarm has room for {most} sampled tokens; lower report_every_tokens or top_k"
+            )
+        if self.engine.kind == "vllm" and (not self.engine.vllm.return_sampling_mask or self.eval.enabled):
+            raise ValueError(
+                "rollout.top_p, rollout.top_k: the trainer needs the tokens that vLLM kept; set "
+                "engine.vllm.return_sampling_mask = true and eval.enabled = false"
+            )
 
     def _check_publish_period(self) -> None:
         every, rules = self.swarm.publish_every, self.rules()
@@ -136,6 +154,7 @@ class Recipe(Settings):
             "workers": ("swarm" if swarm.is_on else "processes" if self.engine.processes else "in_process",),
             "trainer": (next(name for name, is_so in shapes.items() if is_so),),
             "head": (self.model.head_dtype,),
+            "sampling": ("truncated" if self.rollout.max_kept else "whole",),
             "weights": ("full" if self.lora is None else "lora",),
             "algorithm": (self.algorithm.name,),
             "environment": tuple(sources),

@@ -29,6 +29,9 @@ class VllmSettings(Settings):
     """Share of each GPU's memory for weights and KV cache together, 0 to 1."""
     enforce_eager: bool = False
     """Run without compilation and CUDA graphs. The engine then starts faster and generates more slowly."""
+    return_sampling_mask: bool = False
+    """Start vLLM so that it reports which tokens top-k and top-p kept (Model Runner V2), as rollout.top_p and
+    rollout.top_k require. Such an engine refuses all other sampling, so eval.enabled must be false. Never run."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a token or a response after which the engine is considered dead."""
 

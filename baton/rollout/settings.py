@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from baton.rollout.buffer import Consume, Stale
 from baton.settings import Settings
-from baton.types import SamplingParams
+from baton.types import MAX_KEPT, SamplingParams
 
 Mode = Literal["sync", "partial", "async"]
 OnNewVersion = Literal["drain", "resume", "keep"]
@@ -80,6 +80,12 @@ class RolloutSettings(Settings):
     """Maximum tokens of a response, summed over all resumes."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature. The trainer computes logprobs at the same temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample among the most likely tokens with this share of the probability. The trainer computes logprobs over the
+    tokens that the engine kept, of which there are at most 512: top_k = 0 then means 512."""
+    top_k: int = Field(default=0, ge=0, le=MAX_KEPT)
+    """Sample among this number of most likely tokens, before top_p; 0 samples among all. The trainer computes logprobs
+    over the tokens that the engine kept."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, in addition to the model's end-of-sequence ids."""
     overprovision: float | Literal["auto"] | None = None
@@ -191,6 +197,18 @@ class RolloutSettings(Settings):
         """Whether engine and trainer share one device."""
         return self.placement == "colocated"
 
+    @property
+    def max_kept(self) -> int:
+        """Maximum number of tokens that top-k and top-p keep; 0 if neither is used."""
+        return self.top_k or (MAX_KEPT if self.top_p < 1 else 0)
+
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters of training rollouts."""
-        return SamplingParams(self.max_new_tokens, temperature=self.temperature, stop=self.stop)
+        return SamplingParams(
+            self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.max_kept,
+            stop=self.stop,
+            reports_kept=self.max_kept > 0,
+        )

@@ -63,7 +63,7 @@ def value_bytes(dtype: DTypeChoice, *, on_cpu: bool) -> int:
 def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int = 0) -> tuple[Phase, ...]:
     """Return the phases of a rank of the recipe's trainer, in a pipeline stage of several."""
     longest = recipe.engine.max_context_tokens
-    batch = recipe.rollout.batch_groups * recipe.rollout.group_size * longest / recipe.algorithm.num_minibatches
+    trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
     published = recipe.engine.dtype if recipe.weights.dtype == "auto" else recipe.weights.dtype
     return trainer_phases(
         model,
@@ -73,10 +73,12 @@ def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int
         value_bytes=value_bytes(recipe.trainer.dtype, on_cpu=on_cpu),
         published_bytes=value_bytes(published, on_cpu=on_cpu),
         longest_tokens=longest,
-        batch_tokens=batch,
+        batch_tokens=trajectories * longest / recipe.algorithm.num_minibatches,
         on_cpu=on_cpu,
         stage=stage,
         float32_head=recipe.model.head_dtype == "float32",
+        max_kept=recipe.rollout.max_kept,
+        sampled_tokens=trajectories * recipe.rollout.max_new_tokens,
     )
 
 

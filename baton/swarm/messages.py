@@ -25,9 +25,9 @@ import msgspec
 from baton.errors import Fault, UserError
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.swarm.verification.verify import WorkerClass
-from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
+from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain, without_masks
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Protocol version. It is incremented when a change of the messages could make an older worker misunderstand a newer
 hub."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
@@ -172,6 +172,8 @@ class Malformed(ValueError):
 
 def encode(message: FromHub | FromWorker) -> bytes:
     """Return a message as a frame."""
+    if isinstance(message, Lease):
+        message = without_masks(message)
     return _encoder.encode(message)
 
 

@@ -13,11 +13,14 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
+from baton.errors import EngineFault
 from baton.policy.adapters import without_adapters
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import TokenScores, compute_in, hidden_states, packed_scores, padded_scores
+from baton.policy.memory import sent
 from baton.policy.packing import PackedTokens, packed_hidden_states
 from baton.policy.routing import Routing, RoutingReplay
+from baton.policy.sampling_masks import decoded
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.critic import Critic
 from baton.trainer.parallel.group import SingleRank
@@ -46,6 +49,8 @@ class ModelInputs:
     """Number of consecutive rows that share each prompt, which is then computed once; empty if no rows share."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
+    kept: tuple[bytes, ...] = ()
+    """[N] Sampling masks of the policy's tokens; empty if not reported."""
 
     @property
     def num_repeated(self) -> int:
@@ -66,6 +71,22 @@ class ModelInputs:
             places += range(start + prompt_length - 1, start + prompt_length - 1 + len(routing))
             start += self.input_ids.shape[1] - 1 if self.packed is None else length
         return found, places, start if self.packed is not None else self.input_ids[:, 1:].numel()
+
+    def sampling_masks(self, vocabulary: int) -> torch.Tensor | None:
+        """Return the kept ids of each token to score, and −1 after them: int32 [B, K, ids], or [N, ids] in a packed
+        pass; None if no mask is reported. In a padded pass, tokens that the policy did not write have no id.
+
+        Raises EngineFault if not all tokens of the policy have a mask.
+        """
+        if not self.kept:
+            return None
+        shape, size = self.policy_mask.shape, len(self.policy_places)
+        if len(self.kept) != size or not all(self.kept):
+            raise EngineFault(f"the engine reported sampling masks for {sum(map(bool, self.kept))} of {size} tokens")
+        ids = sent(decoded(self.kept, vocabulary), self.policy_mask.device)
+        if self.packed is not None:
+            return ids
+        return ids.new_full((shape.numel(), ids.shape[1]), -1).index_copy_(0, self.policy_places, ids).view(*shape, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +174,10 @@ class Passes:
                 if packed is not None:
                     return packed_hidden_states(whole, packed)
                 return hidden_states(whole, inputs.input_ids[:, :-1])
+            kept = inputs.sampling_masks(self.model.config.get_text_config().vocab_size)
             if packed is not None:
-                return packed_scores(whole, packed, **wants)  # type: ignore[arg-type]
-            return padded_scores(whole, inputs.input_ids, first=inputs.first, **wants)  # type: ignore[arg-type]
+                return packed_scores(whole, packed, kept=kept, **wants)  # type: ignore[arg-type]
+            return padded_scores(whole, inputs.input_ids, first=inputs.first, kept=kept, **wants)  # type: ignore[arg-type]
 
         with compute_in(torch_dtype(self.settings.dtype, self.model.device), self.model.device):
             found = self.parallel.run(model, compute, arrived)

@@ -45,11 +45,14 @@ def trainer_phases(
     on_cpu: bool,
     stage: int = 0,
     float32_head: bool = False,
+    max_kept: int = 0,
+    sampled_tokens: float = 0.0,
 ) -> tuple[Phase, ...]:
     """Return the phases of one rank of a trainer, in a pipeline stage of several.
 
     `value_bytes`: bytes of a value in linear layers. `published_bytes`: bytes of a published weight. `longest_tokens`:
-    of a trajectory. `batch_tokens`: at most so many in an update.
+    of a trajectory. `batch_tokens`: at most so many in an update. `max_kept`: ids in the sampling mask of each of the
+    `sampled_tokens` of a batch.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
@@ -73,6 +76,8 @@ def trainer_phases(
             reference_bytes=value_bytes if has_reference else 0.0,
             on_cpu=on_cpu,
             float32_head=float32_head,
+            max_kept=max_kept,
+            masked_tokens=sampled_tokens,
             published_bytes=published_bytes if alone else 0.0,
         ),
         is_first=stage == 0,

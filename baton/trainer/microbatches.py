@@ -371,6 +371,7 @@ def pad(
             tuple(row.routing for row in chunk),
             shares,
             packed,
+            tuple(mask for row in chunk for mask in row.kept),
         ),
         mask=sent(laid(lambda row: row.is_trained, torch.bool), device),
         episode_tokens=sent(

@@ -62,6 +62,8 @@ class TrainingSample:
     """True if `overlong_filter` excludes the episode, so that no token gets a gradient."""
     routing: tuple[bytes, ...] = ()
     """[L] experts of each token as reported by the engine. Empty bytes, or an empty tuple, if not reported."""
+    kept: tuple[bytes, ...] = ()
+    """[P] sampling mask of each token of the policy; empty if not reported."""
     advantages: FloatArray | None = None
     """[P]; None until computed."""
 
@@ -201,6 +203,7 @@ def _sample(trajectory: Trajectory, reward: float, *, oldest: int, is_filtered: 
         reward=reward,
         is_filtered=is_filtered,
         routing=tuple(trajectory.routing) if any(s.routing for s in trajectory.segments) else (),
+        kept=tuple(mask for segment in trajectory.segments for mask in segment.kept),
     )
 
 

@@ -52,6 +52,18 @@ def test_the_head_adds_its_gradient_to_a_quarter_of_the_state() -> None:
     assert _phase("backward pass of the head", model=tied) == pytest.approx(expected)
 
 
+def test_sampling_masks_take_four_bytes_an_id_twice_and_a_batch_is_held_on_a_cpu() -> None:
+    """300 tokens with up to 512 ids: those of the policy, and by place in a padded pass. The law's vocabulary of 1,000
+    needs two bytes in a mask; 5,000 tokens of a batch."""
+    masked = msgspec.structs.replace(SHAPE, max_kept=512, masked_tokens=5000.0)
+    for name in ("forward pass", "backward pass of the head"):
+        assert _phase(name, masked) == pytest.approx(_phase(name) + 300 * 512 * 8)
+    assert _phase("backward pass of a block", masked) == _phase("backward pass of a block")
+    on_cpu = (msgspec.structs.replace(shape, on_cpu=True) for shape in (masked, SHAPE))
+    masked_peak, peak = (_phase("backward pass of a block", shape) for shape in on_cpu)
+    assert masked_peak == pytest.approx(peak + 5000 * 512 * 2)
+
+
 def test_a_block_gathers_itself_and_the_next() -> None:
     """Two blocks in bfloat16, one gradient in float32 and its shard; a token's activations: norms 16 · 100, heads
     10 · (80 + 20), MLP 8 · 2000, and gradients of 2 · (2 · 2000 + 100). Of a tied head, the gathered table and its

@@ -31,6 +31,11 @@ WAYS = [
     {"top_k": 5},
     {"top_p": 0.7, "top_k": 8, "temperature": 1.3},
 ]
+MASKED_WAYS = [
+    {"top_p": 0.8, "top_k": 512, "reports_kept": True},
+    {"top_p": 0.7, "top_k": 8, "temperature": 1.3, "reports_kept": True},
+    {"top_k": 5, "reports_kept": True},
+]
 
 
 def scores(probabilities, token, uniform, **sampling):
@@ -110,7 +115,7 @@ def test_a_token_at_the_border_may_be_in_or_out():
 def test_what_is_sampled_has_no_gap_and_without_filters_nothing_else_has_none(logits, uniform, way):
     logits_VV = torch.tensor([logits] * len(logits))
     params = row_params([SamplingParams(1, **way)] * len(logits), len(logits), CPU)
-    drawn, logprobs = sample(logits_VV, params, np.full(len(logits), uniform))
+    drawn, logprobs, _ = sample(logits_VV, params, np.full(len(logits), uniform))
     every = torch.arange(len(logits))
     rescored, gaps, tails = token_scores(logits_VV, every, torch.full((len(logits),), uniform), params)
     token = int(drawn[0])
@@ -123,7 +128,7 @@ def test_what_is_sampled_has_no_gap_and_without_filters_nothing_else_has_none(lo
         assert bool((gaps[every != token] > 0).all())
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", [*WAYS, *MASKED_WAYS], ids=str)
 def test_an_engines_answers_are_what_rescoring_says_they_must_be(way, embedded, load, driver, monkeypatch):
     monkeypatch.setattr(rescore, "MAX_TOKENS", 64)
     leases = [driver.lease(i, PROMPT[: 1 + i % 6], 20 + i, **way) for i in range(12)]
@@ -134,16 +139,53 @@ def test_an_engines_answers_are_what_rescoring_says_they_must_be(way, embedded, 
         assert rescored.token_ids == tuple(trajectory.token_ids)
         assert largest_difference(rescored) < 1e-4
         assert max(rescored.draw_gaps) < 1e-4
+        if way in MASKED_WAYS:
+            assert len(rescored.mask_gaps) == len(rescored.places)
+        assert max(rescored.mask_gaps, default=0.0) < 1e-4
+
+
+def test_the_mask_gap_is_the_distance_to_the_mask_of_top_k_and_top_p():
+    """Of 0.4, 0.3, 0.2 and 0.1, top-k 3 keeps three, with 0, 4/9 and 7/9 of their mass before them."""
+    logits_V = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
+
+    def gap(kept, top_p, target=0):
+        params = row_params([SamplingParams(1, top_p=top_p, top_k=3, reports_kept=True)], 4, CPU)
+        uniform, kept_NK = torch.tensor([0.1], dtype=torch.float64), torch.tensor([[*kept, -1]])
+        found = token_scores(logits_V[None], torch.tensor([target]), uniform, params, kept_NK)
+        logprob, draw_gap, tail, mask_gap = (float(column[0]) for column in found)
+        own = logits_V.exp()[kept] / logits_V.exp()[kept].sum()
+        assert logprob == pytest.approx(math.log(own[0]), abs=1e-6)
+        assert draw_gap == 0, "0.1 draws the first of every mask"
+        assert tail == pytest.approx(1.0)
+        return mask_gap
+
+    assert gap([0, 1], 0.7) == 0
+    assert gap([0, 1, 2], 0.8) == 0
+    assert gap([0, 1, 2], 1.0) == 0
+    assert gap([0, 1, 2], 0.7) == pytest.approx(log_odds(7 / 9) - log_odds(0.7), abs=1e-5), (
+        "the third has too much before it"
+    )
+    assert gap([0], 0.7) == pytest.approx(min(log_odds(0.7) - log_odds(4 / 9), math.log(0.3 / 0.1)), abs=1e-5), (
+        "one too few"
+    )
+    assert gap([0, 1], 1.0) == pytest.approx(math.log(0.2 / 0.1), abs=1e-5), (
+        "the third is in unless the fourth is likelier"
+    )
+    assert gap([0, 1, 3], 1.0) == pytest.approx(math.log(0.2 / 0.1), abs=1e-5), (
+        "the third and the fourth have changed places"
+    )
+    assert gap([1, 2], 0.8, target=1) == pytest.approx(math.log(0.4 / 0.1), abs=1e-5), "the first is out"
 
 
 def test_claims_of_all_ways_are_scored_together_as_each_alone(embedded, load, driver):
     engine, found = embedded(), []
-    for i, way in enumerate(WAYS):
+    for i, way in enumerate([*WAYS, *MASKED_WAYS]):
         found.append(claim(driver, driver.run(engine, [driver.lease(i, PROMPT, 10 + i, **way)])[i], **way))
     scorer = rescorer(load("qwen3"))
     for alone, together in zip([scorer.score([c])[0] for c in found], scorer.score(found), strict=True):
         assert together.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
         assert together.draw_gaps == pytest.approx(alone.draw_gaps, abs=1e-5)
+        assert together.mask_gaps == pytest.approx(alone.mask_gaps or [0.0] * len(alone.places), abs=1e-5)
 
 
 def test_each_segment_is_scored_under_its_own_version(embedded, load, driver):

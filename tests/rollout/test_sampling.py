@@ -24,7 +24,7 @@ def draw(logits_V, params: SamplingParams, uniform):
 
 
 def support(probabilities, **sampling) -> set[int]:
-    ids, _ = draw(np.log(probabilities), SamplingParams(1, **sampling), np.linspace(0, 1 - 2**-53, 2000))
+    ids, *_ = draw(np.log(probabilities), SamplingParams(1, **sampling), np.linspace(0, 1 - 2**-53, 2000))
     return set(ids.tolist())
 
 
@@ -73,7 +73,7 @@ def test_noise_is_uniform_over_positions_samples_and_groups():
 def test_draws_follow_the_exact_probabilities(sampling, expected):
     """20000 draws against worked probabilities, χ² at its 99.9 % point for 3 degrees."""
     u = uniforms(np.full(20_000, noise_key(5, 0, 0), dtype=np.uint64), np.arange(20_000))
-    ids, _ = draw(np.log([0.4, 0.3, 0.2, 0.1]), SamplingParams(1, **sampling), u)
+    ids, *_ = draw(np.log([0.4, 0.3, 0.2, 0.1]), SamplingParams(1, **sampling), u)
     counts, wanted = np.bincount(ids.numpy(), minlength=4), 20_000 * np.array(expected)
     assert not counts[wanted == 0].any()
     possible = wanted > 0
@@ -98,9 +98,10 @@ def test_top_k_keeps_exactly_k_and_among_equals_the_lower_id():
 def test_the_extreme_draws_stay_within_the_support():
     """Ids 0, 2 and 4 are impossible: neither the draw 0 nor the largest below 1 may pick them or run off the end."""
     logits = [-float("inf"), 0.0, -float("inf"), 0.0, -float("inf")]
-    ids, logprobs = draw(logits, SamplingParams(1), [0.0, 0.5 - 2**-40, 0.5, 1 - 2**-53])
+    ids, logprobs, masks = draw(logits, SamplingParams(1), [0.0, 0.5 - 2**-40, 0.5, 1 - 2**-53])
     assert ids.tolist() == [1, 1, 3, 3]
     assert logprobs.tolist() == pytest.approx([np.log(0.5)] * 4)
+    assert masks is None
 
 
 @pytest.mark.parametrize("total", [1 << 50, (1 << 50) + 1, (1 << 51) - 1, (1 << 50) - 1, 7])
@@ -112,13 +113,60 @@ def test_the_largest_draw_stays_below_any_total(total):
 
 def test_the_logprob_is_that_of_the_whole_vocabulary_at_the_temperature_before_filters():
     logits = np.log([0.4, 0.3, 0.2, 0.1])
-    _, filtered = draw(logits, SamplingParams(1, top_k=1), [0.5])
-    _, tempered = draw(logits, SamplingParams(1, temperature=0.5, top_k=1), [0.5])
-    greedy_id, greedy = draw(logits, SamplingParams(1, temperature=0.0), [0.99])
+    _, filtered, _ = draw(logits, SamplingParams(1, top_k=1), [0.5])
+    _, tempered, _ = draw(logits, SamplingParams(1, temperature=0.5, top_k=1), [0.5])
+    greedy_id, greedy, _ = draw(logits, SamplingParams(1, temperature=0.0), [0.99])
     assert filtered.item() == pytest.approx(np.log(0.4), abs=1e-6)
     assert tempered.item() == pytest.approx(np.log(16 / 30), abs=1e-6)
     assert greedy_id.item() == 0
     assert greedy.item() == pytest.approx(np.log(0.4), abs=1e-6)
+
+
+def ids_of(mask: bytes, dtype: str = "<u2") -> list[int]:
+    return np.frombuffer(mask, dtype).tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"top_p": 0.79, "top_k": 4}, [1, 3]),
+        ({"top_p": 0.81, "top_k": 4}, [1, 2, 3]),
+        ({"top_p": 0.84, "top_k": 2}, [1, 3]),  # of the two likeliest, the first has only 0.5 / 0.8
+        ({"top_p": 0.62, "top_k": 2}, [1]),
+        ({"top_k": 99}, [0, 1, 2, 3]),
+    ],
+)
+def test_a_row_reports_what_it_kept_and_its_logprob_is_over_that(changes, kept):
+    probabilities = np.array([0.05, 0.5, 0.15, 0.3])
+    params = SamplingParams(1, reports_kept=True, **changes)
+    ids, logprobs, masks = draw(np.log(probabilities), params, np.linspace(0, 1 - 2**-53, 200))
+    assert set(ids.tolist()) == set(kept)
+    assert {tuple(ids_of(mask)) for mask in masks} == {tuple(kept)}
+    expected = np.log(probabilities[ids] / probabilities[kept].sum())
+    assert logprobs.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_the_likeliest_of_a_large_vocabulary_are_those_of_a_whole_sort():
+    """With ties at the bound, without, and with fewer tokens of any mass than the bound; ids above 65,535."""
+    generator = torch.Generator().manual_seed(0)
+    size = 70_000
+    logits_WV = torch.randn(4, size, generator=generator) * 3
+    logits_WV[1] = logits_WV[1].round()  # many equal ones
+    logits_WV[2] = 0.0
+    logits_WV[3] -= 500
+    logits_WV[3, 69_990:] = 0.0
+    params = [SamplingParams(1, top_p=0.9, top_k=20, reports_kept=True)] * 4
+    ids, logprobs, masks = sample(logits_WV, row_params(params, size, CPU), np.linspace(0.1, 0.9, 4))
+    for row in range(4):
+        probabilities = logits_WV[row].double().softmax(-1).numpy()
+        order = np.lexsort((np.arange(size), -logits_WV[row].numpy()))[:20]
+        share = np.cumsum(probabilities[order]) / probabilities[order].sum()
+        kept = sorted(order[: int(np.searchsorted(share, 0.9 - 1e-9)) + 1].tolist())
+        assert ids_of(masks[row], "<u4") == kept
+        assert int(ids[row]) in kept
+        own = np.log(probabilities[int(ids[row])] / probabilities[kept].sum())
+        assert float(logprobs[row]) == pytest.approx(own, abs=1e-5)
+    assert len(masks[3]) == 4 * 9  # 10 equal ones, of which 9 have the share of 0.9
 
 
 def test_rows_of_mixed_parameters_equal_the_same_rows_alone():
@@ -128,13 +176,14 @@ def test_rows_of_mixed_parameters_equal_the_same_rows_alone():
         SamplingParams(1, temperature=0.0),
         SamplingParams(1, temperature=0.7),
         SamplingParams(1, top_p=0.5),
-        SamplingParams(1, top_k=3, temperature=1.3),
+        SamplingParams(1, top_k=3, temperature=1.3, reports_kept=True),
     ]
     uniform = np.linspace(0.1, 0.9, 5)
     mixed = sample(logits_WV, row_params(params, 50, CPU), uniform)
     for row, p in enumerate(params):
         alone = sample(logits_WV[row : row + 1], row_params([p], 50, CPU), uniform[row : row + 1])
         assert (mixed[0][row], mixed[1][row]) == (alone[0][0], alone[1][0])
+        assert mixed[2][row] == (alone[2][0] if p.reports_kept else b"")
 
 
 def test_rows_that_are_sampled_in_parts_equal_the_same_rows_alone(monkeypatch):
@@ -147,7 +196,7 @@ def test_rows_that_are_sampled_in_parts_equal_the_same_rows_alone(monkeypatch):
         {"top_p": 0.5},
         {"top_k": 3},
         {"top_k": 2},
-        {"top_p": 0.1},
+        {"top_k": 4, "top_p": 0.6, "reports_kept": True},
     ]
     params = [SamplingParams(1, **change) for change in changes]
     uniform = np.linspace(0.1, 0.9, 7)
@@ -156,6 +205,9 @@ def test_rows_that_are_sampled_in_parts_equal_the_same_rows_alone(monkeypatch):
     parts = sample(logits_WV, row_params(params, 48, CPU), uniform)
     assert torch.equal(parts[0], whole[0])
     assert torch.equal(parts[1], whole[1])
+    assert parts[2] == whole[2]
+    assert [len(mask) // 2 for mask in parts[2][:6]] == [0] * 6
+    assert 1 <= len(parts[2][6]) // 2 <= 4
 
 
 def test_a_last_bit_of_the_logits_hardly_ever_changes_a_draw():
@@ -169,9 +221,10 @@ def test_a_last_bit_of_the_logits_hardly_ever_changes_a_draw():
     assert changed.sum() <= 3
 
 
-def test_a_row_that_is_not_finite_says_so_and_spares_the_others():
+@pytest.mark.parametrize("params", [SamplingParams(1), SamplingParams(1, top_p=0.9, top_k=3, reports_kept=True)])
+def test_a_row_that_is_not_finite_says_so_and_spares_the_others(params):
     logits_WV = torch.zeros(3, 4)
     logits_WV[1, 2] = float("nan")
-    ids, logprobs = sample(logits_WV, row_params([SamplingParams(1)] * 3, 4, CPU), np.array([0.1, 0.5, 0.9]))
+    ids, logprobs, _ = sample(logits_WV, row_params([params] * 3, 4, CPU), np.array([0.1, 0.5, 0.9]))
     assert logprobs.isfinite().tolist() == [True, False, True]
     assert 0 <= ids[1] < 4

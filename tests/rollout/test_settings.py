@@ -37,6 +37,13 @@ REFUSED = [
     (["rollout.group_size=1"], "allowed are 2 and more"),
     (["rollout.mode=fast"], "rollout.mode: got 'fast'"),
     (["rollout.overprovsion=2.0"], "did you mean 'overprovision'?"),
+    (["rollout.top_k=513"], "rollout.top_k: got 513"),
+    (["rollout.top_p=0.0"], "rollout.top_p: got 0.0"),
+    (
+        ["rollout.top_p=0.9", "engine.report_every_tokens=600", "engine.processes=0", "swarm.workers=1"],
+        "engine.report_every_tokens: got 600, but with up to 512 kept tokens (rollout.top_p, top_k) a report of the "
+        "swarm has room for 512 sampled tokens",
+    ),
 ]
 
 
@@ -48,6 +55,17 @@ def test_impossible_combinations_are_refused_with_one_sentence(overrides, senten
         load_recipe(Recipe, RECIPE, overrides)
     assert sentence in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, (1.0, 0, False)), ({"top_p": 0.9}, (0.9, 512, True)), ({"top_p": 0.9, "top_k": 20}, (0.9, 20, True)),
+     ({"top_k": 7}, (1.0, 7, True))],
+)  # fmt: skip
+def test_truncated_sampling_is_bounded_and_reports_its_masks(keys, expected):
+    found = RolloutSettings(**keys).sampling()
+    assert (found.top_p, found.top_k, found.reports_kept) == expected
+    assert found.max_kept == (expected[1] if expected[2] else 0)
 
 
 def test_defaults_follow_the_mode():

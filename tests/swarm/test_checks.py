@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine
+from baton.swarm.messages import Malformed, decode_from_worker, encode
 from baton.swarm.verification.checks import ReportLimits, check_report
 from baton.types import Author, FinishReason, Lease, PolicyVersion, Report, SamplingParams, Segment, Trajectory
 
@@ -194,3 +196,54 @@ def test_no_engine_is_accused_whatever_happens_to_it(lengths, happenings, due):
                     )
                     assert found is None
                     grown[i] = grown[i].extended(said.segments, said.finish_reason)
+
+
+MASKED = msgspec.structs.replace(LOOSE, sampling=SamplingParams(20, top_p=0.9, top_k=3, reports_kept=True))
+
+
+def mask(*ids: int, dtype: str = "<u2") -> bytes:
+    return np.array(ids, dtype).tobytes()
+
+
+def test_a_sampling_mask_has_its_own_token_and_known_ids_in_order():
+    good = report(segment([2, 9], kept=(mask(2, 5), mask(1, 8, 9))))
+    assert check(MASKED, good) is None
+    wide = ReportLimits(vocabulary=70_000, max_context_tokens=50)
+    assert check(MASKED, report(segment([69_999], kept=(mask(4, 69_999, dtype="<u4"),))), limits=wide) is None
+
+
+@pytest.mark.parametrize(
+    ("lease", "kept", "sentence"),
+    [
+        (MASKED, (), "has the sampling masks of 0 tokens; needed are 2"),
+        (LOOSE, (mask(2), mask(9)), "has the sampling masks of 2 tokens; needed are 0"),
+        (MASKED, (mask(2), b""), "token 1 has a sampling mask of 0 bytes; allowed are 1 to 3 ids of 2 bytes"),
+        (MASKED, (mask(2), mask(6, 7, 8, 9)), "token 1 has a sampling mask of 8 bytes; allowed are 1 to 3 ids"),
+        (MASKED, (mask(2), b"\x09\x00\x0a"), "token 1 has a sampling mask of 3 bytes"),
+        (MASKED, (mask(2, 100), mask(9)), "token 0 has a sampling mask that is not ascending ids from 0 to 99"),
+        (MASKED, (mask(2, 65_535), mask(9)), "token 0 has a sampling mask that is not ascending ids from 0 to 99"),
+        (MASKED, (mask(2), mask(9, 5)), "token 1 has a sampling mask that is not ascending ids"),
+        (MASKED, (mask(2), mask(9, 9)), "token 1 has a sampling mask that is not ascending ids"),
+        (MASKED, (mask(2), mask(5, 8)), "token 1 has the id 9, which is not in its own sampling mask"),
+    ],
+)
+def test_a_sampling_mask_that_none_sends_is_named(lease, kept, sentence):
+    assert sentence in check(lease, report(segment([2, 9], kept=kept)))
+
+
+def test_a_report_with_fewer_masks_than_tokens_is_no_report():
+    frame = encode(report(segment([2, 9], kept=(mask(2), mask(9)))))
+    tree = msgspec.msgpack.decode(frame)
+    tree["segments"][0]["kept"].pop()
+    with pytest.raises(Malformed, match="a segment of 2 tokens must have as many kept entries or none: got 1"):
+        decode_from_worker(msgspec.msgpack.encode(tree))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(max_size=8), min_size=2, max_size=2))
+def test_any_bytes_are_checked_without_an_error(kept):
+    verdict = check(MASKED, report(segment([2, 9], kept=tuple(kept))))
+    ids = [np.frombuffer(each, "<u2").tolist() if len(each) % 2 == 0 else [] for each in kept]
+    is_good = all(own in each and len(each) <= 3 and each == sorted(set(each)) and each[-1] < 100
+                  for own, each in zip((2, 9), ids, strict=True))  # fmt: skip
+    assert (verdict is None) == is_good

@@ -64,6 +64,34 @@ def test_a_worker_killed_at_work_and_one_that_joins_leave_the_run_as_it_was(
         assert "worker#2 joined" in run.trainer.said()
 
 
+@pytest.mark.parametrize("mode", ["sync", "partial"])
+def test_sampling_masks_of_workers_train_as_those_of_an_engine_beside_the_trainer(
+    mode: str, model: Path, tmp_path: Path
+) -> None:
+    """In `sync` to the bit, although one worker is killed. All that the workers report is verified and found honest."""
+    changes = {"rollout__top_p": 0.9, "rollout__mode": mode, "inspection__share": 1.0, "inspection__trusted_share": 1.0}
+    with swarm(tmp_path / "swarm", model, **changes) as run:
+        run.train()
+        victim = run.joined(faults=SLOW)
+        run.joined(faults=SLOW)
+        run.await_step(1)
+        run.caught_at_work(victim, 0)
+        victim.kill()
+        run.finish()
+        found = outcome(run.run)
+        assert "quarantined" not in run.trainer.said()
+        rows = [row for row in read_metrics(run.run.path) if "policy/logprob_diff_max" in row]
+    assert rows
+    assert all(row["policy/logprob_diff_max"] < 1e-4 for row in rows)
+    segments = [s for step in found.groups for g in step for m in g["members"] for s in m["trajectory"]["segments"]]
+    assert all(len(segment["kept"]) == len(segment["token_ids"]) for segment in segments)
+    if mode == "sync":
+        with swarm(tmp_path / "alone", model, **changes) as alone:
+            alone.engine_beside_trainer()
+            alone.finish()
+            assert_same(found, outcome(alone.run))
+
+
 EPISODES = {
     "task": [
         {"name": "t", "environment": "tests.run.test_episodes_run:Evenness", "max_turns": 5, "max_turn_tokens": 5}

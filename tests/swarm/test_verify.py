@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from verify_cases import (
@@ -38,12 +39,13 @@ from baton.swarm.verification.verify import (
     pooled,
     unseen_draws,
 )
-from baton.types import FinishReason
+from baton.types import FinishReason, Segment, Trajectory
 
 pytestmark = pytest.mark.numerics
 
 BF16 = WorkerClass("a processor", "bfloat16", "embedded")
 WAYS = [{}, {"temperature": 1.5}, {"temperature": 0.5}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 10}]
+MASKED_WAYS = [{"top_p": 0.8, "top_k": 512, "reports_kept": True}, {"top_k": 10, "reports_kept": True}]
 
 
 def outcomes(leases, answers, dtype="float32"):
@@ -54,7 +56,7 @@ def outcomes(leases, answers, dtype="float32"):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", [*WAYS, *MASKED_WAYS], ids=str)
 def test_honest_answers_pass_however_they_are_sampled(way, dtype):
     """A bfloat16 worker is published bfloat16 weights, so those are what its hub scores with."""
     leases = [lease(i, i % 3, **way) for i in range(12)]
@@ -124,6 +126,32 @@ def test_one_logprob_taken_from_a_likelier_token_is_found():
         forged = with_tokens(answer, answer.token_ids, [*logprobs[:place], -0.1, *logprobs[place + 1 :]])
         found = verdict(given, forged)
         assert (found.outcome, found.test, found.worst_place) == (CheckOutcome.BAD, "logprob", place)
+
+
+@pytest.mark.parametrize("way", MASKED_WAYS, ids=str)
+@pytest.mark.parametrize("lie", ["alone", "others", "wider"])
+def test_another_sampling_mask_with_its_right_logprobs_is_found(way, lie):
+    """The mask is the token alone, or the token and the least likely ones, or a few more than were kept. The logprobs
+    are those over the mask, and the draws those of the noise."""
+    model = policy()
+    given = lease(0, **way)
+    (answer,) = grow(engine(model), [given])
+    vocabulary = model.config.vocab_size
+    ids = torch.tensor([[*answer.prompt_ids, *answer.token_ids]])
+    with torch.no_grad():
+        table = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].double().log_softmax(-1)
+    masks, logprobs = [], []
+    for token, mask, row in zip(answer.token_ids, answer.kept, table, strict=True):
+        kept, order = set(np.frombuffer(mask, "<u2").tolist()), row.argsort().tolist()
+        likeliest = [i for i in reversed(order) if i not in kept]
+        kept = {"alone": {token}, "others": {token, *order[:5]}, "wider": {*kept, *likeliest[:9]}}[lie]
+        masks.append(np.array(sorted(kept), "<u2").tobytes())
+        logprobs.append(float(row[token] - row[sorted(kept)].logsumexp(-1)))
+    assert max(max(np.frombuffer(mask, "<u2").tolist()) for mask in masks) < vocabulary
+    segment = Segment(answer.token_ids, logprobs, 0, kept=masks)
+    found = verdict(given, Trajectory(answer.group_id, 0, answer.prompt_ids, (segment,), answer.finish_reason))
+    assert (found.outcome, found.test) == (CheckOutcome.BAD, "draw")
+    assert "sampling mask of top-k and top-p" in found.reason
 
 
 def test_a_siblings_answer_handed_in_again_is_found_by_its_draws_alone():

@@ -43,6 +43,9 @@ class EngineRequest:
     seed: int
     cache_salt: str
     """Salt of the prefix cache's keys. Only requests with equal salts share cached prefixes."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class GeneratedTokens:
     by_weights: Mapping[str, int] | None = None
     """Label of weights → number of the request's tokens that these weights generated. Only in the last message; None if
     the program does not report it."""
+    masks: Sequence[Sequence[int]] | None = None
+    """Ascending ids of the tokens that top-k and top-p kept, for each of these tokens; None if not reported."""
 
 
 @dataclass(frozen=True, slots=True)

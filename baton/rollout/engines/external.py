@@ -16,7 +16,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import contains
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from baton.errors import EngineFault, UserError
 from baton.rollout.engine import EngineSettings
@@ -76,8 +79,15 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._heard_s = time.monotonic()
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError if the prompt leaves no room for a token, or if top-p or top-k is set."""
-        if lease.sampling.top_p < 1 or lease.sampling.top_k:
+        """Queue a lease. Raises UserError if the prompt leaves no room for a token, or if top-p or top-k is set in an
+        engine that does not report sampling masks, or not set in one that does."""
+        sampling = lease.sampling
+        if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
+            raise UserError(
+                f"trajectory {lease.trajectory.name}: {self._client.name} was started to report sampling masks, and "
+                "then accepts only rollouts with top_p or top_k; evaluate with another engine (eval.enabled = false)"
+            )
+        if self.mask_dtype is None and (sampling.top_p < 1 or sampling.top_k):
             raise UserError(
                 f"trajectory {lease.trajectory.name}: got top_p {lease.sampling.top_p} and top_k "
                 f"{lease.sampling.top_k}, but {self._only_temperature}"
@@ -117,6 +127,11 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._client.resume()
         self._heard_s = time.monotonic()
 
+    @property
+    def mask_dtype(self) -> str | None:
+        """`kept_dtype` of the sampling masks that the program reports for every token; None if it reports none."""
+        return None
+
     @abstractmethod
     def _load_whole(self, whole: Mapping[str, Any], label: str) -> None:
         """Make the program load tensors, named as in a model file, while it generates nothing."""
@@ -147,12 +162,13 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         reports: list[FromWorker] = []
-        for token, logprob in zip(said.token_ids, said.logprobs, strict=True):
+        masks = self._masks(said, running)
+        for token, logprob, mask in zip(said.token_ids, said.logprobs, masks, strict=True):
             self._decoded_tokens += 1
             self._decode_rows += 1
             running.ids.append(token)
             running.by_weights[self._label] += 1
-            report = self._table.grow(running.slot, token, logprob)
+            report = self._table.grow(running.slot, token, logprob, kept=mask)
             if report is not None:
                 reports.append(report)
             if not self._is_held(running):  # the lease has ended, so further tokens from the program are discarded
@@ -163,6 +179,18 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         if said.finish is not None:
             self._ended_early(said, running)
         return reports
+
+    def _masks(self, said: GeneratedTokens, running: RunningRequest) -> Sequence[bytes]:
+        """Encode the sampling masks of new tokens; empty bytes if the program reports none."""
+        if self.mask_dtype is None:
+            return [b""] * len(said.token_ids)
+        masks = said.masks or ()
+        if len(masks) != len(said.token_ids) or not all(map(contains, masks, said.token_ids)):
+            raise EngineFault(
+                f"trajectory {running.row.lease.trajectory.name}: {self._client.name} reported {len(masks)} sampling "
+                f"masks for {len(said.token_ids)} tokens, or one without its token"
+            )
+        return [np.array(mask, dtype=self.mask_dtype).tobytes() for mask in masks]
 
     def _ended_early(self, said: GeneratedTokens, running: RunningRequest) -> None:
         """Handle a request that the program has ended although its lease is still running in the table."""
@@ -208,6 +236,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
                     tuple(sorted(row.end_ids)),
                     seed=noise_key(noise, row.length, 0) >> 1,
                     cache_salt=self._label or self._name,
+                    top_p=row.lease.sampling.top_p,
+                    top_k=row.lease.sampling.top_k,
                 )
             )
         if requests:

@@ -8,8 +8,10 @@ rows with top-p or top-k.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.policy.memory import sent
+from baton.policy.sampling_masks import encoded
 from baton.types import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -59,20 +62,30 @@ class RowParams:
     """[F] indices of the rows with top-p or top-k; None if there is no such row."""
     top_k_F1: Tensor | None
     top_p_F1: Tensor | None
+    reports_F: Tensor | None = None
+    """[F] whether each of these rows reports its sampling mask; None if none does."""
+    most: int = 0
+    """Largest top-k of these rows."""
 
     def part(self, rows: slice) -> RowParams:
         """Return the parameters of adjacent rows."""
         temperature_W1, is_greedy_W = self.temperature_W1, self.is_greedy_W
-        filters: tuple[Tensor | None, ...] = (None, None, None)
+        filtered = top_k = top_p = reports = None
         if (filtered_F := self.filtered_F) is not None and self.top_k_F1 is not None and self.top_p_F1 is not None:
             is_inside_F = (filtered_F >= rows.start) & (filtered_F < rows.stop)
             if is_inside_F.any():
-                filters = (filtered_F[is_inside_F] - rows.start, self.top_k_F1[is_inside_F], self.top_p_F1[is_inside_F])
+                filtered = filtered_F[is_inside_F] - rows.start
+                top_k, top_p = self.top_k_F1[is_inside_F], self.top_p_F1[is_inside_F]
+                reports = None if self.reports_F is None else self.reports_F[is_inside_F]
         return RowParams(
             rows.stop - rows.start,
             None if temperature_W1 is None else temperature_W1[rows],
             None if is_greedy_W is None else is_greedy_W[rows],
-            *filters,
+            filtered,
+            top_k,
+            top_p,
+            reports,
+            self.most,
         )
 
 
@@ -86,8 +99,9 @@ def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device:
     filtered = [
         (i, p)
         for i, p in enumerate(params)
-        if p is not None and p.temperature != 0 and (p.top_p < 1 or 0 < p.top_k < vocabulary)
+        if p is not None and p.temperature != 0 and (p.top_p < 1 or 0 < p.top_k < vocabulary or p.reports_kept)
     ]
+    reports = [p.reports_kept for _, p in filtered]
     return RowParams(
         num_rows=len(params),
         temperature_W1=(
@@ -101,14 +115,20 @@ def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device:
         top_p_F1=(
             torch.tensor([[p.top_p] for _, p in filtered], dtype=torch.float64, device=device) if filtered else None
         ),
+        reports_F=torch.tensor(reports, device=device) if any(reports) else None,
+        most=max((min(p.top_k or vocabulary, vocabulary) for _, p in filtered), default=0),
     )
 
 
-def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """Draw one token per row; return the ids [W] and the behavior logprobs [W].
+def sample(
+    logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64]
+) -> tuple[Tensor, Tensor, list[bytes] | None]:
+    """Draw one token per row; return the ids [W], the behavior logprobs [W], and the sampling masks [W], of which rows
+    that report none have empty bytes; None if no row reports one.
 
-    Logprobs are normalised over the whole vocabulary, before top-p and top-k, at the row's temperature (1 for greedy
-    rows). If the logits of a row are not finite, the row's logprob is nan and its id is arbitrary.
+    Logprobs are normalised over the row's sampling mask or, without one, over the whole vocabulary, before top-p and
+    top-k; at the row's temperature (1 for greedy rows). If the logits of a row are not finite, the row's logprob is nan
+    and its id is arbitrary.
     """
     width, vocabulary = logits_WV.shape
     size = max(1, CHUNK_VALUES // vocabulary) if logits_WV.device.type == "cpu" else width
@@ -117,24 +137,35 @@ def sample(logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64])
     for begin in range(0, width, size):
         rows = slice(begin, begin + size)
         parts.append(_sample(logits_WV[rows], params.part(rows) if size < width else params, draw_W[rows]))
-    ids, logprobs = zip(*parts, strict=True)
-    return torch.cat(ids), torch.cat(logprobs)
+    ids, logprobs, masks = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(logprobs), [*chain.from_iterable(masks)] if params.reports_F is not None else None
 
 
-def _sample(logits_WV: Tensor, params: RowParams, draw_W: Tensor) -> tuple[Tensor, Tensor]:
+def _sample(logits_WV: Tensor, params: RowParams, draw_W: Tensor) -> tuple[Tensor, Tensor, list[bytes]]:
     logits_WV = logits_WV.float()
     if params.temperature_W1 is not None:
         logits_WV = logits_WV / params.temperature_W1
     logprobs_WV = torch.log_softmax(logits_WV, dim=-1)
     mass_WV = logprobs_WV.exp().mul_(_SCALE).long()  # a float32 times a power of two is exact
+    vocabulary, masks = logits_WV.shape[-1], [b""] * len(logits_WV)
     if params.filtered_F is not None:
         assert params.top_k_F1 is not None
         assert params.top_p_F1 is not None
-        mass_WV[params.filtered_F] = _filtered(mass_WV[params.filtered_F], params.top_k_F1, params.top_p_F1)
+        own_FV = mass_WV[params.filtered_F]
+        mass_FK, order_FK = _filtered(own_FV, params.top_k_F1, params.top_p_F1, params.most)
+        mass_WV[params.filtered_F] = torch.zeros_like(own_FV).scatter(-1, order_FK, mass_FK)
+        if params.reports_F is not None:
+            rows_R = params.filtered_F[params.reports_F]
+            kept_RK, order_RK = mass_FK[params.reports_F] > 0, order_FK[params.reports_F]
+            logits_RV = logits_WV[rows_R]
+            total_R1 = logits_RV.gather(-1, order_RK).masked_fill(~kept_RK, -math.inf).logsumexp(-1, keepdim=True)
+            logprobs_WV[rows_R] = logits_RV - total_R1
+            for row, mask in zip(rows_R.tolist(), encoded(order_RK, kept_RK, vocabulary), strict=True):
+                masks[row] = mask
     ids_W = pick(mass_WV, draw_W)
     if params.is_greedy_W is not None:
         ids_W = torch.where(params.is_greedy_W, logits_WV.argmax(dim=-1), ids_W)
-    return ids_W, logprobs_WV.gather(1, ids_W[:, None])[:, 0]
+    return ids_W, logprobs_WV.gather(1, ids_W[:, None])[:, 0], masks
 
 
 def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
@@ -151,21 +182,34 @@ def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
     return ids_W.clamp_(max=mass_WV.shape[-1] - 1)  # changes an id only if the logits of its row are not finite
 
 
-def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor) -> Tensor:
-    """Apply top-k, then top-p: set the mass of all other tokens to zero.
+def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Apply top-k, then top-p: return the masses of the `most` likeliest tokens, zero for those removed, and their ids,
+    both [F, most].
 
     Top-k keeps the k most likely tokens. Of these, top-p keeps the smallest set of most likely tokens that has at least
     the share p of the mass of the k tokens. Equally likely tokens are ranked by id. The most likely token is always
     kept.
     """
+    sorted_FK, order_FK = _likeliest(mass_FV, most)
+    rank_K = torch.arange(most, device=mass_FV.device)
+    sorted_FK = sorted_FK.masked_fill(rank_K >= top_k_F1, 0)
+    running_FK = sorted_FK.cumsum(dim=-1)
+    before_FK = running_FK - sorted_FK
+    is_outside_FK = before_FK >= top_p_F1 * running_FK[:, -1:]
+    is_outside_FK[:, 0] = False
+    return sorted_FK.masked_fill(is_outside_FK, 0), order_FK
+
+
+def _likeliest(mass_FV: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the `most` largest masses of each row, sorted, and their ids. Equal masses are sorted by id."""
+    if most <= mass_FV.shape[-1] // 4:
+        top = mass_FV.topk(most)
+        if int((mass_FV >= top.values[:, -1:].clamp(min=1)).sum(-1).max()) <= most:  # not decided by a tie
+            ids_FK = top.indices.sort(-1).values
+            sorted_FK, place_FK = mass_FV.gather(-1, ids_FK).sort(dim=-1, descending=True, stable=True)
+            return sorted_FK, ids_FK.gather(-1, place_FK)
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
-    sorted_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
-    running_FV = sorted_FV.cumsum(dim=-1)
-    before_FV = running_FV - sorted_FV
-    is_outside_FV = before_FV >= top_p_F1 * running_FV[:, -1:]
-    is_outside_FV[:, 0] = False
-    return torch.zeros_like(mass_FV).scatter(-1, order_FV, sorted_FV.masked_fill(is_outside_FV, 0))
+    return sorted_FV[:, :most], order_FV[:, :most]
 
 
 def mix(value: int) -> int:

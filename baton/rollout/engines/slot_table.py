@@ -98,6 +98,7 @@ class RunningLease:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._routing: list[bytes] = []
+        self._kept: list[bytes] = []
         self._from_offset = self.length
 
     @property
@@ -118,13 +119,17 @@ class RunningLease:
         """Number of tokens generated since the last report."""
         return self.length - self._from_offset
 
-    def append(self, token: int, logprob: float, routing: bytes | None = None) -> FinishReason | None:
+    def append(
+        self, token: int, logprob: float, routing: bytes | None = None, kept: bytes | None = None
+    ) -> FinishReason | None:
         """Append one token; return the finish reason if the token ends the trajectory."""
         self._tokens.append(token)
         self.ids.append(token)
         self._logprobs.append(logprob)
         if routing is not None:
             self._routing.append(routing)
+        if kept:
+            self._kept.append(kept)
         self.last_id = token
         self.position += 1
         self.length += 1
@@ -135,9 +140,9 @@ class RunningLease:
     def close_segment(self, version: int) -> None:
         """End the current segment. All its tokens were sampled under `version`."""
         if self._tokens:
-            segment = Segment(self._tokens, self._logprobs, version, Author.POLICY, self._routing)
+            segment = Segment(self._tokens, self._logprobs, version, Author.POLICY, self._routing, self._kept)
             self._closed.append(segment)
-            self._tokens, self._logprobs, self._routing = [], [], []
+            self._tokens, self._logprobs, self._routing, self._kept = [], [], [], []
 
     def report(self, version: int, finish_reason: FinishReason | None = None, *, is_aborted: bool = False) -> Report:
         """Return a report of all tokens that were appended since the last report."""
@@ -280,7 +285,11 @@ class SlotTable:
         return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
 
     def commit(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], routing: Sequence[bytes] | None = None
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        routing: Sequence[bytes] | None = None,
+        kept: Sequence[bytes] | None = None,
     ) -> list[FromWorker]:
         """Append one token to every row and free the slots of finished trajectories; return the reports that are due.
 
@@ -288,12 +297,15 @@ class SlotTable:
         """
         reports: list[FromWorker] = []
         for slot, _ in self.running():
-            due = self.grow(slot, token_ids[slot], logprobs[slot], None if routing is None else routing[slot])
+            experts, mask = (None if column is None else column[slot] for column in (routing, kept))
+            due = self.grow(slot, token_ids[slot], logprobs[slot], experts, mask)
             if due is not None:
                 reports.append(due)
         return reports
 
-    def grow(self, slot: int, token: int, logprob: float, routing: bytes | None = None) -> Report | None:
+    def grow(
+        self, slot: int, token: int, logprob: float, routing: bytes | None = None, kept: bytes | None = None
+    ) -> Report | None:
         """Append one token to a row, and free the row's slot if the trajectory is finished; return a report if one is
         due.
 
@@ -307,7 +319,7 @@ class SlotTable:
                 f"trajectory {name} (lease {lease_id}): the logits of token {row.length} under policy version "
                 f"{number} are not finite; check whether training has diverged"
             )
-        finish_reason = row.append(token, logprob, routing)
+        finish_reason = row.append(token, logprob, routing, kept)
         row.last_version = number
         if finish_reason is not None:
             self._free(slot)

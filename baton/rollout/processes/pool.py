@@ -30,7 +30,7 @@ from baton.records.trace import ASIDE, TraceWriter
 from baton.rollout.engine import EngineStats
 from baton.rollout.processes import protocol
 from baton.rollout.transport import WorkerTransport
-from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease
+from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease, without_masks
 
 CLOSE_GRACE_S = 2.0
 """Number of seconds in which all processes must exit; then the remaining processes are killed."""
@@ -219,7 +219,7 @@ class EnginePool(WorkerTransport):
                 self._hand_over(home, lease)
 
     def _hand_over(self, process: EngineProcess, lease: Lease) -> None:
-        process.send(lease)
+        process.send(without_masks(lease))
         process.leases.add(lease.lease_id)
         self._trace.on_lease(lease, process.name, self._slots)
 

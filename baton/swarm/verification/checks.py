@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
+import numpy as np
 
 from baton.rollout.engines.slot_table import StopText
-from baton.types import Author, FinishReason, Lease, Report, Segment, Trajectory
+from baton.types import Author, FinishReason, Lease, Report, Segment, Trajectory, kept_dtype
 
 MAX_LOGPROB = 1e-4
 """Maximum of a reported log-probability. It is above 0 to allow for rounding."""
@@ -62,7 +63,7 @@ def check_report(
     return (
         _wrong_place(lease, report, grown)
         or _too_much(report, limits, grown.num_tokens + num_new, budget)
-        or _wrong_segments(report, limits)
+        or _wrong_segments(report, limits, lease.sampling.max_kept)
         or _wrong_versions(lease, report, grown, newest_version)
         or _wrong_end(lease, report, limits, grown.num_tokens + num_new, budget)
         or _wrong_stop(lease, report, limits, grown, text)
@@ -92,7 +93,7 @@ def _too_much(report: Report, limits: ReportLimits, length: int, budget: int) ->
     return None
 
 
-def _wrong_segments(report: Report, limits: ReportLimits) -> str | None:
+def _wrong_segments(report: Report, limits: ReportLimits, max_kept: int) -> str | None:
     place = report.token_offset
     for segment in report.segments:
         if segment.author is not Author.POLICY:
@@ -104,7 +105,7 @@ def _wrong_segments(report: Report, limits: ReportLimits) -> str | None:
                 f"the segment at token {place} has {len(segment.token_ids)} ids and "
                 f"{len(segment.behavior_logprobs)} behavior logprobs; it needs equally many, and at least one"
             )
-        if violation := _wrong_values(segment, limits, place):
+        if violation := _wrong_values(segment, limits, place) or _wrong_masks(segment, limits, place, max_kept):
             return violation
         place += len(segment.token_ids)
     return None
@@ -129,6 +130,23 @@ def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | N
     )
     if max(experts, default=-1) >= limits.num_experts:
         return f"the segment at token {place} names an unknown expert; allowed are 0 to {limits.num_experts - 1}"
+    return None
+
+
+def _wrong_masks(segment: Segment, limits: ReportLimits, place: int, max_kept: int) -> str | None:
+    """Check that each mask has 1 … max_kept different ids of the vocabulary in ascending order, and the token's own."""
+    needed, dtype = len(segment.token_ids) if max_kept else 0, np.dtype(kept_dtype(limits.vocabulary))
+    if len(segment.kept) != needed:
+        return f"the segment at token {place} has the sampling masks of {len(segment.kept)} tokens; needed are {needed}"
+    for i, (token, mask) in enumerate(zip(segment.token_ids, segment.kept, strict=False), place):
+        if len(mask) % dtype.itemsize or not 1 <= len(mask) // dtype.itemsize <= max_kept:
+            allowed = f"1 to {max_kept} ids of {dtype.itemsize} bytes"
+            return f"token {i} has a sampling mask of {len(mask)} bytes; allowed are {allowed}"
+        ids = np.frombuffer(mask, dtype).astype(np.int64)
+        if (ids[1:] <= ids[:-1]).any() or ids[-1] >= limits.vocabulary:
+            return f"token {i} has a sampling mask that is not ascending ids from 0 to {limits.vocabulary - 1}"
+        if token not in ids:
+            return f"token {i} has the id {token}, which is not in its own sampling mask"
     return None
 
 

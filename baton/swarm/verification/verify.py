@@ -175,8 +175,10 @@ def violation(sentence: str) -> VerificationResult:
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """Return a token's draw gap, or 0 for a sampled token if only the worker knows the noise."""
-    return rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
+    """Return the larger one of a token's mask gap and its draw gap, which is 0 for a sampled token if only the worker
+    knows the noise."""
+    of_draw = rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
+    return max(of_draw, rescored.mask_gaps[i]) if rescored.mask_gaps else of_draw
 
 
 def _scale(temperature: float) -> float:
@@ -199,7 +201,9 @@ def _wild_token(
         )
     elif not gap <= tolerance.wild * tolerance.draw_gap:
         test = "draw"
-        said = f"is {gap:.3g} nats away from the token that its draw selects; tolerance {tolerance.draw_gap:.2g}"
+        is_of_mask = bool(rescored.mask_gaps) and rescored.mask_gaps[i] > rescored.draw_gaps[i]
+        what = "sampling mask of top-k and top-p" if is_of_mask else "token that its draw selects"
+        said = f"is {gap:.3g} nats away from the {what}; tolerance {tolerance.draw_gap:.2g}"
     elif rescored.draw_gaps[i] > 0 and rescored.tail_masses[i] < tolerance.tail:
         test = "unlikely"
         said = (

@@ -251,7 +251,8 @@ class EmbeddedEngine(SlotEngine):
         with torch.inference_mode():
             with self._recorded() as chosen:
                 logits_WV = self.network.step(inputs_W[0], inputs_W[1], kv_length)
-            ids_W, logprob_W = sample(logits_WV, self._params, uniforms(self._noise_keys[:width], inputs[2]))
+            uniform_W = uniforms(self._noise_keys[:width], inputs[2])
+            ids_W, logprob_W, masks = sample(logits_WV, self._params, uniform_W)
             drawn = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()
         ids = drawn[0].astype(np.int64)
         inputs[0] = ids
@@ -261,7 +262,7 @@ class EmbeddedEngine(SlotEngine):
         self._decoded_tokens += table.num_running
         running = table.num_running
         routing = None if self._routers is None else self._routers.as_bytes(chosen)
-        reports = table.commit(ids.tolist(), drawn[1].tolist(), routing)
+        reports = table.commit(ids.tolist(), drawn[1].tolist(), routing, masks)
         if table.num_running != running:
             self._params = None
         return reports

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from baton.policy.adapters import BaseWeights, is_adapter
 from baton.policy.head import find_head
 from baton.policy.logprobs import hidden_states
+from baton.policy.sampling_masks import decoded
 from baton.policy.tensors import check_fit
 from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uniforms
 from baton.rollout.rescoring import Claim, Rescored
@@ -42,6 +43,8 @@ _MAX_LOGITS = 2**22
 """Maximum number of logits in memory at the same time. Scoring makes several float64 copies of them."""
 _BORDER = 0.05
 """Relative distance by which rounding may move the border of top-p and top-k. Closer tokens may be kept or removed."""
+_LEAST = 2.0**-48
+"""A token of a smaller probability may be missing in a sampling mask, because `sample` computes in units of 2^-50."""
 _MAX_GAP = 1e3
 """Gap of a draw that cannot select the token under any rounding, nats."""
 
@@ -57,6 +60,7 @@ class _Row:
     """[N] Token positions after the prompt."""
     token_ids: tuple[int, ...]
     behavior_logprobs: tuple[float, ...]
+    masks: tuple[bytes, ...]
 
 
 class Rescorer:
@@ -95,7 +99,7 @@ class Rescorer:
         for batch in self._batches([i for i, row in enumerate(rows) if row.places], rows):
             found |= zip(batch, self._scored([rows[i] for i in batch]), strict=True)
         empty = torch.empty(0, dtype=torch.float64)
-        return [found[i] if i in found else self._result(row, (empty, empty, empty)) for i, row in enumerate(rows)]
+        return [found[i] if i in found else self._result(row, (empty,) * 3) for i, row in enumerate(rows)]
 
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
         """Yield batches of row indices, sorted by length, of at most MAX_TOKENS."""
@@ -125,12 +129,14 @@ class Rescorer:
         states = hidden_states(self.model, ids_BS) if head else self.model(input_ids=ids_BS, use_cache=False).logits
         states_N = states[torch.tensor(row_N, device=device), torch.tensor(before_N, device=device)]
         size = max(1, _MAX_LOGITS // self._vocabulary)
-        parts = []
+        kept_NK = decoded([mask for row in rows for mask in row.masks], self._vocabulary)
+        parts: list[tuple[Tensor, ...]] = []
         for begin in range(0, len(targets_N), size):
             piece = slice(begin, begin + size)
             logits_NV = head.logits(states_N[piece]) if head else states_N[piece]
             params = row_params(params_N[piece], logits_NV.shape[-1], device)
-            parts.append(token_scores(logits_NV, targets_N[piece], uniform_N[piece], params))
+            kept = kept_NK[piece].to(device).long() if kept_NK.shape[-1] else None
+            parts.append(token_scores(logits_NV, targets_N[piece], uniform_N[piece], params, kept))
         lengths = [len(row.places) for row in rows]
         columns = [torch.split(torch.cat(column).cpu(), lengths) for column in zip(*parts, strict=True)]
         return [self._result(row, scores) for row, scores in zip(rows, zip(*columns, strict=True), strict=True)]
@@ -159,12 +165,13 @@ def _row(claim: Claim, version: int) -> _Row:
         trajectory.behavior_logprobs,
         trajectory.policy_versions,
         trajectory.is_policy,
+        trajectory.kept,
         strict=True,
     )
-    own = [(place, i, p) for place, (i, p, v, is_policy) in enumerate(columns) if is_policy and v == version]
-    places, token_ids, behavior = (tuple(column) for column in zip(*own, strict=True)) if own else ((), (), ())
+    own = [(place, i, p, k) for place, (i, p, v, is_policy, k) in enumerate(columns) if is_policy and v == version]
+    places, token_ids, behavior, masks = (tuple(column) for column in zip(*own, strict=True)) if own else ((),) * 4
     ids = (*trajectory.prompt_ids, *trajectory.token_ids[: places[-1]]) if places else ()
-    return _Row(claim, ids, places, token_ids, behavior)
+    return _Row(claim, ids, places, token_ids, behavior, masks)
 
 
 def _draws(row: _Row) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -174,9 +181,10 @@ def _draws(row: _Row) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def token_scores(
-    logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logprobs [N], draw gaps [N] and tail masses [N] of the targets, as defined in `Rescored`.
+    logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams, kept_NK: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return the logprobs [N], draw gaps [N] and tail masses [N] of the targets, as defined in `Rescored`; and the mask
+    gaps [N], if `kept_NK` has the reported masks.
 
     Temperature, top-k and top-p must be applied exactly as in `sample`.
     """
@@ -187,18 +195,53 @@ def token_scores(
     mass_NV = logprobs_NV.exp().double()
     odds_N = torch.logit(uniform_N.double().clamp(min=2.0**-54))
     gaps_N, tails_N = _distance(mass_NV, targets_N, odds_N)
+    logprob_N, mask_gaps_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0].double(), torch.zeros_like(gaps_N)
     if params.filtered_F is not None:
         assert params.top_k_F1 is not None
         assert params.top_p_F1 is not None
-        rows_F = params.filtered_F
+        rows_F, filters = params.filtered_F, (params.top_k_F1, params.top_p_F1)
         gaps_N[rows_F], tails_N[rows_F] = _filtered_distance(
-            mass_NV[rows_F], targets_N[rows_F], odds_N[rows_F], params.top_k_F1, params.top_p_F1
+            mass_NV[rows_F], targets_N[rows_F], odds_N[rows_F], *filters
         )
+        if kept_NK is not None and params.reports_F is not None:
+            rows_R = rows_F[params.reports_F]
+            given = (column[rows_R] for column in (logprobs_NV.double(), targets_N, odds_N, kept_NK))
+            found = _masked_distance(*given, *(column[params.reports_F] for column in filters))
+            logprob_N[rows_R], gaps_N[rows_R], tails_N[rows_R], mask_gaps_N[rows_R] = found
     if params.is_greedy_W is not None:
         below_N = logits_NV.amax(-1) - logits_NV.gather(1, targets_N[:, None])[:, 0]
         gaps_N = torch.where(params.is_greedy_W, below_N.double(), gaps_N)
         tails_N = torch.where(params.is_greedy_W, 1.0, tails_N)
-    return logprobs_NV.gather(1, targets_N[:, None])[:, 0].double(), gaps_N.clamp(max=_MAX_GAP), tails_N
+    columns = logprob_N, gaps_N.clamp(max=_MAX_GAP), tails_N
+    return columns if kept_NK is None else (*columns, mask_gaps_N)
+
+
+def _masked_distance(
+    logs_RV: Tensor, targets_R: Tensor, odds_R: Tensor, kept_RK: Tensor, top_k_R1: Tensor, top_p_R1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logprobs, draw gaps and tail masses over the reported masks, and `Rescored.mask_gaps`.
+
+    A token is outside top-p by the log-odds of the probability before it, and outside top-k by the difference of its
+    logprob to the last one inside. Like the draw gap, both move by at most 2δ if no logit moves by more than δ.
+    """
+    last = logs_RV.shape[-1] - 1
+    columns_RK = kept_RK.masked_fill(kept_RK < 0, last + 1)
+    is_kept_RV = torch.zeros((len(logs_RV), last + 2), dtype=torch.bool, device=logs_RV.device)
+    is_kept_RV = is_kept_RV.scatter(1, columns_RK, True)[:, :-1]
+    own_RV = logs_RV.masked_fill(~is_kept_RV, -torch.inf).log_softmax(-1)
+    gap_R, tail_R = _distance(own_RV.exp(), targets_R, odds_R)
+    sorted_RV, order_RV = torch.sort(logs_RV, dim=-1, descending=True, stable=True)
+    is_top_RV = torch.arange(last + 1, device=logs_RV.device) < top_k_R1
+    mass_RV = sorted_RV.exp()
+    before_RV = (mass_RV.cumsum(-1) - mass_RV) / mass_RV.mul(is_top_RV).sum(-1, keepdim=True)
+    outside_RV = torch.logit(before_RV.clamp(0.0, 1 - 2.0**-53)) - torch.logit(top_p_R1)
+    to_last_RV = sorted_RV.gather(1, (top_k_R1 - 1).clamp(max=last)) - sorted_RV
+    from_next_RV = sorted_RV - sorted_RV.gather(1, top_k_R1.clamp(max=last)).masked_fill(top_k_R1 > last, -torch.inf)
+    too_many_RV = torch.where(is_top_RV, outside_RV, torch.maximum(outside_RV, to_last_RV))
+    # An engine keeps no token of a probability that it rounds to 0.
+    too_few_RV = torch.minimum(-outside_RV, from_next_RV).masked_fill(~is_top_RV | (mass_RV < _LEAST), 0.0)
+    mask_gap_R = torch.where(is_kept_RV.gather(1, order_RV), too_many_RV, too_few_RV).amax(-1).clamp(0.0, _MAX_GAP)
+    return own_RV.gather(1, targets_R[:, None])[:, 0], gap_R, tail_R, mask_gap_R
 
 
 def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,8 @@ class VllmClient(EngineClient):
         params = SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
             seed=request.seed,
             stop_token_ids=list(request.stop_token_ids),
             ignore_eos=True,  # stop_token_ids contains all ids that end a trajectory
@@ -108,8 +110,17 @@ class VllmClient(EngineClient):
                 prefilled = 0
                 spans = getattr(one, "weight_versions", None)
                 account = None if spans is None else {span.version: span.end - span.start for span in spans}
-                ids, finish = tuple(one.token_ids), one.finish_reason
-                self._inbox.put(GeneratedTokens(request.key, ids, logprobs, finish, computed, by_weights=account))
+                mask = getattr(one, "sampling_mask", None)
+                said = GeneratedTokens(
+                    request.key,
+                    tuple(one.token_ids),
+                    logprobs,
+                    one.finish_reason,
+                    computed,
+                    by_weights=account,
+                    masks=None if mask is None else mask.token_ids,
+                )
+                self._inbox.put(said)
         except asyncio.CancelledError:
             if self._llm is not None:  # generate() aborts its request when cancelled, unless it was still adding it
                 with contextlib.suppress(Exception):

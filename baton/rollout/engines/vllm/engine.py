@@ -30,7 +30,7 @@ from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
-from baton.types import FromWorker, PolicyVersion
+from baton.types import FromWorker, PolicyVersion, kept_dtype
 
 _CPU_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
@@ -39,8 +39,16 @@ _CPU_BLOCK = 128
 class VllmEngine(ExternalEngine[VllmClient]):
     """An engine on vLLM."""
 
-    # vLLM returns logprobs after top-p and top-k, but a trajectory records logprobs before them
-    _only_temperature = "vLLM returns logprobs after top-p and top-k: only temperature is allowed"
+    # vLLM returns logprobs after top-p and top-k, but without masks a trajectory records logprobs before them
+    _only_temperature = (
+        "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or for training "
+        "engine.vllm.return_sampling_mask = true"
+    )
+
+    @property
+    def mask_dtype(self) -> str | None:
+        vocabulary = self._skeleton.model.config.get_text_config().vocab_size
+        return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
 
     def _load_whole(self, whole: Mapping[str, Any], label: str) -> None:
         """Write the tensors to one file in memory, which all workers of vLLM load."""
@@ -146,6 +154,7 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
         "enforce_eager": own.enforce_eager,
         "enable_prefix_caching": True,  # prefill the prompt of a group once
         "logprobs_mode": "processed_logprobs",  # logprobs at the sampling temperature
+        **({"return_sampling_mask": True} if own.return_sampling_mask else {}),
         "worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader",
         "disable_log_stats": True,
         # without the override, vLLM reads the same key of the model's configuration
