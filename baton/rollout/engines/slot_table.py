@@ -297,7 +297,8 @@ class SlotTable:
         """
         reports: list[FromWorker] = []
         for slot, _ in self.running():
-            experts, mask = (None if column is None else column[slot] for column in (routing, kept))
+            experts = None if routing is None else routing[slot]
+            mask = None if kept is None else kept[slot]
             due = self.grow(slot, token_ids[slot], logprobs[slot], experts, mask)
             if due is not None:
                 reports.append(due)
