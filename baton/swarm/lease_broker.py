@@ -23,7 +23,7 @@ from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
 from baton.swarm.throughput import ThroughputTracker
-from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked
+from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked, without_masks
 
 MAX_REFUSALS = 64
 """Maximum number of consecutive leases that a worker may refuse. One more refusal disconnects the worker."""
@@ -358,7 +358,7 @@ class LeaseBroker:
         lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)
         self._progress[grant.lease] = _LeaseProgress(grant.worker, grant.task, lease, trajectory)
         task.leases.append(grant.lease)
-        return SendToWorker(grant.worker, lease)
+        return SendToWorker(grant.worker, without_masks(lease))
 
     def _commit(self, number: int, progress: _LeaseProgress, length: int) -> BrokerCommand:
         task, worker, grown = self._tasks[number], progress.worker, progress.trajectory

@@ -25,7 +25,7 @@ import msgspec
 from baton.errors import Fault, UserError
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.swarm.verification.verify import WorkerClass
-from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain, without_masks
+from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
 PROTOCOL = 3
 """Protocol version. It is incremented when a change of the messages could make an older worker misunderstand a newer
@@ -172,8 +172,6 @@ class Malformed(ValueError):
 
 def encode(message: FromHub | FromWorker) -> bytes:
     """Return a message as a frame."""
-    if isinstance(message, Lease):
-        message = without_masks(message)
     return _encoder.encode(message)
 
 

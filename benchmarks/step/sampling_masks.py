@@ -83,7 +83,9 @@ def measured(path: str, num_groups: int, rounds: int) -> dict[str, Any]:
         for way, keys in WAYS.items():
             sampling = RolloutSettings(max_new_tokens=TOKENS, **keys).sampling()
             requests = [EvalGroup(i, own, GROUP_SIZE) for i, own in enumerate(ids)]
-            generating, grown = cpu_s(lambda s=sampling, r=requests, n=number: rollout.rollout(r, s, n, 0))
+            generating, grown = cpu_s(
+                lambda s=sampling, r=requests, n=number: list(rollout.rollout(r, s, noise_seed=n, version=0))
+            )
             step += 1
             batch = batch_of(step, grown, prompts)
             training, metrics = cpu_s(lambda b=batch: trainer.step(b))
