@@ -2,7 +2,8 @@
 
 Worker names, error messages, model responses and dataset rows may contain escape sequences, characters that reorder the
 displayed text, and rich's markup. `Console` escapes the first two and never interprets markup. Baton's own styles are
-passed as `style=` or as `rich.text.Text`. tests/test_architecture.py checks that no module prints in another way.
+passed as `style=` or as `rich.text.Text`. Lines are not wrapped. tests/test_architecture.py checks that no module
+prints in another way.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Console(rich.console.Console):
     """Whether the command exits when its standard output is closed, as in `baton tasks | head`."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, highlight=False, emoji=False, **options)
+        super().__init__(markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
 
     def on_broken_pipe(self) -> None:
         """Discard all further output after the reader has closed the pipe.
@@ -87,8 +88,8 @@ err = Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """Print a line to standard error without wrapping it."""
-    err.print(text, soft_wrap=True)
+    """Print a line to standard error."""
+    err.print(text)
 
 
 def wide_out() -> Console:

@@ -48,11 +48,11 @@ def describe(
     if write_to is not None:
         write_whole(write_to, text.encode())
     for note in described.notes:
-        err.print(note, soft_wrap=True)
+        err.print(note)
     if as_json:
         content = described.settings.model_dump(exclude_none=True, exclude_defaults=True)
         print_json({**content, "notes": described.notes})
     elif write_to is not None:
         print_written(write_to)
     else:
-        out.print(text, end="", soft_wrap=True)
+        out.print(text, end="")

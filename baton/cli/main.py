@@ -104,10 +104,10 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  # printed through `err`, which escapes untrusted text in the message
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
             _fail("StorageFault", error, 1)
-        err.print("".join(traceback.format_exception(error)), end="", soft_wrap=True)
+        err.print("".join(traceback.format_exception(error)), end="")
         sys.exit(1)
 
 
 def _fail(name: str, error: Exception, code: int) -> NoReturn:
-    err.print(Text.assemble((f"{name}:", "bold red"), f" {error}"), soft_wrap=True)
+    err.print(Text.assemble((f"{name}:", "bold red"), f" {error}"))
     sys.exit(code)

@@ -89,4 +89,4 @@ def print_written(*paths: Path | None) -> None:
     """Print the paths of the files that a command wrote."""
     for path in paths:
         if path is not None:
-            out.print(f"written: {path}", soft_wrap=True)
+            out.print(f"written: {path}")

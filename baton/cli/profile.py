@@ -38,9 +38,7 @@ def profile(
     if as_load:
         keep_busy(loaded)
 
-    def say(text: str) -> None:
-        (err if as_json else out).print(text, soft_wrap=True)
-
+    say = (err if as_json else out).print
     companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
     found = measure(loaded, gpu, say, companion)
     write_calibration(found, write_to)

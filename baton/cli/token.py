@@ -62,11 +62,11 @@ def create(
         print_json(made)
         return
     if write_to is None:
-        out.print(text, soft_wrap=True)
+        out.print(text)
     where = "shown only this once" if write_to is None else f"written: {write_to}"
     until = made.expires.removesuffix("+00:00").replace("T", " ")
     trust = ", trusted" if trusted else ""
-    err.print(f"{made.name}: {role}{trust}, until {until} UTC; {where}; {file} stores a hash", soft_wrap=True)
+    err.print(f"{made.name}: {role}{trust}, until {until} UTC; {where}; {file} stores a hash")
 
 
 @token_app.command(name="list")
@@ -85,7 +85,7 @@ def revoke(
 ) -> None:
     """Revoke a token permanently. A running hub refuses the next request with this token."""
     TokenFile(file).revoke(name)
-    out.print(f"{name} is revoked in {file}", soft_wrap=True)
+    out.print(f"{name} is revoked in {file}")
 
 
 @token_app.command()
@@ -96,4 +96,4 @@ def unquarantine(
     """Lift a quarantine, so that the worker may rejoin. A running hub applies the change within seconds."""
     from baton.swarm.verification.quarantine import unquarantine as lift
 
-    out.print(f"{name} is no longer in quarantine: {', '.join(lift(run, name))}", soft_wrap=True)
+    out.print(f"{name} is no longer in quarantine: {', '.join(lift(run, name))}")

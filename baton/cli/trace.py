@@ -34,4 +34,4 @@ def trace(
     if as_json:
         print_json({"trace": str(path), "spans": len(spans)})
     else:
-        out.print(f"{len(spans):,} spans: {path}; open it at https://ui.perfetto.dev", soft_wrap=True)
+        out.print(f"{len(spans):,} spans: {path}; open it at https://ui.perfetto.dev")

@@ -84,7 +84,7 @@ def train(
     if skip_batch is not None:
         from baton.run.resume import skip_batch as discard
 
-        discard(loaded.run.path, skip_batch, partial(console.print, soft_wrap=True))
+        discard(loaded.run.path, skip_batch, console.print)
     start: Start
     if plan is not None and ray is not None:
         from baton.cluster.ray.run import RayRun, train_on_ray
@@ -117,7 +117,7 @@ def _run(start: Start, recipe: Recipe, as_json: bool) -> None:
         print_report(out, report)
     if RunLock.status(recipe.run.path) != "finished":
         step = f"step {report.steps} of {report.num_steps}"
-        console.print(f"stopped after {step}; to continue, add --resume to the same command", soft_wrap=True)
+        console.print(f"stopped after {step}; to continue, add --resume to the same command")
         raise typer.Exit(_exit_code(stop))
 
 

@@ -15,8 +15,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
     what = "simulated, without a model; all decode steps take the same time, and prefill is free: " * is_simulated
     console.print(
         f"{what}{result.slots} slots, response lengths: mean {result.mean_tokens:.4g}, maximum {result.longest_tokens} "
-        f"tokens, spread {result.between:g} between groups and {result.within:g} within",
-        soft_wrap=True,
+        f"tokens, spread {result.between:g} between groups and {result.within:g} within"
     )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     table.add_column("mode", no_wrap=True)
@@ -31,12 +30,12 @@ def print_bench(console: Console, result: BenchResult) -> None:
         table.add_row(mode.mode, *cells, *[f"{mode.occupancy:.0%}", full_step] * (not is_simulated))
     ideal = result.modes[0].tokens_per_s / result.modes[0].of_bound
     table.add_row("ideal", f"{ideal:,.0f}", _ratio(result.bound_over_sync), "", "100%", "0.0%")
-    console.print(table, soft_wrap=True)
-    console.print("ideal: all slots are in use at every step, and each prompt is prefilled once", soft_wrap=True)
+    console.print(table)
+    console.print("ideal: all slots are in use at every step, and each prompt is prefilled once")
     if not is_simulated:
         curve = ", ".join(f"{width}: {ms:.2f}" for width, ms in result.step_ms_by_width.items())
-        console.print(f"ms of a decode step by number of rows: {curve}", soft_wrap=True)
-        console.print(f"ms of prefill per token: {result.prefill_ms_per_token:.3g}", soft_wrap=True)
+        console.print(f"ms of a decode step by number of rows: {curve}")
+        console.print(f"ms of prefill per token: {result.prefill_ms_per_token:.3g}")
 
 
 def _ratio(value: float | None) -> str:

@@ -19,43 +19,39 @@ from baton.specs.plan import Plan, Replica, Stage
 def print_plan(console: Console, result: PlanResult) -> None:
     """Print a plan, what limits it, its alternatives, and the effect of one more GPU of each type."""
     plan = result.plan
-
-    def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, soft_wrap=True)
-
     if result.choice is not None:
         _say_choice(console, plan, result.choice)
     if result.replanned is not None:
         _say_replanned(console, result.replanned)
     shape = ", trainer and engines colocated" if plan.is_colocated else ""
-    say(f"{plan.model} · {plan.workload} · {plan.cluster} ({plan.method}{shape})", "italic")
-    console.print(_roles(plan), soft_wrap=True)
+    console.print(f"{plan.model} · {plan.workload} · {plan.cluster} ({plan.method}{shape})", style="italic")
+    console.print(_roles(plan))
     for idle in plan.idle:
-        say(f"idle: {len(idle.gpu_ids)} GPUs ({gpu_names(idle.gpu_ids)}): {idle.why}")
-    say(f"training on {gpu_names(plan.training.gpu_ids)}")
+        console.print(f"idle: {len(idle.gpu_ids)} GPUs ({gpu_names(idle.gpu_ids)}): {idle.why}")
+    console.print(f"training on {gpu_names(plan.training.gpu_ids)}")
     b = plan.breakdown
     together = "max(rollout + reward, train)" if b.overlaps else "rollout + reward + train"
-    say(
+    console.print(
         f"step {seconds(b.step_s)} = sync {seconds(b.sync_s)} + {together}: rollout {seconds(b.rollout_s)}, "
         f"reward {seconds(b.reward_s)}, train {seconds(b.train_s)}"
     )
-    say(
+    console.print(
         f"throughput {plan.tokens_per_s:,.0f} trained tokens/s · {money(plan.price_per_h, plan.currency)} per hour · "
         f"{money(plan.price_per_million_tokens, plan.currency)} per million trained tokens"
     )
-    say(f"staleness: at most {plan.max_staleness} versions, about {plan.mean_staleness:.1f} on average")
+    console.print(f"staleness: at most {plan.max_staleness} versions, about {plan.mean_staleness:.1f} on average")
     proof = "proven optimum" if plan.bound.is_proven else f"at most {plan.bound.gap:.2%} above the best possible step"
-    say(f"{proof}{' (' + plan.bound.note + ')' if plan.bound.note else ''}")
+    console.print(f"{proof}{' (' + plan.bound.note + ')' if plan.bound.note else ''}")
     for sentence in plan.limits:
-        say(f"limit: {sentence}")
+        console.print(f"limit: {sentence}")
     if result.alternatives:
-        console.print(_rivals(plan, result.alternatives), soft_wrap=True)
+        console.print(_rivals(plan, result.alternatives))
         for alternative in result.alternatives:
             if alternative.plan is None:
-                say(f"{alternative.name}: {alternative.why_not}")
+                console.print(f"{alternative.name}: {alternative.why_not}")
     for marginal in result.marginals:
         price = money(marginal.price_per_h, plan.currency)
-        say(f"one more {marginal.gpu} ({price} per hour) would change throughput by {marginal.gain:+.2%}")
+        console.print(f"one more {marginal.gpu} ({price} per hour) would change throughput by {marginal.gain:+.2%}")
 
 
 def _say_choice(console: Console, plan: Plan, choice: RentalChoice) -> None:
@@ -64,7 +60,6 @@ def _say_choice(console: Console, plan: Plan, choice: RentalChoice) -> None:
         f"rent {counts} for {money(plan.price_per_h, plan.currency)} per hour "
         f"({choice.num_choices} choices, {choice.num_planned} of them planned, the others excluded by their bounds)",
         style="bold",
-        soft_wrap=True,
     )
 
 
@@ -73,13 +68,9 @@ def _say_replanned(console: Console, replanned: Replanned) -> None:
         f"{len(replanned.lost)} GPUs lost, {len(replanned.added)} added; {replanned.chosen.name}: "
         f"{len(replanned.chosen.moved)} GPUs move",
         style="bold",
-        soft_wrap=True,
     )
     for option in replanned.options:
-        console.print(
-            f"  {option.name}: step {seconds(option.plan.breakdown.step_s)}, {len(option.moved)} move",
-            soft_wrap=True,
-        )
+        console.print(f"  {option.name}: step {seconds(option.plan.breakdown.step_s)}, {len(option.moved)} move")
 
 
 def _roles(plan: Plan) -> Table:

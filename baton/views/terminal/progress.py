@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
 
 from rich.progress import (
     BarColumn,
@@ -25,27 +24,18 @@ LINES = 20
 """Approximate number of progress lines of a warm start, if the console is not a terminal."""
 
 
-class _Progress:
+class _StepsProgress(Progress):
     """A progress bar over a known number of steps, with lines printed above it."""
 
     def __init__(self, console: Console, num_steps: int, columns: Sequence[ProgressColumn], *, is_live: bool) -> None:
-        self._console = console
-        self._num_steps = num_steps
-        self._bar = Progress(*columns, console=console, transient=True, disable=not is_live)
-        self._steps = self._bar.add_task("", total=num_steps)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        super().__init__(*columns, console=console, transient=True, disable=not is_live)
+        self._num_steps, self._steps = num_steps, self.add_task("", total=num_steps)
 
     def said(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        self.console.print(text)
 
 
-class SftProgress(_Progress):
+class SftProgress(_StepsProgress):
     """Shows the loss of a warm start: in a bar on a terminal, otherwise in `LINES` lines."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
@@ -59,13 +49,13 @@ class SftProgress(_Progress):
         super().__init__(console, num_steps, columns, is_live=console.is_terminal)
 
     def stepped(self, step: int, loss: float, tokens_per_s: float) -> None:
-        self._bar.update(self._steps, completed=step, description=f"loss {loss:.3f}")
+        self.update(self._steps, completed=step, description=f"loss {loss:.3f}")
         last = self._num_steps
-        if not self._console.is_terminal and (step % max(1, last // LINES) == 0 or step in (1, last)):
+        if not self.console.is_terminal and (step % max(1, last // LINES) == 0 or step in (1, last)):
             self.said(f"step {step}/{last}  loss {loss:.4f}  {tokens_per_s:.0f} tok/s")
 
 
-class TerminalObserver(_Progress):
+class TerminalObserver(_StepsProgress):
     """Prints a line per train step; on a terminal, a bar also shows the current phase."""
 
     def __init__(self, console: Console, num_steps: int, *, is_live: bool | None = None) -> None:
@@ -77,29 +67,28 @@ class TerminalObserver(_Progress):
             TimeElapsedColumn(),
         )
         super().__init__(console, num_steps, columns, is_live=console.is_terminal if is_live is None else is_live)
-        self._bar.update(self._steps, description="train")
+        self.update(self._steps, description="train")
 
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        task = self._bar.add_task(f"  {name}", total=total or None)
+        task = self.add_task(f"  {name}", total=total or None)
         try:
-            yield lambda count: self._bar.advance(task, count)
+            yield lambda count: self.advance(task, count)
         finally:
-            self._bar.remove_task(task)
+            self.remove_task(task)
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        self._bar.update(self._steps, completed=step)
+        self.update(self._steps, completed=step)
         # absent if no trajectory has an advantage
         entropy = f"{metrics['policy/entropy']:5.3f}" if "policy/entropy" in metrics else "    –"
-        self._console.print(
+        self.console.print(
             f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
             f"length {metrics['response_length/mean']:6.1f}  entropy {entropy}  "
-            f"{metrics['perf/throughput']:6.0f} tok/s  {metrics['perf/step_time']:.2f} s",
-            soft_wrap=True,
+            f"{metrics['perf/throughput']:6.0f} tok/s  {metrics['perf/step_time']:.2f} s"
         )
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
-        self._bar.update(self._steps, completed=step)
+        self.update(self._steps, completed=step)
         for result in results:
             if result.task != results[-1].task:
                 continue  # the last result is for all tasks; metrics.jsonl has the result of each task
@@ -110,4 +99,4 @@ class TerminalObserver(_Progress):
             own = [r for r in results if r.way == result.way and r is not result and r.accuracy is not None]
             if own:
                 line.append(f" ({', '.join(f'{r.task} {100 * r.accuracy.value:.1f} %' for r in own if r.accuracy)})")
-            self._console.print(line, soft_wrap=True)
+            self.console.print(line)

@@ -25,27 +25,25 @@ if TYPE_CHECKING:
 def print_report(console: Console, report: RunReport) -> None:
     """Print the summary of a run, with held-out accuracy as a table."""
     done = str(report.steps) if report.steps == report.num_steps else f"{report.steps} of {report.num_steps}"
-    console.print(f"{report.directory}: {done} train steps, seed {report.seed}", style="italic", soft_wrap=True)
+    console.print(f"{report.directory}: {done} train steps, seed {report.seed}", style="italic")
     if report.evaluated_steps is None:
         console.print("no held-out evaluation")
     else:
-        console.print(_changes_table(report), soft_wrap=True)
+        console.print(_changes_table(report))
     if not report.steps:
         console.print("no train step is done yet")
         return
     console.print(
         f"training reward {report.reward_before:.3f} → {report.reward_after:.3f}; "
         f"{report.generated_tokens:,.0f} tokens generated at {report.generate_tokens_per_s:,.0f} tokens/s; "
-        f"whole steps {report.throughput_tokens_per_s:,.0f} tokens/s, {report.train_time_s:.0f} s",
-        soft_wrap=True,
+        f"whole steps {report.throughput_tokens_per_s:,.0f} tokens/s, {report.train_time_s:.0f} s"
     )
     for warning in report.warnings:
-        console.print(f"warning: {warning}", soft_wrap=True)
+        console.print(f"warning: {warning}")
     console.print(
         f"curves: baton report {report.directory} --html, or tensorboard --logdir {report.directory}/tensorboard\n"
         f"trajectories: baton show {report.directory} --step {report.steps}\n"
-        f"checkpoints: {report.directory}/checkpoints",
-        soft_wrap=True,
+        f"checkpoints: {report.directory}/checkpoints"
     )
 
 
@@ -98,14 +96,14 @@ def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
         table.add_row(r.task, str(r.num_prompts), measure, shown_share(r.accuracy), *reward, length, cut)
         if r.samples > 1:
             table.add_row("", "", f"pass@{r.samples}", shown_share(r.pass_at_k))
-    console.print(table, soft_wrap=True)
+    console.print(table)
 
 
 def print_warm_start(console: Console, report: WarmStartReport, run: Path) -> None:
     """Print the evaluations of a warm start, and the paths of its model and run."""
     if report.evaluations:
         print_evaluations(console, report.evaluations)
-    console.print(f"model: {report.output}\nrun: {run}", soft_wrap=True)
+    console.print(f"model: {report.output}\nrun: {run}")
 
 
 def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: bool = False) -> None:
@@ -129,7 +127,7 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: b
         *([tomli_w.dumps(without_none(recipe.model_dump(mode="json")))] if keys else []),
         f"the recipe is valid; nothing was started{'' if keys else '; --keys prints the resolved recipe'}",
     ]
-    console.print("\n".join(lines), soft_wrap=True)
+    console.print("\n".join(lines))
 
 
 def _memory(process: ProcessMemory) -> str:

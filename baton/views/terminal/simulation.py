@@ -18,7 +18,6 @@ def print_result(console: Console, result: Result) -> None:
         f"{result.mode}, {result.steps} train steps in {seconds(result.seconds)} of virtual time "
         f"(figures exclude the first {result.warm_steps})",
         style="italic",
-        soft_wrap=True,
     )
     lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in result.staleness.items())
     lines = [
@@ -33,15 +32,15 @@ def print_result(console: Console, result: Result) -> None:
         per_million = money(result.price_per_million_tokens, result.currency)
         cost = f"cost {money(result.price, result.currency)} for the run, {per_million} per million trained tokens"
         lines.insert(2, cost)
-    console.print("\n".join(lines), soft_wrap=True)
-    console.print(_engines(result), soft_wrap=True)
+    console.print("\n".join(lines))
+    console.print(_engines(result))
     tokens = ", ".join(f"{name} {count:,}" for name, count in result.tokens.items() if count)
-    console.print(f"tokens: {tokens}", soft_wrap=True)
+    console.print(f"tokens: {tokens}")
     if result.outcomes:
         outcomes = ", ".join(f"{name} × {count}" for name, count in result.outcomes.items())
-        console.print(f"outcomes: {outcomes}", soft_wrap=True)
+        console.print(f"outcomes: {outcomes}")
     for note in result.notes:
-        console.print(f"note: {note}", style="dim", soft_wrap=True)
+        console.print(f"note: {note}", style="dim")
 
 
 def _engines(result: Result) -> Table:
@@ -65,17 +64,17 @@ def print_sweep(console: Console, swept: ParameterSweep) -> None:
     for place, point in enumerate(swept.points):
         values = [point.values[axis.key] for axis in swept.axes]
         table.add_row(*values, *_cells(point), "← recommended" if place == swept.recommended else "")
-    console.print(table, soft_wrap=True)
+    console.print(table)
     for point in swept.points:
         if point.result is None:
             setting = ", ".join(f"{k}={v}" for k, v in point.values.items())
-            console.print(f"{setting}: {point.why_not}", soft_wrap=True)
+            console.print(f"{setting}: {point.why_not}")
     if swept.recommended is not None:
         chosen = swept.points[swept.recommended].values
         keys = " ".join(f"rollout.{k}={v}" for k, v in chosen.items())
-        console.print(f"recommended: {keys}: {swept.why}", soft_wrap=True)
+        console.print(f"recommended: {keys}: {swept.why}")
     else:
-        console.print(swept.why, soft_wrap=True)
+        console.print(swept.why)
 
 
 def _cells(point: SweepPoint) -> list[str]:

@@ -30,11 +30,10 @@ def print_preview(console: Console, preview: Preview) -> None:
         print_trajectories(console, [best, worst] if best.shown.reward > worst.shown.reward else [best])
     console.print(
         f"of {len(preview.responses)} responses, the ones of the highest and of the lowest reward to each prompt; one "
-        "if all rewards are equal",
-        soft_wrap=True,
+        "if all rewards are equal"
     )
     for line in preview.findings:
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
 def print_trajectories(console: Console, readings: Sequence[ReadableTrajectory]) -> None:
@@ -67,7 +66,8 @@ def print_trajectories(console: Console, readings: Sequence[ReadableTrajectory])
                 title=Text(visible(f"step {t.step}, trajectory {t.group_id}/{t.sample_index}, {t.task}")),
                 title_align="left",
                 border_style=colour,
-            )
+            ),
+            soft_wrap=False,
         )
 
 
