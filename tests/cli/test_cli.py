@@ -156,13 +156,9 @@ def test_a_dry_run_reads_the_headers_of_the_weights(small: Any, tmp_path: Path) 
     file = model / "model.safetensors"
     whole = file.read_bytes()
     arguments = ("train", small.recipe, f"model.path={model}", "--dry-run")
-    for content, sentence in (
-        (whole[:-7], f"has {len(whole) - 7:,} bytes, but its header implies {len(whole):,}"),
-        (b"\xff" * 5000, "its header cannot be read"),
-        (b"", "its header cannot be read"),
-    ):
+    for content in (whole[:-7], b"\xff" * 5000, b""):
         file.write_bytes(content)
-        assert sentence in mistake(*arguments)
+        assert f"model.path: {file} is damaged" in mistake(*arguments)
     file.unlink()
     assert "holds no weights" in mistake(*arguments)
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
