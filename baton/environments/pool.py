@@ -24,11 +24,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
-import baton
 from baton.clock import retry_wait_s
 from baton.environments import calls
 from baton.environments.settings import EnvironmentSettings
@@ -290,13 +288,7 @@ class EnvironmentPool:
     def _start(self, process: _EnvironmentProcess) -> None:
         settings = self._settings
         ours, theirs = frame_sockets(calls.MAX_FRAME_BYTES)
-        root = str(Path(baton.__file__).parent.parent)
-        variables = {
-            **allowed_variables(settings.env, os.environ, key="environments.env"),
-            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        variables = allowed_variables(settings.env, os.environ, key="environments.env")
         command = [sys.executable, "-m", "baton.environments.worker", *["--network"][: settings.allow_network]]
         with theirs:
             process.popen = subprocess.Popen(command, stdin=theirs.fileno(), env=variables, start_new_session=True)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import select
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from pathlib import Path
 
 import msgspec
 
@@ -24,7 +22,7 @@ from baton.environments.instances import EnvironmentInstances
 from baton.errors import UserError
 from baton.frames import FrameSocket, frame_socket_of
 from baton.rewards.functions import describe_error
-from baton.rewards.isolation import keep, limit_memory
+from baton.rewards.isolation import detach_streams, import_from, keep
 from baton.types import FailureCause
 
 TICK_S = 1.0
@@ -44,20 +42,16 @@ def main() -> None:
     """Serve until the run closes the socket."""
     isolation = keep(network="--network" in sys.argv, who="environments", network_key="environments.allow_network")
     pipe = frame_socket_of(os.dup(0), calls.MAX_FRAME_BYTES)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(1, "w", buffering=1)
+    detach_streams()
     outbox = _Outbox(pipe)
     setup = msgspec.msgpack.decode(pipe.receive_next(), type=calls.EnvironmentSetup)
-    sys.path[:] = [str(Path(place).absolute()) for place in setup.sys_path]
-    limit_memory(setup.memory_bytes)
+    import_from(setup.sys_path, setup.memory_bytes)
     try:
         environments = {spec.name: load_environment(spec) for spec in setup.specs}
     except BaseException as error:  # noqa: BLE001 - an import may raise anything, and the run must report it
         outbox.send(calls.EnvironmentReady(str(error) if isinstance(error, UserError) else describe_error(error)))
         return
-    os.chdir(isolation.scratch)
-    os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
+    isolation.enter_scratch()
     never = tuple(name for name, loaded in environments.items() if loaded.replay == "never")
     notes = dict.fromkeys(filter(None, (isolation.description, *(one.note for one in environments.values()))))
     outbox.send(calls.EnvironmentReady(isolation="; ".join(notes), never_replayed=never))

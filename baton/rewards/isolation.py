@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import baton
 from baton.errors import UserError
 
 _ALLOWED = re.compile(
@@ -54,18 +55,28 @@ class Isolation:
     description: str
     """Description of the isolation in one line for the user."""
 
+    def enter_scratch(self) -> None:
+        """Work in the scratch directory. Called after the imports, whose paths are relative to the run's directory."""
+        os.chdir(self.scratch)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch)
+
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment of a scorer process: the variables in `run` whose names `_ALLOWED` matches or `names`
-    lists.
+    """Return the environment of a Python process with one thread: the variables in `run` whose names `_ALLOWED` matches
+    or `names` lists. The process imports this package.
 
     Raises UserError if a variable of `names` is not set.
     """
     missing = [name for name in names if name not in run]
     if missing:
         raise UserError(f"{key}: got {missing[0]!r}, which is not set; set it, or leave it out")
-    chosen = set(names)
-    return {name: value for name, value in run.items() if name in chosen or _ALLOWED.fullmatch(name)}
+    chosen, root = set(names), str(Path(baton.__file__).parents[1])
+    return {
+        **{name: value for name, value in run.items() if name in chosen or _ALLOWED.fullmatch(name)},
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, run.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judge.network") -> Isolation:
@@ -104,8 +115,18 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
     return Isolation(scratch, _described(refusal, who, reach))
 
 
-def limit_memory(memory_bytes: int) -> None:
-    """Limit the memory that this process may allocate, on Linux; 0 sets no limit."""
+def detach_streams() -> None:
+    """Close standard input, and redirect standard output to standard error: the output of user code must not mix with
+    the messages, for which the caller has duplicated both."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(1, "w", buffering=1)  # by line: this process may be killed before it fills a larger buffer
+
+
+def import_from(sys_path: Iterable[str], memory_bytes: int) -> None:
+    """Import modules from the run's `sys.path`, and limit the memory that this process may allocate, on Linux; 0 sets
+    no limit."""
+    sys.path[:] = [str(Path(entry).absolute()) for entry in sys_path]
     if memory_bytes and sys.platform == "linux":
         import resource
 

@@ -18,12 +18,10 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import baton
 from baton.errors import UserError
 from baton.rewards import scorer_protocol as protocol
 from baton.rewards.isolation import environment
@@ -143,8 +141,6 @@ class _ScorerProcess:
 
     @classmethod
     async def launch(cls, settings: JudgeSettings) -> _ScorerProcess:
-        root = str(Path(baton.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -152,12 +148,7 @@ class _ScorerProcess:
             *(["--network"] if settings.network else []),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={
-                **environment(settings.env, os.environ),
-                "PYTHONPATH": path,
-                "OMP_NUM_THREADS": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-            },
+            env=environment(settings.env, os.environ),
             start_new_session=True,
         )
         return cls(process)

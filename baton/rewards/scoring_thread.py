@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
 
+from baton.clock import in_thread
 from baton.errors import DeadlineExceeded, UserError
 from baton.rewards.functions import RewardFunction, call_sync
 from baton.rewards.pool import Calls, Outcomes, WorkerPool
@@ -82,19 +83,9 @@ class ScoringThread:
         """Call a function in a thread of this process. Raises UserError after the deadline, because a thread cannot be
         killed: the thread keeps running until the process ends."""
         async with self._limits.setdefault(str(spec), asyncio.Semaphore(concurrency)):
-            done: Future[Outcomes] = Future()
-            done.set_running_or_notify_cancel()
-
-            def work() -> None:
-                try:
-                    done.set_result(call_sync(function, spec.signature, calls))
-                except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-                    done.set_exception(error)
-
-            threading.Thread(target=work, name="reward function", daemon=True).start()
             try:
-                return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
-            except TimeoutError as error:
+                return await in_thread(call_sync, function, spec.signature, calls, timeout_s=deadline_s, who=str(spec))
+            except DeadlineExceeded as error:
                 raise UserError(
                     f"{spec} gave no answer within {deadline_s:g} s, and a thread of this process cannot be killed; "
                     "raise judge.deadline_s, or name the function by an import path such as 'module:name', so that it "

@@ -11,19 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from baton.rewards import scorer_protocol as protocol
 from baton.rewards.functions import call_function, describe_error, import_function
-from baton.rewards.isolation import keep, limit_memory
+from baton.rewards.isolation import detach_streams, import_from, keep
 from baton.types import FailureCause
 
 LoadedScorer = Callable[[tuple[protocol.Call, ...]], Awaitable[tuple[protocol.Outcome, ...]]]
@@ -34,16 +32,11 @@ def main() -> None:
     """Execute calls until the input closes."""
     isolation = keep(network="--network" in sys.argv)
     inbox, outbox = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # output of a reward function must not mix with the messages
-    sys.stdout = os.fdopen(
-        1, "w", buffering=1
-    )  # line buffering, because this process may be killed before it fills a larger buffer
+    detach_streams()
     setup = _receive(inbox, protocol.ScorerSetup)
     if setup is None:
         return
-    sys.path[:] = [str(Path(entry).absolute()) for entry in setup.sys_path]
-    limit_memory(setup.memory_bytes)
+    import_from(setup.sys_path, setup.memory_bytes)
     scorers: list[LoadedScorer] = []
     for spec in setup.specs:
         try:
@@ -51,8 +44,7 @@ def main() -> None:
         except BaseException as error:  # noqa: BLE001 - reported to the run, whatever the import raises
             _send(outbox, protocol.ScorerReady(f"{spec} cannot be loaded in a worker process: {describe_error(error)}"))
             return
-    os.chdir(isolation.scratch)  # only after the imports, whose paths are relative to the run's directory
-    os.environ["TMPDIR"] = tempfile.tempdir = str(isolation.scratch)
+    isolation.enter_scratch()
     _send(outbox, protocol.ScorerReady(isolation=isolation.description))
     asyncio.run(_serve(scorers, inbox, outbox))
 
