@@ -85,9 +85,9 @@ def train(
 
     Raises UserError (a ValueError) for mistakes, before anything is written.
     """
-    tree = _tree(model, data, reward, answer_format, algorithm, seed, config, eval_data, environment, tools)
     default = f"{Path(model).name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
-    tree["run"] = {"name": name or default, "steps": steps} | tree["run"]
+    run = {"name": name or default, "steps": steps, "seed": seed}
+    tree = _tree(run, model, data, reward, answer_format, algorithm, config, eval_data, environment, tools)
     return TrainableRecipe.of(tree, "train").train(callbacks=callbacks)
 
 
@@ -114,9 +114,8 @@ def preview(
     from baton.views.terminal.trajectories import print_preview
 
     with TemporaryDirectory() as directory:
-        config = {"run.directory": directory, **(config or {})}
-        tree = _tree(model, data, reward, answer_format, algorithm, seed, config, None, environment, tools)
-        tree["run"] = {"name": "preview"} | tree["run"]
+        run = {"name": "preview", "directory": directory, "seed": seed}
+        tree = _tree(run, model, data, reward, answer_format, algorithm, config, None, environment, tools)
         found = make_preview(TrainableRecipe.of(tree, "preview"), n)
     print_preview(out, found)
     return [reading.shown for reading in found.responses]
@@ -141,10 +140,9 @@ def evaluate(
     from baton.types import SamplingParams
 
     with TemporaryDirectory() as directory:
-        config = {"run.directory": directory, **(config or {})}
         path = model.path if isinstance(model, Run) else model
-        tree = _tree(path, None, reward, answer_format, "grpo", 0, config, data)
-        tree["run"] = {"name": "evaluate"} | tree["run"]
+        run = {"name": "evaluate", "directory": directory}
+        tree = _tree(run, path, None, reward, answer_format, "grpo", config, data)
         recipe = TrainableRecipe.of(tree, "evaluate")
         sampling = SamplingParams(0, temperature)
         (result,) = evaluate_recipe(recipe, recipe.model.path, sampling, samples=samples)
@@ -152,19 +150,19 @@ def evaluate(
 
 
 def _tree(
+    run: Mapping[str, Any],
     model: str | Path,
     data: Rows | None,
     reward: Reward | Sequence[Reward],
     answer_format: str,
     algorithm: str,
-    seed: int,
     config: Mapping[str, Any] | None,
     eval_data: Rows | None = None,
     environment: str | type | None = None,
     tools: Sequence[Callable[..., Any]] = (),
 ) -> dict[str, Any]:
-    """Return the sections of a recipe, in which `config` overrides the other arguments."""
-    directory = Path((config or {}).get("run.directory", "runs")) / ".data"
+    """Return the sections of a recipe, in which `config` overrides the other arguments. run: the keys of [run]."""
+    directory = Path((config or {}).get("run.directory", run.get("directory", "runs"))) / ".data"
     played = environment_section(environment, tools, reward)
     rewards = reward_sections("correct" if tools else reward)
     tests = [] if eval_data is None else [task_section(eval_data, rewards, directory, played)]
@@ -177,7 +175,7 @@ def _tree(
     else:
         raise UserError("data: got None, but only an environment makes its own problems")
     tree = {
-        "run": {"seed": seed},
+        "run": dict(run),
         "model": {"path": str(model)},
         "task": tasks,
         "eval": {"task": tests},

@@ -31,7 +31,7 @@ def visible(text: str, *, keep: str = "\n\t") -> str:
     An escape sequence can move the terminal's cursor, a direction mark can reorder the displayed text, and a lone
     surrogate cannot be encoded. keep: characters that are not replaced; with keep="" the result is a single line.
     """
-    return _spelled(text, keep, _escape)
+    return _spelled(text, keep, lambda character: character.encode("unicode_escape").decode())
 
 
 def print_json(value: Any) -> None:
@@ -105,8 +105,3 @@ def _spelled(text: str, keep: str, spell: Callable[[str], str]) -> str:
 
 def _is_control(character: str) -> bool:
     return character in _SEPARATORS or unicodedata.category(character) in ("Cc", "Cf", "Cs")
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

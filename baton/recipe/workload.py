@@ -16,7 +16,7 @@ from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.specs.cluster import Cluster, ClusterSettings
-from baton.specs.workload import LengthSettings, Workload, WorkloadSettings, measured
+from baton.specs.workload import Workload, WorkloadSettings, constant, measured
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -43,17 +43,14 @@ def recipe_workload(recipe: Recipe) -> Workload:
     `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training do not overlap.
     """
     rules, algorithm = recipe.rollout.rules(), recipe.algorithm
-    base = WorkloadSettings(
+    width = 4.0 if recipe.engine.dtype == "float32" else 2.0
+    return Workload(
         name=recipe.run.name,
         groups=rules.batch_groups,
         group_size=rules.group_size,
+        prompt=constant(1),
+        output=constant(1),
         max_staleness=rules.max_staleness if rules.mode == "async" else 0,
-        prompt_tokens=LengthSettings(mean=1),
-        output_tokens=LengthSettings(mean=1),
-    ).build()
-    width = 4.0 if recipe.engine.dtype == "float32" else 2.0
-    return msgspec.structs.replace(
-        base,
         epochs=algorithm.num_epochs,
         minibatches=algorithm.num_minibatches,
         forwards_all=recipe.trainer.metrics_of_all_tokens or algorithm.needs_all_tokens,

@@ -202,32 +202,23 @@ def gpu_types(own: Mapping[str, GpuSettings] | None = None) -> dict[str, Gpu]:
     UserError if a new GPU type lacks a value."""
     found = {}
     for name in dict.fromkeys([*catalogue(), *(own or {})]):
-        base = catalogue().get(name, GpuSettings())
-        changes = own[name].model_dump(exclude_none=True) if own and name in own else {}
-        merged = base.model_copy(update=changes)
+        layers = (catalogue().get(name), (own or {}).get(name))
+        values = {k: v for each in layers if each for k, v in each.model_dump(exclude_none=True).items()}
         needed = ("bf16_tflops", "hbm_gb_per_s", "hbm_gb", "link_gb_per_s", "price_per_hour")
-        missing = [key for key in needed if getattr(merged, key) is None]
+        missing = [key for key in needed if key not in values]
         if missing:
             raise UserError(f"gpu.{name}: {', '.join(missing)} is missing; the catalogue has no GPU of this name")
-        found[name] = _gpu(name, merged)
+        found[name] = Gpu(
+            name=name,
+            flops=values["bf16_tflops"] * TERA,
+            hbm_bytes_per_s=values["hbm_gb_per_s"] * GB,
+            hbm_bytes=values["hbm_gb"] * GB,
+            link_bytes_per_s=values["link_gb_per_s"] * GB,
+            price_per_h=values["price_per_hour"],
+            currency=values.get("currency") or "USD",
+            source=values.get("source", ""),
+        )
     return found
-
-
-def _gpu(name: str, settings: GpuSettings) -> Gpu:
-    def number(value: float | None) -> float:
-        assert value is not None, f"{name} is incomplete"
-        return value
-
-    return Gpu(
-        name=name,
-        flops=number(settings.bf16_tflops) * TERA,
-        hbm_bytes_per_s=number(settings.hbm_gb_per_s) * GB,
-        hbm_bytes=number(settings.hbm_gb) * GB,
-        link_bytes_per_s=number(settings.link_gb_per_s) * GB,
-        price_per_h=number(settings.price_per_hour),
-        currency=settings.currency or "USD",
-        source=settings.source or "",
-    )
 
 
 def find_gpu(name: str, gpus: Mapping[str, Gpu], where: str) -> Gpu:
