@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,11 @@ def measure_train_steps(recipe: Recipe, threads: int, say: Say) -> StepTimings:
     """Measure batches and train steps alternately, several times for each kind of train step; then measure both at the
     same time."""
     trainer = _trainer(recipe)
-    with tempfile.TemporaryDirectory() as directory:
-        rollouts = _Rollouts(recipe, trainer.publish(), Path(directory))
-        try:
-            return _measure_train_steps(recipe, trainer, rollouts, threads, say)
-        finally:
-            rollouts.close()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        closing(_Rollouts(recipe, trainer.publish(), Path(directory))) as rollouts,
+    ):
+        return _measure_train_steps(recipe, trainer, rollouts, threads, say)
 
 
 def _measure_train_steps(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, threads: int, say: Say) -> StepTimings:

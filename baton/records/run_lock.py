@@ -88,6 +88,12 @@ class RunLock:
                 "this process stops and writes no more to it"
             )
 
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
     @staticmethod
     def status(directory: Path) -> str:
         """Return `running` if a process holds the directory, otherwise how the last run in it ended: `finished`,

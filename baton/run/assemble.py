@@ -228,7 +228,10 @@ def _build_loop(
         episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
         if episodes is not None:
             undo.callback(episodes.close)
-        trainer = _first_turn(recipe, build_trainer(recipe, tokenizer, start_ranks))
+        trainer = build_trainer(recipe, tokenizer, start_ranks)
+        if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
+            assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
+            trainer.sleep()
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
         run, port, metrics, journal = _open(
@@ -287,15 +290,6 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, obser
             f"evaluations use {len(held_out)} held-out prompts: the tasks have fewer than eval.num_prompts = {wanted}"
         )
     return held_out
-
-
-def _first_turn(recipe: Recipe, trainer: Trainer) -> Trainer:
-    """Return the trainer. If the trainer shares its device, put the trainer to sleep first, because the engine is
-    constructed next."""
-    if recipe.rollout.is_colocated:
-        assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
-        trainer.sleep()
-    return trainer
 
 
 def _turns(recipe: Recipe, port: WorkerTransport, trainer: Trainer) -> DeviceSharing | None:

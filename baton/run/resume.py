@@ -248,8 +248,7 @@ def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
     the file with their trajectories is renamed. Raises UserError if the batch does not exist, or if a checkpoint was
     trained on it.
     """
-    lock = RunLock.take(path, say)
-    try:
+    with RunLock.take(path, say) as lock:
         run = RunDirectory.open(path, lock)
         checkpoint = newest_intact_checkpoint(run.checkpoints, say)
         done = 0 if checkpoint is None else checkpoint_step(checkpoint)
@@ -267,17 +266,12 @@ def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
                 if later
                 else f"--skip-batch {step}: all recorded batches of {path} are in a checkpoint; remove --skip-batch"
             )
-        journal = Journal(run.journal, keeps_partials=True, before_commit=lock.check)
-        try:
+        with closing(Journal(run.journal, keeps_partials=True, before_commit=lock.check)) as journal:
             group_ids = set(journal.groups_of(step))
             with suppress(Damaged):  # the batch may be skipped because its file is damaged
                 group_ids |= {group.group_id for group in run.groups(step)}
             for group_id in group_ids:
                 journal.discarded(group_id, "skipped")
             journal.settle()
-        finally:
-            journal.close()
         run.skip_groups(step)
         say(f"the batch of step {step} is skipped: groups {', '.join(map(str, sorted(group_ids)))}")
-    finally:
-        lock.release()

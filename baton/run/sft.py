@@ -71,13 +71,9 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
     check_schedule("sft", warmup_steps=recipe.sft.warmup_steps, decay="cosine", total_steps=recipe.sft.steps)
     _check_output(Path(recipe.output), overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
-    lock = RunLock.take(recipe.run.path, observer.said)
-    try:
+    with RunLock.take(recipe.run.path, observer.said) as lock:
         RunDirectory.check_free(recipe.run.path, overwrite=overwrite)
-        recipe = with_revisions(recipe)
-        return _warm_start(recipe, observer, lock)
-    finally:
-        lock.release()
+        return _warm_start(with_revisions(recipe), observer, lock)
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:

@@ -15,14 +15,10 @@ from baton.views.terminal.plan import gpu_names, memory, money, plan_cells, repl
 
 def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint]) -> None:
     """Write the page of a plan. `curve` has the points of the chart of throughput by price."""
-    write_rendered(path, _rendered(result, curve))
-
-
-def _rendered(result: PlanResult, curve: Sequence[PricePoint]) -> str:
     from baton.views.pages import plan_charts
 
     plan, marginals = result.plan, result.marginals
-    return render_template(
+    page = render_template(
         "plan.html",
         {"seconds": seconds, "memory": memory, "gpus": gpu_names},
         plan=plan,
@@ -38,6 +34,7 @@ def _rendered(result: PlanResult, curve: Sequence[PricePoint]) -> str:
             for each in result.alternatives
         ],
     )
+    write_rendered(path, page)
 
 
 def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
