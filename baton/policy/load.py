@@ -156,14 +156,14 @@ def supported_attention(config: PretrainedConfig, attention: str) -> str:
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention != "sdpa" or kind is None or kind._supports_sdpa:
         return attention
-    _say_eager(kind.__name__)
+    _warn_once(f"transformers has no SDPA attention for {kind.__name__}: using eager attention (model.attention)")
     return "eager"
 
 
 @cache
-def _say_eager(kind: str) -> None:
-    """Log the warning once per process."""
-    logger.warning("transformers has no SDPA attention for %s: using eager attention (model.attention)", kind)
+def _warn_once(text: str) -> None:
+    """Log a warning once per process."""
+    logger.warning(text)
 
 
 def save_configuration(model: PreTrainedModel, directory: Path) -> None:
@@ -255,15 +255,9 @@ def dtype_here(device_type: str, choice: DTypeChoice) -> DTypeName:
     if choice == "auto" and device_type == "cuda" and torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16"
-        _say_float32(torch.cuda.get_device_name())
+        _warn_once(f'{torch.cuda.get_device_name()} has no bfloat16 arithmetic: dtype = "auto" is float32')
         return "float32"
     return dtype_on(device_type, choice)
-
-
-@cache
-def _say_float32(gpu: str) -> None:
-    """Log the warning once per process."""
-    logger.warning('%s has no bfloat16 arithmetic: dtype = "auto" is float32', gpu)
 
 
 def device_type(name: str) -> str:

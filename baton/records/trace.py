@@ -137,20 +137,15 @@ class TraceWriter:
         for span in spans:
             line = msgspec.json.encode(span) + b"\n"
             if self._size + len(line) > self._room:
-                self._append(lines)
+                append(self._path, bytes(lines))
                 lines.clear()
                 self._start_next_file(self._directory, span.end_s)
             self._size += len(line)
             lines += line
-        self._append(lines)
-
-    def _append(self, lines: bytearray) -> None:
         append(self._path, bytes(lines))
 
     def _reopen(self, directory: Path) -> None:
-        """Find the file to which an earlier process last wrote; return the file and its size.
-
-        If the last line is incomplete, terminate it."""
+        """Find the file to which an earlier process last wrote. If its last line is incomplete, terminate it."""
         first, before, last = trace_files(directory)
         self._path, self._room = (last, self._limit // 4) if last.exists() else (first, self._limit // 2)
         if last.exists():
@@ -159,7 +154,7 @@ class TraceWriter:
             before.unlink()
         self._size = self._path.stat().st_size if self._path.exists() else 0
         if self._size and not self._path.read_bytes().endswith(b"\n"):
-            self._append(bytearray(b"\n"))
+            append(self._path, b"\n")
             self._size += 1
 
     def _start_next_file(self, directory: Path, at_s: float) -> None:

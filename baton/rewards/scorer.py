@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from baton.errors import DeadlineExceeded, UserError
-from baton.rewards.answer import AnswerFormat, extract_answer, meets_format
+from baton.rewards.answer import extract_answer, meets_format
 from baton.rewards.functions import (
     MAX_REWARD,
     check_arguments,
@@ -107,14 +107,14 @@ class RewardScorer:
         self,
         tasks: Mapping[str, ScoredTask],
         rewards: Sequence[RewardSettings],
-        answer_format: AnswerFormat | Mapping[str, AnswerSettings],
+        answers: Mapping[str, AnswerSettings],
         settings: JudgeSettings | None = None,
     ) -> None:
         """Import the reward functions. Raises UserError if an import fails, the recipe has no reward part, or a part
         applies to no task.
 
-        tasks: the single-turn tasks; empty if all tasks of the recipe are multi-turn. answer_format: one format for all
-        tasks, or the settings of each task by its name.
+        tasks: the single-turn tasks; empty if all tasks of the recipe are multi-turn. answers: answer format by task
+        name.
         """
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
@@ -127,12 +127,7 @@ class RewardScorer:
                 f"[[reward]] {useless!r} scores answers of single-turn tasks, but all tasks of the recipe are "
                 'multi-turn; remove it, or use kind = "function", which scores episodes in addition to the environment'
             )
-        self._answers: Mapping[str, AnswerSettings] = (
-            dict.fromkeys(tasks, AnswerSettings(format=answer_format))
-            if isinstance(answer_format, str)
-            else answer_format
-        )
-        self._tasks, self._rewards = tasks, rewards
+        self._tasks, self._rewards, self._answers = tasks, rewards, answers
         self.scores_episodes = any(r.kind in OF_EPISODES for r in rewards)
         """Whether multi-turn episodes are submitted. If not, the environment's reward is the whole reward."""
         self._settings = settings or JudgeSettings()
@@ -398,7 +393,7 @@ class RewardScorer:
                 return None
 
     def _meets_format(self, call: Call) -> bool:
-        own = self._answers[call.prompt.task]
+        own = self._answers.get(call.prompt.task, AnswerSettings())
         return meets_format(call.response, own.format, own.pattern)
 
     def _function(self, reward: RewardSettings) -> _Scorer:

@@ -71,20 +71,20 @@ def _tagged(union: Any, encode: Callable[[Any], bytes], decode: Callable[[bytes]
     return Case({tag_of(kind): kind for kind in members(union)}, encode, lambda data, kind: decode(data))
 
 
-def _frame(send: Callable[[FrameSocket, Any], None], message: Any) -> bytes:
-    """Return what `send` puts on a socket."""
+def _frame(message: Any) -> bytes:
+    """Return what an engine process or its parent puts on a socket."""
     near, far = socket.socketpair()
     with closing(far), closing(near):
-        send(FrameSocket(near, protocol.MAX_FRAME_BYTES), message)
+        FrameSocket(near, protocol.MAX_FRAME_BYTES).send(protocol.encode(message))
         return far.recv(1 << 20)
 
 
-def _received(receive: Callable[[FrameSocket], Any], data: bytes) -> Any:
-    """Return what `receive` makes of bytes on a socket."""
+def _received(decode: Callable[[bytes], Any], data: bytes) -> Any:
+    """Return what `decode` makes of a frame on a socket."""
     near, far = socket.socketpair()
     with closing(far), closing(near):
         far.sendall(data)
-        return receive(FrameSocket(near, protocol.MAX_FRAME_BYTES))
+        return decode(FrameSocket(near, protocol.MAX_FRAME_BYTES).receive_next())
 
 
 def _body(data: bytes) -> bytes:
@@ -106,13 +106,13 @@ CASES = {
     "worker to hub": _tagged(messages.FromWorker, messages.encode, messages.decode_from_worker),
     "parent to engine": _tagged(
         protocol.ToEngine,
-        lambda message: _frame(protocol.send_to_engine, message),
-        lambda data: _received(protocol.receive_to_engine, data),
+        _frame,
+        lambda data: _received(protocol.decode_to_engine, data),
     ),
     "engine to parent": _tagged(
         protocol.FromEngine,
-        lambda message: _frame(protocol.send_to_parent, message),
-        lambda data: _received(protocol.receive_from_engine, data),
+        _frame,
+        lambda data: _received(protocol.decode_from_engine, data),
     ),
     "controller to rank": _tagged(ranks.ToRank, ranks.encode, ranks.decode_to_rank),
     "rank to controller": _tagged(ranks.FromRank, ranks.encode, ranks.decode_from_rank),

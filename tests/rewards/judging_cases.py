@@ -13,7 +13,7 @@ import pytest
 
 from baton.rewards import pool, scorer
 from baton.rewards.scorer import RewardScorer
-from baton.rewards.settings import JudgeSettings, RewardSettings
+from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
 from baton.types import FinishReason, Message, Prompt, ScoredTrajectory, Segment, Trajectory
 
 SOURCE = """
@@ -272,7 +272,7 @@ def judge_with(path: str, name: str, **settings: Any) -> RewardScorer:
     keys = {key: settings.pop(key) for key in tuple(settings) if key in RewardSettings.model_fields}
     reward = RewardSettings(kind="function", function=f"{path}:{name}", **keys)
     judge = JudgeSettings(**{"deadline_s": 60.0, "retries": 0, **settings})
-    return RewardScorer({"some": SomeTask()}, [reward], "last_line", judge)  # type: ignore[dict-item]
+    return RewardScorer({"some": SomeTask()}, [reward], {"some": AnswerSettings(format="last_line")}, judge)  # type: ignore[dict-item]
 
 
 class HandClock(asyncio.SelectorEventLoop):

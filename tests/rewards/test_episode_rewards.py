@@ -85,7 +85,7 @@ def scorer_of(*parts: str | RewardSettings, isolate: bool = False, tasks: Any = 
         else part
         for part in parts
     ]
-    return RewardScorer({} if tasks is None else tasks, rewards, "tags")
+    return RewardScorer({} if tasks is None else tasks, rewards, {})
 
 
 def score(scorer: RewardScorer, *members: Any) -> list[RewardResult]:

@@ -31,7 +31,7 @@ from baton.rewards import scorer as rewards
 from baton.rewards.pool import GRACE_S
 from baton.rewards.scorer import RewardScorer
 from baton.rewards.scorer_protocol import ScorerSpec
-from baton.rewards.settings import JudgeSettings, RewardSettings
+from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
 from baton.tasks.gym import GymTask
 from baton.types import FailureCause, Prompt, RewardResult
 
@@ -175,7 +175,7 @@ def test_a_weighted_sum_beyond_the_bound_is_a_failure(functions: str, weights: t
     """1e6 · 2; and 1e6 · 1e308 − 1e6 · 1e308, which is infinity minus infinity."""
     own = {"kind": "function", "function": f"{functions}:of_numpy", "isolate": False}
     parts = [RewardSettings.model_validate({**own, "weight": w, "name": str(w)}) for w in weights]
-    with RewardScorer({"some": SomeTask()}, parts, "last_line") as judge:  # type: ignore[dict-item]
+    with RewardScorer({"some": SomeTask()}, parts, {"some": AnswerSettings(format="last_line")}) as judge:  # type: ignore[dict-item]
         judgement = judge.score(PROMPT, "edge")
     assert (judgement.cause, judgement.reward) == (FailureCause.MALFORMED, 0.0)
     assert "weighted sum of the reward parts" in str(judgement.failure)
@@ -363,7 +363,9 @@ def test_what_cannot_be_loaded_in_a_worker_is_one_sentence(tmp_path: Path, monke
 
 def test_a_part_that_does_not_apply_is_left_out_and_not_zero(functions: str) -> None:
     none = RewardSettings(kind="function", function=f"{functions}:not_applicable", weight=3)
-    with RewardScorer({"some": SomeTask()}, [RewardSettings(kind="correct"), none], "last_line") as judge:  # type: ignore[dict-item]
+    with RewardScorer(
+        {"some": SomeTask()}, [RewardSettings(kind="correct"), none], {"some": AnswerSettings(format="last_line")}
+    ) as judge:  # type: ignore[dict-item]
         judgement = judge.score(PROMPT, "2")
     assert (judgement.parts, judgement.reward, judgement.is_judged) == ({"correct": 1.0}, 1.0, True)
     (judgement,) = judge_many(judge_with(functions, "not_applicable"), ["2"])
@@ -376,7 +378,9 @@ def test_answers_that_would_stall_sympy_are_judged_without_it() -> None:
     task = GymTask("countdown", "countdown", {}, is_compact=False)
     assert isinstance(task.scorer, ScorerSpec)
     settings = JudgeSettings(deadline_s=60.0, retries=0)
-    with RewardScorer({"countdown": task}, [RewardSettings(kind="score")], "last_line", settings) as judge:
+    with RewardScorer(
+        {"countdown": task}, [RewardSettings(kind="score")], {"countdown": AnswerSettings(format="last_line")}, settings
+    ) as judge:
         problems = [task.draw(0, index) for index in range(3)]
         prompts = [Prompt(p.problem_id, "countdown", (), p.answer, p.metadata) for p in problems]
         hostile = ["9**9**9**9", "(" * 3000, "9" * 1999, "*".join(["99999999"] * 200), "-" * 1900 + "1"]

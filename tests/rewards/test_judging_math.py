@@ -27,7 +27,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> TaskMixture:
 @pytest.fixture(scope="module")
 def judge(mixture: TaskMixture) -> Iterator[RewardScorer]:
     rewards = [RewardSettings(kind="correct"), RewardSettings(kind="math", weight=0.5)]
-    with RewardScorer(mixture.tasks, rewards, "boxed", JudgeSettings(deadline_s=60.0, retries=0)) as found:
+    with RewardScorer(
+        mixture.tasks, rewards, {"file": AnswerSettings(format="boxed")}, JudgeSettings(deadline_s=60.0, retries=0)
+    ) as found:
         yield found
 
 
@@ -75,7 +77,9 @@ def test_pathological_mathematics_is_killed_and_the_others_are_judged(
 ) -> None:
     clock = hand_clock(monkeypatch)
     settings = JudgeSettings(deadline_s=2.0, retries=0, workers=2)
-    with RewardScorer(mixture.tasks, [RewardSettings(kind="correct")], "boxed", settings) as judge:
+    with RewardScorer(
+        mixture.tasks, [RewardSettings(kind="correct")], {"file": AnswerSettings(format="boxed")}, settings
+    ) as judge:
         answers = ["9^{9^{9^{9}}}", "4.0", "\\frac{8}{2}", "2^2", "((10!)!)!"]
         for index, answer in enumerate(answers):
             judge.submit([trajectory(0, index)], asking_for("4"), [f"\\boxed{{{answer}}}"])
@@ -105,4 +109,4 @@ def test_without_math_verify_one_sentence_names_the_command(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"math-verify is not installed: run `pip install 'baton-rl\[math\]'`"):
-        RewardScorer(mixture.tasks, [RewardSettings(kind="correct")], "boxed")
+        RewardScorer(mixture.tasks, [RewardSettings(kind="correct")], {"file": AnswerSettings(format="boxed")})

@@ -14,7 +14,7 @@ import pytest
 from judging_cases import PROMPT, SomeTask, trajectory
 
 from baton.rewards.scorer import RewardScorer
-from baton.rewards.settings import JudgeSettings, RewardSettings
+from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
 from baton.types import FailureCause, RewardResult
 
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]
@@ -83,7 +83,9 @@ def ask(url: str, *, retries: int = 0, response: str = "2", **keys: Any) -> Rewa
 
 def judge_at(url: str, *, retries: int = 0, **keys: Any) -> RewardScorer:
     reward = RewardSettings(kind="http", url=url, **{"deadline_s": 60.0, **keys})
-    return RewardScorer({"some": SomeTask()}, [reward], "last_line", JudgeSettings(retries=retries))  # type: ignore[dict-item]
+    return RewardScorer(
+        {"some": SomeTask()}, [reward], {"some": AnswerSettings(format="last_line")}, JudgeSettings(retries=retries)
+    )  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

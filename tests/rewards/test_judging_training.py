@@ -11,7 +11,7 @@ import torch
 from baton.errors import UserError
 from baton.records.evaluation import Evaluation, evaluation_metrics
 from baton.rewards.scorer import RewardScorer, failure_metrics, require_judged
-from baton.rewards.settings import RewardSettings
+from baton.rewards.settings import AnswerSettings, RewardSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.eval_rollout import EvalRollout
@@ -141,7 +141,9 @@ def evaluated(lengths: dict[tuple[int, int], int], samples: int) -> Evaluation:
     engine = FakeEngine(
         EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("e", 0), lambda g, s: lengths[g, s]
     )
-    judge = RewardScorer({"some": BreaksAtThree()}, [RewardSettings(kind="correct")], "last_line")  # type: ignore[dict-item]
+    judge = RewardScorer(
+        {"some": BreaksAtThree()}, [RewardSettings(kind="correct")], {"some": AnswerSettings(format="last_line")}
+    )  # type: ignore[dict-item]
     (result,), _ = evaluate(
         EvalRollout(WorkerClient(LocalTransport(engine))),
         judge,
@@ -181,7 +183,7 @@ class WithoutReference:
 
 
 def test_without_a_scorer_correct_is_what_all_parts_of_positive_weight_call_full() -> None:
-    judge = RewardScorer({"some": WithoutReference()}, [RewardSettings(kind="format")], "tags")  # type: ignore[dict-item]
+    judge = RewardScorer({"some": WithoutReference()}, [RewardSettings(kind="format")], {})  # type: ignore[dict-item]
     prompt = Prompt("p", "some", ())
     assert judge.score(prompt, "<answer>3</answer>").is_correct
     assert not judge.score(prompt, "3").is_correct
@@ -194,7 +196,7 @@ def test_an_evaluation_has_a_group_compared_as_a_whole(tmp_path: Path) -> None:
         "def f(prompts, completions, **_):\n    return [float(c != max(completions)) for c in completions]\n"
     )
     reward = RewardSettings(kind="function", function=f"{file}:f", isolate=False)
-    judge = RewardScorer({"some": WithoutReference()}, [reward], "last_line")  # type: ignore[dict-item]
+    judge = RewardScorer({"some": WithoutReference()}, [reward], {"some": AnswerSettings(format="last_line")})  # type: ignore[dict-item]
     lengths = {(0, 0): 4, (0, 1): 1, (0, 2): 3}
     engine = FakeEngine(
         EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("e", 0), lambda g, s: lengths[g, s]

@@ -84,7 +84,7 @@ def run(samples: int, temperature: float = 1.0, max_new_tokens: int = 9):
     settings = EngineSettings(slots=8, max_context_tokens=64)
     numbers = (1, 2, 5)
     engine = FakeEngine(settings, PolicyVersion("e", 0), lambda group_id, sample: numbers[group_id] + sample + 1)
-    judge = RewardScorer({"a": Lengths(), "b": Lengths()}, [RewardSettings(kind="correct")], "tags")  # type: ignore[dict-item]
+    judge = RewardScorer({"a": Lengths(), "b": Lengths()}, [RewardSettings(kind="correct")], {})  # type: ignore[dict-item]
     sampling = SamplingParams(max_new_tokens, temperature)
     encoder = PromptEncoder(Words())  # type: ignore[arg-type]
     rollout = EvalRollout(WorkerClient(LocalTransport(engine)))

@@ -189,8 +189,8 @@ def test_without_references_only_functions_can_judge(tmp_path: Path) -> None:
     assert tasks["mine"].draw(0, 0).answer is None
     for kind in ("correct", "score", "exact", "math"):
         with pytest.raises(UserError, match=rf'kind = "{kind}" needs a reference answer, but task \'mine\''):
-            RewardScorer(tasks, [RewardSettings(kind=kind)], "tags")  # type: ignore[arg-type]
-    RewardScorer(tasks, [RewardSettings(kind="format")], "tags")
+            RewardScorer(tasks, [RewardSettings(kind=kind)], {})  # type: ignore[arg-type]
+    RewardScorer(tasks, [RewardSettings(kind="format")], {})
 
 
 def test_keys_of_a_file_are_refused_without_one() -> None:

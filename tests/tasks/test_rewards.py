@@ -30,7 +30,7 @@ def _closed() -> Iterator[None]:
 
 
 def judge(*rewards: RewardSettings) -> RewardScorer:
-    OPENED.append(RewardScorer(COUNTDOWN.tasks, rewards, "tags", JudgeSettings(workers=1)))
+    OPENED.append(RewardScorer(COUNTDOWN.tasks, rewards, {}, JudgeSettings(workers=1)))
     return OPENED[-1]
 
 
@@ -90,7 +90,7 @@ def test_copying_the_prompts_own_tags_earns_nothing() -> None:
 
 def test_a_verifier_that_breaks_on_an_answer_leaves_it_unjudged_with_the_cause() -> None:
     tasks = TaskMixture([TaskSettings(name="prime_factorization")], AnswerSettings())
-    with RewardScorer(tasks.tasks, [RewardSettings(kind="correct")], "tags") as found:
+    with RewardScorer(tasks.tasks, [RewardSettings(kind="correct")], {}) as found:
         judgement = found.score(tasks.held_out(1)[0], answered("two times three"))
     assert (judgement.is_judged, judgement.cause, judgement.parts) == (False, FailureCause.RAISED, {})
     assert judgement.failure is not None
@@ -141,5 +141,5 @@ def test_a_prompt_is_judged_the_same_after_a_trip_through_json() -> None:
     import msgspec
 
     again = msgspec.json.decode(msgspec.json.encode(PROMPT), type=Prompt)
-    fresh = RewardScorer(mixture("countdown").tasks, [RewardSettings(kind="correct")], "tags")
+    fresh = RewardScorer(mixture("countdown").tasks, [RewardSettings(kind="correct")], {})
     assert fresh.score(again, answered(PROMPT.answer)).is_correct

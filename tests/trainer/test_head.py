@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from baton.policy import head
 from baton.policy.head import RequestedScores, find_head, head_scores, set_max_logits
-from baton.policy.load import _say_eager, load_model, load_skeleton
+from baton.policy.load import _warn_once, load_model, load_skeleton
 from baton.policy.logprobs import compute_in, padded_scores
 from baton.policy.settings import LoraSettings
 from baton.rollout.engines.embedded.packed import PackedLinears
@@ -215,7 +215,7 @@ def test_a_frozen_head_gets_no_gradient_and_hands_on_that_of_the_hidden_states()
     ("name", "expected"), [("gemma2", "eager"), ("gpt_oss", "eager"), ("llama", "sdpa"), ("qwen3", "sdpa")]
 )
 def test_a_family_without_sdpa_gets_eager_attention_and_a_line(name, expected, tmp_path, caplog):
-    _say_eager.cache_clear()
+    _warn_once.cache_clear()
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4} if name == "gpt_oss" else {}
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(name, **{**SHAPE, **more}), attn_implementation="eager"

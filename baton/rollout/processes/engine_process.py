@@ -41,18 +41,18 @@ def serve(descriptor: int) -> None:
     parent = frame_socket_of(descriptor, protocol.MAX_FRAME_BYTES)
     scratch = ""
     try:
-        start = protocol.receive_to_engine(parent)
+        start = protocol.decode_to_engine(parent.receive_next())
         assert isinstance(start, protocol.Start), f"the first message must be Start, not {type(start).__name__}"
         scratch = start.scratch
         engine = _build(start)
-        protocol.send_to_parent(parent, protocol.Serving(engine.version))
+        parent.send_all(protocol.encode(protocol.Serving(engine.version)))
         inbox: SimpleQueue[protocol.ToEngine | None] = SimpleQueue()
         threading.Thread(target=_read, args=(parent, inbox), daemon=True).start()
         _loop(parent, inbox, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent has exited, so the error cannot be reported
     except (BatonError, RuntimeError, AssertionError, OSError) as error:
-        protocol.send_to_parent(parent, fault_of(error))
+        parent.send_all(protocol.encode(fault_of(error)))
         return  # the scratch directory stays, because the parent and the other engine processes still use it
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -62,7 +62,7 @@ def _read(parent: FrameSocket, inbox: SimpleQueue[protocol.ToEngine | None]) -> 
     """Queue the messages from the parent. Queue None when the parent has exited."""
     try:
         while True:
-            inbox.put(protocol.receive_to_engine(parent))
+            inbox.put(protocol.decode_to_engine(parent.receive_next()))
     except (OSError, EOFError, msgspec.DecodeError):
         inbox.put(None)
 
@@ -84,13 +84,13 @@ def _loop(parent: FrameSocket, inbox: SimpleQueue[protocol.ToEngine | None], eng
                     from safetensors.torch import load_file
 
                     engine.load_weights(load_file(Path(wanted.path)), wanted.version)
-                    protocol.send_to_parent(parent, protocol.Serving(engine.version))
+                    parent.send_all(protocol.encode(protocol.Serving(engine.version)))
                 case other:
                     raise RuntimeError(f"unexpected message {type(other).__name__}")
         reports = engine.step()
         now = time.monotonic()
         if reports or now - last_sign_s > SIGN_OF_LIFE_S:
-            protocol.send_to_parent(parent, protocol.Progress(tuple(reports), engine.stats))
+            parent.send_all(protocol.encode(protocol.Progress(tuple(reports), engine.stats)))
             last_sign_s = now
         running.difference_update(report.lease_id for report in reports if ends_lease(report))
 

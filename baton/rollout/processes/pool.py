@@ -61,7 +61,7 @@ class EngineProcess:
         """Send a message, or queue the message while the socket is full. Raises EngineFault if the process has
         exited."""
         try:
-            protocol.send_to_engine(self.socket, message)
+            self.socket.send(protocol.encode(message))
         except OSError as error:
             raise self._exit_error() from error
 
@@ -71,9 +71,10 @@ class EngineProcess:
         Raises EngineFault if the process has exited or failed, and UserError if it failed with a UserError.
         """
         try:
-            message = protocol.receive_from_engine(self.socket)
+            frame = self.socket.receive()
         except (EOFError, OSError) as error:
             raise self._exit_error() from error
+        message = None if frame is None else protocol.decode_from_engine(frame)
         if isinstance(message, Fault):
             if isinstance(reason := message.error(), UserError):
                 raise reason

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from baton.errors import Fault
-from baton.frames import FrameSocket
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
@@ -58,31 +57,6 @@ class Serving(msgspec.Struct, frozen=True, tag="Serving"):
 ToEngine = Start | LoadWeights | Lease | Abort
 FromEngine = Progress | Serving | Fault
 
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
-
-
-def send_to_engine(engine: FrameSocket, message: ToEngine) -> None:
-    """Send one message, or queue the message while the socket is full. Raises OSError if the engine process has
-    exited."""
-    engine.send(_encoder.encode(message))
-
-
-def send_to_parent(parent: FrameSocket, message: FromEngine) -> None:
-    """Send one message and wait until the socket has accepted it. Raises OSError if the parent has exited."""
-    parent.send_all(_encoder.encode(message))
-
-
-def receive_to_engine(parent: FrameSocket) -> ToEngine:
-    """Wait for one message. Raises EOFError or OSError if the parent has exited."""
-    return _to_engine.decode(parent.receive_next())
-
-
-def receive_from_engine(engine: FrameSocket) -> FromEngine | None:
-    """Return the next message, or None while it is incomplete.
-
-    Raises EOFError or OSError if the engine process has exited.
-    """
-    frame = engine.receive()
-    return None if frame is None else _from_engine.decode(frame)
+encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
+decode_to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
