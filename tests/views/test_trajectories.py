@@ -25,7 +25,7 @@ def test_nothing_a_model_wrote_reaches_the_terminal_as_a_command(run: RunDirecto
     print_trajectories(console, read_trajectories(run.path, 3, order="best", limit=1))
     text = console.export_text(clear=False)
     assert not set(text) & set("\x1b\x07\r\x9b\u202e")
-    assert r"\x1b[31m[bold red]x[/bold red]\x07\x0d\x9b2J\u202e" in text
+    assert r"\x1b[31m[bold red]x[/bold red]\x07\r\x9b2J\u202e" in text
     assert "[link=x]t[/link]" in text
 
 
