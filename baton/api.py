@@ -67,13 +67,13 @@ def train(
     Args:
         model: directory of a Hugging Face causal LM, or its name on the hub.
         data: file or dataset by name, or rows with a prompt and a reference answer.
-        reward: function, name of a reward, or a list of these, whose sum is the reward. The arguments of a function
-            bind by name, any subset of: `prompt`, `response`, `parsed` (the answer in the response), `episode`, and the
+        reward: function, name of a reward, or a list of these, whose sum is the reward. A function receives its
+            arguments by name: any of `prompt`, `response`, `parsed` (the answer in the response), `episode`, and the
             columns of the data (`answer` is the row's reference). It returns a number, None for no reward, or a mapping
             of named parts. A function with a parameter `completions` is called as in TRL.
         eval_data: test set; the default is a tenth of `data`, which is then not trained on.
-        environment: class of a multi-turn environment, or its name; it gives the reward, to which functions
-            add theirs, and `data` may be None.
+        environment: class of a multi-turn environment, or its name. It gives the reward; the values of reward functions
+            are added. `data` may be None.
         tools: functions that the policy may call in several turns; the reward is then a function of the last turn.
         answer_format: format in which responses state their answer.
         algorithm: preset, such as "grpo" or "dapo".
@@ -106,8 +106,8 @@ def preview(
 ) -> list[Sample]:
     """Sample and score four responses to each of `n` training prompts before any training, and return them.
 
-    Prints the responses of the highest and the lowest reward to each prompt as rendered, with answers and reward parts,
-    and says what will not work: no answers, equal rewards, cut responses, prompts that are too long, memory. The other
+    For each prompt, prints the responses with the highest and the lowest reward, with answers and reward parts. Then
+    warns of problems: no answers, equal rewards, cut responses, prompts that are too long, too little memory. The other
     arguments are those of `train`. Writes no run.
     """
     from baton.run.preview import preview as make_preview

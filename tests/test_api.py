@@ -275,6 +275,6 @@ def test_the_command_eval_leaves_out_a_function_of_another_process(
     del PASSED["__main__:own"]
     (result,) = evaluate_model(run.path, None, temperature=0.0)
     assert set(result.parts) == {"format"}
-    assert "left out: own, functions of the script that trained" in caplog.text
+    assert "left out: own, because only the script that trained defines these functions" in caplog.text
     with pytest.raises(UserError, match=r"a script passed it to baton\.train; define own"):
         run.resume({"run.steps": 2})

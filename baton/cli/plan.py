@@ -47,7 +47,7 @@ def plan(
     lost: Annotated[str | None, typer.Option(help="Machines that the cluster has lost, separated by commas.")] = None,
     slack: Annotated[
         float,
-        typer.Option(min=0, help="With --from: accepted increase of the step time to move fewer GPUs, a fraction."),
+        typer.Option(min=0, help="With --from: accept a plan that is slower by this fraction if it moves fewer GPUs."),
     ] = 0.02,
     time_limit: Annotated[
         float, typer.Option(min=1, help="Maximum seconds of search; the remaining gap to the optimum is reported.")

@@ -18,7 +18,7 @@ def preview(
     ] = 4,
     as_json: Json = False,
 ) -> None:
-    """Sample and score a few responses before any training, and say what will not work."""
+    """Sample and score a few responses before any training, and report problems."""
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe
     from baton.run.preview import preview as make_preview

@@ -24,7 +24,7 @@ def report(
     from baton.records.run_directory import RunDirectory
 
     if write_to is not None and not html:
-        raise UserError("--out needs --html: it is the file of the page")
+        raise UserError("--out needs --html, because it names the file of the HTML page")
     opened = RunDirectory.open(run)
     if not html:
         from baton.run.summary import summarise

@@ -35,8 +35,8 @@ class LoadedEnvironment:
     note: str = ""
     """Line for the user, returned by the class's `prepare`."""
     serial: Serial = "nothing"
-    """Calls that run one at a time in a process. The global random state of Python and numpy, which classes of other
-    projects may use, is seeded before `reset`; with `all`, each episode also keeps it from call to call."""
+    """Calls that run one at a time in a process. Classes of other projects may use the global random state of Python
+    and numpy, so it is seeded before `reset`. With `all`, it is also saved and restored for each episode."""
 
 
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:

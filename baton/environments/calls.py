@@ -40,7 +40,7 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
     replay: Replay | None = None
     """Overrides the class's own `replay`."""
     tool_format: ToolFormat | None = None
-    """Format of the model's chat template; None if its calls have none of the known forms."""
+    """Format of tool calls in the model's chat template; None if the format is unknown."""
     max_turns: int | None = None
     """Maximum number of turns of the task."""
 

@@ -46,7 +46,7 @@ def run_python(code: str) -> str:
 
 
 class CodeTask:
-    """The environment. The reward is 1 if all tests pass, those that are not shown included."""
+    """The environment. The reward is 1 if all tests pass, including the tests that are not shown."""
 
     def __init__(
         self, max_turns: int = 4, timeout_s: float = 5.0, memory_mib: int = 512, allow_unisolated: bool = False

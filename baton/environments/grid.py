@@ -17,7 +17,7 @@ LETTERS = {name[0]: name for name in MOVES}
 
 
 def read_moves(action: str, form: Form) -> tuple[list[str], bool]:
-    """Return the moves of a turn, and whether it has the answer format and names nothing but moves."""
+    """Return the moves of a turn, and whether the turn has the answer format and contains only moves."""
     if form == "compact":
         names = [LETTERS.get(letter, "") for letter in action.strip()]
     else:

@@ -94,7 +94,9 @@ class EnvironmentInstances:
         loaded = self._environments[request.environment]
         if loaded.replay == "never" and (request.log or is_replaced):
             what = "has executed other actions" if is_replaced else "is gone"
-            raise _Failed(FailureCause.CRASHED, f"the environment's instance {what}; replay = 'never' forbids another")
+            raise _Failed(
+                FailureCause.CRASHED, f"the environment's instance {what}, and replay = 'never' forbids a new one"
+            )
         assert not request.num_left_out, "the pool sends the whole log to a process without the instance"
         self.discard(request.key)
 
@@ -113,8 +115,8 @@ class EnvironmentInstances:
         if request.first_digest and instance.observations[0].digest != request.first_digest:
             raise _Failed(
                 FailureCause.MALFORMED,
-                f"reset with seed {request.seed} returned another observation than the one in the prompt: it must "
-                "depend on the seed and the row only",
+                f"reset with seed {request.seed} returned an observation that differs from the one in the prompt; it "
+                "must depend only on the seed and the row",
             )
         for turn_number, turn in enumerate(request.log, 1):
             self._step(request, instance, turn.action)
@@ -129,7 +131,7 @@ class EnvironmentInstances:
     def _step(self, request: ActRequest, instance: _Instance, action: str) -> None:
         last = instance.observations[-1]
         if last.is_terminated or last.is_truncated:
-            raise _Failed(FailureCause.MALFORMED, f"the episode ended in turn {last.turn} and takes no more actions")
+            raise _Failed(FailureCause.MALFORMED, f"the episode ended in turn {last.turn} and accepts no more actions")
         result, seconds, instance.random_state = self._call(
             request, "step", lambda: instance.environment.step(action), instance.random_state
         )

@@ -1,4 +1,4 @@
-"""A maze of which the policy sees only the cells around it, so that it must explore over several turns."""
+"""A maze. The policy sees only the cells around its position, so it must explore over several turns."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
                         ▲                              │ process ended, or does not respond
                         └──────────────────────────────┘ at most `retries` times, then alone in its process
 
-An episode stays on one process. Nothing here runs in a thread of its own: `submit`, `collect` and `discard` are called
-from one thread, and processes are read, killed and restarted within these calls.
+An episode stays on one process. This module starts no thread. One thread calls `submit`, `collect` and `discard`, and
+these calls read, kill and restart the processes.
 
 If a process ends, each call that was running may have caused it. These calls are retried one at a time, so that only
 the call at fault exhausts its retries. If a call exceeds its deadline, the process reports which, and is killed; the

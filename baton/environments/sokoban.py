@@ -1,7 +1,7 @@
 """Sokoban by RAGEN's published rules: rooms by reverse play, rewards per move, several moves per turn.
 
 Rooms come from the generator of gym-sokoban with RAGEN's `search_depth`: a random walk makes the floor, boxes start on
-their targets, and a depth-first search over reversed moves selects the state from which most has to be done (see
+their targets, and a depth-first search over reversed moves selects the state that is farthest from the solution (see
 `_pulled`). Every room therefore has a solution.
 """
 

@@ -149,8 +149,8 @@ class ToolEnvironment:
         self._reward = None if reward is None else import_function(reward, what="reward of the tools")
 
     def configure(self, spec: EnvironmentSpec) -> None:
-        """Set the number of turns, and the format of calls: that of the model's chat template, unless a family is
-        given.
+        """Set the number of turns and the format of calls. The default is the format of the model's chat template; a
+        given family overrides it.
 
         Raises UserError if the tools have no format.
         """

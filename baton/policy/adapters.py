@@ -29,7 +29,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
     """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
 
-    The adapters are float32, whatever the model's dtype, and have values also if the model is on the meta device.
+    The adapters are float32 for every dtype of the model, and have values even if the model is on the meta device.
     Raises UserError when PEFT is missing, or when a name in `targets` matches no layer.
     """
     _check_peft()

@@ -35,7 +35,8 @@ CACHED_LOGITS = 2**19
 computing with them. The matrix products have more rows."""
 
 PRODUCT_ROWS = 8192
-"""Rows of the head's gradient that are computed at a time if the product is a tensor of its own before it is added."""
+"""Rows of the head's gradient that are computed at a time if their product is stored in a separate tensor before it is
+added."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Key of a model's configuration whose value scales the logits (Cohere, Falcon-H1, Granite) → 1 if the logits are
@@ -78,8 +79,8 @@ class Head:
 
 
 def use_float32_head(model: PreTrainedModel) -> None:
-    """Let a model's head return float32 products of its bfloat16 inputs and weights, in autocast too. Call it before
-    `find_head`."""
+    """Make a model's head multiply its bfloat16 inputs and weights to float32 products, even under autocast. Call it
+    before `find_head`."""
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     if type(head) is torch.nn.Linear:
         head.forward = partial(_float32_linear, head)  # type: ignore[method-assign]
@@ -125,8 +126,8 @@ def find_head(model: PreTrainedModel) -> Head | None:
         known = module, _checked(model, _configured(model, module))
         if known[1] is None:
             logger.warning(
-                "the head of %s is not known (known is a linear layer on the last hidden states, scaled or capped by "
-                "%s); using the model's forward, which needs memory for all logits of a microbatch",
+                "the head of %s is not recognised (only a linear layer on the last hidden states is, scaled or "
+                "capped by %s); using the model's forward, which needs memory for all logits of a microbatch",
                 type(model).__name__,
                 ", ".join((*_FACTORS, *_CAPS)),
             )

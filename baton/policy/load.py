@@ -92,10 +92,10 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
 
 
 def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors:
-    """Return the tensors of a model's files by their names in `model`, of which each rank may read its shards.
+    """Return the tensors of a model's files by their names in `model`. Each rank may read only its shards of them.
 
-    They are loaded into host memory as a whole if `path` is an adapter, if the files are not safetensors, if they are
-    arranged in another way than `file_layout` knows, or if they have more tensors and `is_exact` is set.
+    The tensors are loaded into host memory as a whole in four cases: `path` is an adapter; the files are not
+    safetensors; `file_layout` does not know their arrangement; `is_exact` is set and the files have further tensors.
 
     Raises UserError when no model can be loaded from `path`.
     """
@@ -109,7 +109,9 @@ def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -
     if found is not None:
         return found
     logger.warning(
-        "%s: the files are not arranged as %s is, so each process loads all of them", path, type(model).__name__
+        "%s: the weight files are not arranged like the modules of %s, so each process loads all of them",
+        path,
+        type(model).__name__,
     )
     return StoredTensors.of(policy_tensors(load_model(path, dtype=torch.float32, device=torch.device("cpu"))))
 

@@ -93,8 +93,9 @@ def packed_scores(
 
 
 def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), *, has_head: bool = True) -> bool:
-    """Return whether rows get the same scores packed in one pass as scored one after another. `shares`: number of
-    consecutive rows that share each prompt. `has_head`: False compares the hidden states of a stage without a head."""
+    """Return whether scoring rows packed in one pass gives the same scores as scoring them one after another. `shares`:
+    number of consecutive rows that share each prompt. `has_head`: False compares the hidden states of a stage without a
+    head."""
     if has_head and find_head(model) is None:
         return False
     vocabulary: int = model.config.get_text_config().vocab_size

@@ -1,8 +1,8 @@
 """Packing: one pass computes concatenated rows of different lengths without padding, with attention only within each
 row. Rows with the same prompt may share its tokens: prompt, response, response, …
 
-On CUDA in bfloat16, torch's variable-length kernel computes attention for all rows together, if none share a prompt;
-otherwise attention is computed row by row, and for responses of similar length to one prompt together. Neither way
+On CUDA in bfloat16, if no rows share a prompt, torch's variable-length kernel computes attention for all rows together.
+Otherwise attention is computed row by row; responses of similar length to one prompt are computed together. Neither way
 allocates a mask of shape [T, T].
 """
 
@@ -26,8 +26,8 @@ PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""For each packed row its length, as a tuple of one number. For each prompt that several rows share, its length and
-those of the responses."""
+"""For each packed row its length, as a tuple of one number. For each shared prompt: its length and the lengths of its
+responses."""
 
 SIMILAR = 0.5
 """Responses to one prompt are padded to the longest of a piece. A response shorter than this fraction of it begins a
@@ -77,7 +77,7 @@ def concatenated(
 ) -> PackedTokens:
     """Concatenate rows on the host that are padded on the right.
 
-    `shares`: number of consecutive rows that share each prompt, of which only the first row's copy is kept; empty if
+    `shares`: number of consecutive rows that share each prompt. Only the first of these rows keeps the prompt. Empty if
     all rows keep theirs. Tokens of a shared prompt cannot be scored. `multiple`: add a row of id 0 so that T becomes a
     multiple of this.
     """

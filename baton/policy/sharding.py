@@ -4,8 +4,8 @@ the block.
 Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32 the results are
 those of one process, except for the order in which gradients are summed.
 
-In bfloat16 a block is gathered in bfloat16, so its embeddings, norms and residual stream are bfloat16 too, where one
-process has float32 parameters and rounds them in each linear layer. Gradients are summed in float32.
+In bfloat16 a block is gathered in bfloat16, so embeddings, norms and the residual stream are bfloat16 too. One process
+has float32 parameters instead and rounds them in each linear layer. Gradients are summed in float32.
 """
 
 from __future__ import annotations

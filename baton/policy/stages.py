@@ -67,7 +67,7 @@ class StageModel:
 
 
 def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a model's `state_dict`; those of its tensors that only other stages have are on the meta device."""
+    """Return a model's `state_dict`. Tensors that only other stages have are on the meta device."""
     own: dict[str, Tensor] = model.state_dict()
     cut: StageModel | None = getattr(model, "_baton_stage", None)
     return own if cut is None else {name: own.get(name, spec) for name, spec in cut.specs.items()}

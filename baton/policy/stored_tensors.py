@@ -58,14 +58,14 @@ Spec = tuple[torch.dtype, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A part of a tensor that is stored as a tensor of its own."""
+    """A part of a tensor. The part is stored under a name of its own."""
 
     name: str
     """Name of the piece in its file."""
     box: Box
     """The part of the tensor."""
     kept: tuple[int, ...]
-    """Dimensions of the tensor that the piece has; in the others it has one index."""
+    """Dimensions of the tensor that the piece keeps; in each of the other dimensions it has a single index."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -381,8 +381,8 @@ def write_gathered(
 
 
 def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, first: int) -> None:
-    """Write this rank's shards of tensors into a file, unless it has none. Of equal copies only one is written; that of
-    a tensor without shards by rank `first`, the first one of those with these tensors. Raises OSError."""
+    """Write this rank's shards of tensors into a file, unless it has none. Of equal copies only one is written. A
+    tensor without shards is written by rank `first`, the first of the ranks that have these tensors. Raises OSError."""
     own = {name: tensor for name, tensor in tensors.items() if local(tensor).numel() and _is_ours(tensor, rank, first)}
     if not own:
         return

@@ -25,14 +25,14 @@ def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that are trained and saved: those of the adapter if the model has an adapter, else all of the
-    model's."""
+    """Return the tensors that are trained and saved: the adapter's tensors if the model has an adapter, otherwise all
+    tensors of the model."""
     return raw_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that engines load: those of the adapter, including its scale, if the model has an adapter,
-    else all of the model's."""
+    """Return the tensors that engines load: the adapter's tensors, including its scale, if the model has an adapter,
+    otherwise all tensors of the model."""
     return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 

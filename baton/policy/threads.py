@@ -36,9 +36,9 @@ def set_deterministic(is_on: bool) -> None:
 
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
-    """Disable deterministic algorithms on CUDA, for writes at indices of which none occurs twice.
+    """Disable deterministic algorithms on CUDA during writes to indices that are all different.
 
-    The result is deterministic without them, and an indexed write then is one kernel launch instead of about fifteen.
+    Such writes are deterministic anyway, and an indexed write then takes one kernel launch instead of about fifteen.
     """
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield

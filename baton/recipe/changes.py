@@ -21,7 +21,7 @@ REMOVED = {
     "engine.vllm.start_timeout_s": "an engine always has 1800 s to start",
     "engine.sglang.start_timeout_s": "a server always has 1800 s to respond",
     "fleet.max_restarts": "a run on a cluster always restarts its trainer up to 3 times",
-    "fleet.slack": "a new plan may always be 2 % slower than the fastest to move fewer GPUs",
+    "fleet.slack": "a new plan is always accepted if it moves fewer GPUs and is at most 2 % slower than the fastest",
     "sft.min_lr_frac": "the learning rate always falls to 2 % of sft.lr",
     "sft.betas": "a warm start always uses AdamW with betas 0.9 and 0.98",
     "sft.weight_decay": "a warm start always has a weight decay of 0.05",
@@ -142,8 +142,8 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 
 def with_current_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the resolved recipe of a run, which an earlier version of Baton may have written, with the current names
-    of its keys."""
+    """Return the resolved recipe of a run with the current names of its keys. An earlier version of Baton may have
+    written it."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):

@@ -205,8 +205,8 @@ class WarmStart(Settings):
         is_evaluated = self.eval.enabled and bool(self.task or self.eval.task)
         if is_evaluated and self.scratch is not None and self.scratch.max_context_tokens < needed:
             raise ValueError(
-                f"scratch.max_context_tokens: got {self.scratch.max_context_tokens}, allowed with [[task]] are "
-                f"at least {needed}, because the model is evaluated with this context"
+                f"scratch.max_context_tokens: got {self.scratch.max_context_tokens}, but evaluations of "
+                f"[[task]] use this context and need {needed}; raise it, or set eval.enabled = false"
             )
         return self
 

@@ -1,8 +1,8 @@
 """Converts leases and their reports to spans of the trace, each in a slot of an engine.
 
-The sender of leases calls `on_lease` for each lease and `on_report` for each report. An engine with more leases than
-slots runs the leases in the order in which they were sent, so the span of a waiting lease begins when a slot becomes
-free. A lease that never gets a slot has no span. A span's token counts include all reported tokens of the lease.
+The sender of leases calls `on_lease` for each lease and `on_report` for each report. If an engine has more leases than
+slots, it runs them in the order of arrival. The span of a waiting lease therefore begins when a slot becomes free. A
+lease that never gets a slot has no span. A span's token counts include all reported tokens of the lease.
 """
 
 from __future__ import annotations

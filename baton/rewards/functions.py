@@ -8,7 +8,7 @@
 
 Functions of each convention may be `async`. A `trl` function is called once per group with all responses of the group.
 Functions of the other conventions are called once per response. Arguments are passed by name: a function may have any
-subset of the parameters. Functions score multi-turn episodes too: columns are then those of the dataset row, and
+subset of the parameters. Functions score multi-turn episodes too. Columns then come from the dataset row, and
 completions are messages.
 """
 

@@ -96,8 +96,8 @@ def nothing_to_learn(steps: int, groups: Sequence[Group]) -> str:
 
 
 def first_impression(groups: Sequence[Group]) -> list[str]:
-    """Return what the responses of an untrained policy say about the training: a line with their shares, and warnings
-    about everything that prevents learning. Without any scored response, the list is empty."""
+    """Return a line with statistics of an untrained policy's responses, and a warning for each problem that prevents
+    learning. Without any scored response, the list is empty."""
     scored = _scored(groups)
     if not scored:
         return []

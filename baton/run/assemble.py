@@ -211,8 +211,8 @@ def _build_loop(
     tokenizer = load_tokenizer(recipe.model.path)
     if recipe.checkpoint.background and start_ranks is not None:
         raise UserError(
-            "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share the "
-            "memory of this one; allowed with --ray is false"
+            "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share "
+            "the memory of this one; with --ray, set it to false"
         )
     config, _ = check_room(recipe, is_here=supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):
@@ -446,7 +446,10 @@ def evaluate_model(
     recipe = load_recipe(TaskRecipe, recipe_path or (run or path) / "recipe.toml")
     lost = [r for r in recipe.reward if (r.function or "").startswith("__main__:") and r.function not in PASSED]
     if lost:
-        logger.warning("left out: %s, functions of the script that trained", ", ".join(r.name for r in lost))
+        logger.warning(
+            "left out: %s, because only the script that trained defines these functions",
+            ", ".join(r.name for r in lost),
+        )
         kept = tuple(r for r in recipe.reward if r not in lost) or (RewardSettings(kind="correct"),)
         recipe = recipe.model_copy(update={"reward": kept})
     sampling = SamplingParams(0, temperature, top_p, top_k)

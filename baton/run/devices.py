@@ -35,7 +35,7 @@ class DeviceLayout:
 def divide(
     num_gpus: int, trainer: Sequence[int], num_engines: int, *, each: int = 1, chosen: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each engine, `each` per engine. If there are fewer than all engines need, engines share them.
+    """Return the GPUs of each engine, `each` per engine. If these are too few for all engines, engines share them.
 
     chosen: GPUs that engines may use, instead of those that the trainer does not use. Raises UserError if a chosen GPU
     does not exist, or if one engine needs more GPUs than there are.

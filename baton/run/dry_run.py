@@ -129,7 +129,7 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
     """Return the configuration of a recipe's model, and the model without memory for its weights (meta device).
 
     `is_here` states whether trainer and engine run on this machine. Raises UserError if the model's context or this
-    machine's memory is too small, with the change of the recipe that would make it fit.
+    machine's memory is too small; the error names a change of the recipe that would make it fit.
     """
     path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
     name, revision = split_revision(path)

@@ -29,7 +29,7 @@ def evaluate(
 ) -> tuple[list[Evaluation], list[Group]]:
     """Generate and score `samples` responses to each prompt; return the results of each task, and the scored groups.
 
-    samples_of: task name → number of responses, for tasks with another number than `samples`.
+    samples_of: task name → number of responses, for tasks whose number differs from `samples`.
 
     With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is requested.
     """

@@ -181,8 +181,8 @@ def sleeping_bytes(phases: Sequence[Phase], layers: int) -> float:
 
 
 def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
-    """Return the bytes that processes need together on a CPU, or on the GPU where they need most. On GPUs that are not
-    known, each of equal processes has its own GPU, and the first GPU has one of each."""
+    """Return the bytes that processes need together on a CPU, or on the GPU where they need most. If the GPUs are
+    unknown, processes of the same kind have a GPU each, and the first GPU holds one process of every kind."""
     if any(process.gpus for process in processes):
         gpus = {gpu for process in processes for each in process.gpus for gpu in each}
         return max(sum(p.num_bytes for p in processes for each in p.gpus if gpu in each) for gpu in gpus)
@@ -190,7 +190,7 @@ def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
 
 
 def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: str) -> str:
-    """Return a sentence that says what needs more memory than there is, and which change would make it fit."""
+    """Return a sentence that names what does not fit into memory, and a change that would make it fit."""
     lines = []
     for process in sorted(processes, key=lambda process: -process.num_bytes):
         parts = sorted(process.parts, key=lambda part: -part.num_bytes)[:3]

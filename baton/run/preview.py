@@ -1,4 +1,4 @@
-"""Sample a few responses before any training, and say what will not work: `baton preview`."""
+"""Sample a few responses before any training, and report problems: `baton preview`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds
     mean = generated / len(lengths_tokens)
     yield (
         f"generation of a step: {fastest:.2g} to {slowest:.2g} s for {needs.trajectories_per_step} responses of "
-        f"{mean:.3g} tokens on average, from {seconds:.2g} s for these {len(lengths_tokens)}; training is not included"
+        f"{mean:.3g} tokens on average, from {seconds:.2g} s for {len(lengths_tokens)} responses; without training"
     )
     used = ", ".join(f"{process.name} {gib(process.num_bytes)}" for process in needs.processes)
     free = "" if needs.available_bytes is None else f"; {gib(needs.available_bytes)} free on {needs.device}"

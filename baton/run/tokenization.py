@@ -34,7 +34,7 @@ class PromptEncoder:
         return None if self.bridge is None else self.bridge.tool_format
 
     def ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the ids of a prompt, which end with those that start the policy's turn."""
+        """Return the ids of a prompt, including the ids that start the policy's turn."""
         if self.bridge is None or prompt.task not in self._multi_turn:
             return self.tokenizer.prompt_ids(prompt.messages)
         return self.bridge.prompt(prompt.messages, prompt.metadata.get("tools", ()))
@@ -78,8 +78,8 @@ def response_of(finished: Finished, tokenizer: Tokenizer) -> Response:
 class ResponseScorer:
     """The `TrajectoryScorer` of a run: it decodes finished trajectories and submits their text to the reward scorer.
 
-    Multi-turn episodes arrive with the reward of their environment, to which reward functions add theirs. The scorer
-    writes a trace span for each period in which trajectories wait for their rewards.
+    A multi-turn episode already has the reward of its environment; the values of reward functions are added to it. The
+    scorer writes a trace span for each period in which trajectories wait for their rewards.
     """
 
     def __init__(self, scorer: RewardScorer, tokenizer: Tokenizer, tracer: Tracer) -> None:

@@ -103,8 +103,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: dict[str, float]
     is_correct: bool
     failure: str | None
-    """Cause of a failed scoring, after which the trajectory is neither correct nor wrong; None if the trajectory was
-    scored."""
+    """Cause of a failed scoring; None if the trajectory was scored. If scoring failed, the trajectory is neither
+    correct nor wrong."""
     finish_reason: str
     num_tokens: int
     policy_versions: tuple[int, int]

@@ -162,8 +162,8 @@ class TaskSettings(ProblemSettings):
     """[[task]] One source of problems to train on."""
 
     held_out: Literal["hash", "none"] = "hash"
-    """hash: a tenth of the problems is held out from training, selected by a hash. none: all problems of `path` are
-    trained, except those of an [[eval.task]]."""
+    """hash: a hash selects a tenth of the problems, which are not trained on. none: the run trains on all problems of
+    `path`, except those of an [[eval.task]]."""
     weight: float = Field(default=1.0, gt=0)
     """Share of this task in the training stream, relative to the others."""
 

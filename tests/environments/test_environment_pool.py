@@ -55,7 +55,7 @@ def test_what_an_observation_holds(pool: EnvironmentPool) -> None:
     assert (ended.is_terminated, ended.is_truncated, ended.is_success, ended.tool) == (True, False, True, "door")
     assert ended.metrics == {"steps": 3.0}, "what is not finite is no metric"
     assert isinstance(after, ActFailure)
-    assert after.message == "the episode ended in turn 1 and takes no more actions"
+    assert after.message == "the episode ended in turn 1 and accepts no more actions"
     long, strange = play(pool, 7, ["long", "surrogate"])
     assert isinstance(long, Observation)
     assert long.text == "x" * 1000 + "\n[99000 more characters]"

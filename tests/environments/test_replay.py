@@ -87,7 +87,7 @@ def test_another_history_of_an_open_episode_is_rebuilt_or_refused(tmp_path: Path
         else:
             assert isinstance(other, ActFailure)
             assert other.message == (
-                "the environment's instance has executed other actions; replay = 'never' forbids another"
+                "the environment's instance has executed other actions, and replay = 'never' forbids a new one"
             )
     assert mark.read_text().split() == ["5", "6", "5"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def print_preview(console: Console, preview: Preview) -> None:
-    """Print the responses of the highest and the lowest reward to each prompt, and what the preview found."""
+    """Print the responses with the highest and the lowest reward to each prompt, and the findings of the preview."""
     groups: dict[int, list[ReadableTrajectory]] = {}
     for reading in preview.responses:
         groups.setdefault(reading.shown.group_id, []).append(reading)
@@ -29,8 +29,8 @@ def print_preview(console: Console, preview: Preview) -> None:
         best, *_, worst = sorted(groups[number], key=lambda reading: -reading.shown.reward)
         print_trajectories(console, [best, worst] if best.shown.reward > worst.shown.reward else [best])
     console.print(
-        f"of {len(preview.responses)} responses, the ones of the highest and of the lowest reward to each prompt; one "
-        "if all rewards are equal"
+        f"{len(preview.responses)} responses; shown are those with the highest and the lowest reward to each prompt, "
+        "or one if all rewards are equal"
     )
     for line in preview.findings:
         console.print(line)
