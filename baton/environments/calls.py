@@ -75,8 +75,8 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
     seed: int
     row: dict[str, Any] = {}
     log: tuple[Turn, ...] = ()
-    """The turns before `action`. If the process has no instance of the episode, it is rebuilt from them. The pool sends
-    only the last of them to a process whose instance has executed all."""
+    """The turns before `action`. If the process has no instance of the episode, it is rebuilt from them. If the process
+    has an instance that has executed all of them, the pool sends only the last one."""
     action: str | None = None
     """None: return the observation after the last turn of `log`, or after the reset."""
     first_digest: str = ""
@@ -136,8 +136,8 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Share of the failure that counts against this call. If a process ended, 1 divided by the number of calls that
-    were running; 0 for an episode that only lost its instance with the process."""
+    """Share of the failure that counts against this call. If a process ended: 1 divided by the number of its running
+    calls; 0 for an episode without a running call."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):

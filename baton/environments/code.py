@@ -30,7 +30,8 @@ for _one in _arguments:
 _out.write(json.dumps(_results))
 _out.flush()
 """
-"""Runs in the sandbox. It gets the arguments of the tests, never the expected values, which the code could return."""
+"""Runs in the sandbox. It gets the arguments of the tests, but not the expected values, because the code could return
+them."""
 
 
 def run_python(code: str) -> str:
@@ -90,7 +91,7 @@ class CodeTask:
         return self._statement
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Run the last code block on the examples, and on the other tests once the examples pass."""
+        """Run the last code block on the examples and, if these pass, on the other tests."""
         self._turns_left -= 1
         is_last = self._turns_left <= 0
         blocks = re.findall(r"```(?:python)?\n(.*?)```", action, re.DOTALL)

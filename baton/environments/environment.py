@@ -6,7 +6,8 @@ from typing import Any, Literal, Protocol
 
 Replay = Literal["log", "never"]
 """How an environment is rebuilt after its process ended. `log`: reset with the same seed, then repeat the recorded
-actions. `never`: not at all, because its actions have effects outside the process; the episode starts again."""
+actions. `never`: the instance is not rebuilt, because its actions have effects outside the process; the episode starts
+again."""
 
 
 class Environment(Protocol):

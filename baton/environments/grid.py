@@ -1,4 +1,4 @@
-"""What the grid worlds share: moves, reading moves from a turn, and forms that do not depend on symmetry."""
+"""Shared code of the grid worlds: moves, reading moves from a turn, and forms that are equal for symmetric grids."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ An episode stays on one process. This module starts no thread. One thread calls 
 these calls read, kill and restart the processes.
 
 If a process ends, each call that was running may have caused it. These calls are retried one at a time, so that only
-the call at fault exhausts its retries. If a call exceeds its deadline, the process reports which, and is killed; the
-other calls that were running are repeated without using up a retry.
+the call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. Its
+other running calls are repeated, which does not count as a retry.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ class EnvironmentPool:
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets of which one can be read when `collect` has a result. Empty while `collect` must be called without
-        one: it has a result, or restarts a process."""
+        """Sockets: one of them becomes readable when `collect` has a result. Empty if `collect` must be called without
+        waiting: it has a result, or restarts a process."""
         pipes = [process.pipe for process in self._processes if process.pipe is not None and process.is_ready]
         return pipes if len(pipes) == len(self._processes) and not self._done else ()
 
     def submit(self, request: calls.ActRequest) -> None:
-        """Queue a call. Each call is answered by one result of `collect`, unless its episode is discarded before."""
+        """Queue a call. `collect` returns one result for each call, unless the call's episode is discarded first."""
         if request.environment not in self._specs:
             known = ", ".join(sorted(self._specs))
             raise UserError(f"environment {request.environment!r} is not one of this run's: {known}")

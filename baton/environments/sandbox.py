@@ -1,6 +1,6 @@
 """Runs Python code that a policy wrote, in a process without files, network and further processes.
 
-The child is `python -I -S sandbox.py`. Before it executes the code it gives up, for good:
+The child is `python -I -S sandbox.py`. Before it executes the code, it permanently gives up:
 
 * rlimits: memory, processor time, size of files and their number;
 * Landlock (Linux 5.13): all files, except reading those of Python itself and its empty working directory;

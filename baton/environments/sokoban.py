@@ -208,7 +208,8 @@ class Sokoban:
         return random_moves(dice, self._form, self._actions_per_turn)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Execute the moves of one turn. Names that are no moves are skipped and cost the format reward once."""
+        """Execute the moves of one turn. Words that are not moves are skipped; any number of them costs the format
+        reward once."""
         moves, is_valid = read_moves(action, self._form)
         reward = 0.0 if is_valid else FORMAT_REWARD
         num_effective = 0

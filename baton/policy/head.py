@@ -359,8 +359,8 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
 def score(
     logits: torch.Tensor, targets: torch.Tensor, wanted: RequestedScores
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return log π of targets [N] from logits [N, V], the logarithm of the sum of the exponentials, and the entropy if
-    requested."""
+    """Return three values from logits [N, V]: log π of targets [N], the logarithm of the sum of the exponentials, and
+    the entropy if requested."""
     logits = logits.float()
     if wanted.temperature != 1.0:
         logits = logits / wanted.temperature

@@ -82,8 +82,8 @@ def packed_scores(
     """Score the tokens at `places` of concatenated rows, which have no padding. The scores have shape [N]. `kept`:
     sampling masks [N, ids].
 
-    If the attention of `packing.py` is not set, transformers derives from the positions a mask that separates the rows;
-    no rows may then share a prompt. Requires a head that `find_head` supports.
+    If the attention of `packing.py` is not set, transformers uses the positions to build a mask that separates the
+    rows; rows must not share a prompt then. Requires a head that `find_head` supports.
     """
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"

@@ -45,8 +45,8 @@ class PackedTokens:
     places: torch.Tensor
     """[N] indices of the tokens to score, row by row."""
     before: torch.Tensor
-    """[N] indices of the tokens before them in their rows. Before the first token of a response is its prompt's last
-    token, wherever the shared prompt is."""
+    """[N] indices of the tokens before them in their rows. The token before the first token of a response is the last
+    token of its prompt, wherever the shared prompt is."""
     ends: torch.Tensor
     """[number of shapes + 1] int32: 0, and where each shape ends."""
     shapes: Shapes

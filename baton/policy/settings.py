@@ -34,8 +34,8 @@ class ModelSettings(Settings):
     use `eager` after a warning."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """`float32` computes logits and log-probabilities from float32 products of the head in trainer and engine, while
-    other layers compute in bfloat16. `auto`: as the model's configuration says (`head_dtype`, which a run with
-    `float32` writes), else like the other layers."""
+    other layers compute in bfloat16. `auto`: the dtype in the model's configuration (`head_dtype`, which a run with
+    `float32` writes), or that of the other layers."""
 
 
 class LoraSettings(Settings):

@@ -4,8 +4,8 @@
     other stages   hidden states ─▶ blocks ─▶ hidden states
     last stage     hidden states ─▶ blocks, norm, head ─▶ scores
 
-Modules without weights take the place of other stages' parts. So the model's own `forward` still computes masks,
-rotary embeddings and whatever else a family needs, and parameters keep their names.
+Modules without weights take the place of other stages' parts. The model's own `forward` therefore still computes masks,
+rotary embeddings and everything else that a family needs, and parameters keep their names.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StageModel:
         model._baton_stage = self  # type: ignore[assignment]
 
     def owner_of(self, name: str) -> int:
-        """Return the stage that has a tensor of the model; the first of several."""
+        """Return the first stage that has a tensor of the model."""
         return next(stage for prefix, stage in self._owners.items() if name.startswith(prefix))
 
 

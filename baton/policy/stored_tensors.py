@@ -182,7 +182,7 @@ class _KeepViews(TorchFunctionMode):
 def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
     """Return the pieces of each of the model's tensors in its files.
 
-    Returns None if a tensor of the files is made of several of the model's, or in another way than by cutting.
+    Returns None if a tensor of the files combines several tensors of the model, or is not simply a part of one.
     """
     found = {}
     for name, tensor in policy_tensors(model).items():

@@ -136,7 +136,7 @@ class Recipe(Settings):
         return next((task.name for task in self.task if task.environment is not None), None)
 
     def choices(self) -> dict[str, tuple[str, ...]]:
-        """Return the run's values on the axes of `support.toml`, for the axes that the recipe determines."""
+        """Return the run's values on those axes of `support.toml` that the recipe determines."""
         trainer, swarm = self.trainer, self.swarm
         shapes = {
             "tensor_parallel": trainer.tensor_parallel > 1,

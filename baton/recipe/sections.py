@@ -24,8 +24,8 @@ class RunSettings(Settings):
     threads: int = Field(default=0, ge=0)
     """Number of torch threads on the CPU; 0 uses all cores."""
     deterministic: bool | None = None
-    """Use torch's deterministic algorithms, which are slower on CUDA. The default is true in `sync`, where equal runs
-    give equal bits, and without CUDA; in the other modes it is false on CUDA."""
+    """Use torch's deterministic algorithms, which are slower on CUDA. By default, true in `sync`, so that equal runs
+    give equal bits; in the other modes, true only without CUDA."""
 
     @property
     def path(self) -> Path:
@@ -78,5 +78,5 @@ class CheckpointSettings(Settings):
     """Number of latest checkpoints to keep; the checkpoint with the best held-out accuracy is kept in addition."""
     background: bool = False
     """Copy a checkpoint into host memory (/dev/shm), and write it to disk while the run continues. Takes 12 bytes of
-    host memory per trained parameter. At most one checkpoint is unwritten; the next one, and the end of the run, wait
-    for it. Requires that all ranks are on one machine."""
+    host memory per trained parameter. At most one checkpoint is pending: the next checkpoint and the end of the run
+    wait for it. Requires that all ranks are on one machine."""

@@ -6,8 +6,8 @@ so they survive a kill of any process. `settle` flushes them to disk, so they su
 `settle` before it records a batch and before it renames a checkpoint. A power failure therefore loses at most the
 rollouts since the last batch, which are then generated again.
 
-Groups that a checkpoint contains are deleted. Groups of later batches stay, because a group is open if the journal
-lists it in no batch. Every entry has a digest, which is verified when the journal is opened.
+Groups that a checkpoint contains are deleted. Groups of later batches stay; a group is open if the journal lists it in
+no batch. Every entry has a digest, which is verified when the journal is opened.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     """Estimate the memory and work of a recipe.
 
     Opens the tasks as at the start of a run, but reads only the headers of the weights. `is_here` states whether
-    trainer and engine run on this machine. Raises UserError for every recipe with which a run would not start.
+    trainer and engine run on this machine. Raises UserError if a run of the recipe would not start.
     """
     trainer = recipe.trainer
     check_schedule("trainer", warmup_steps=trainer.warmup_steps, decay=trainer.decay, total_steps=recipe.run.steps)

@@ -112,9 +112,9 @@ def processes_of(
 ) -> tuple[ProcessMemory, ...]:
     """Return the processes of the recipe that run on this machine's devices, with their memory.
 
-    layout: this machine's GPUs; None on a CPU, and on other machines, where every process but the engine of a single
-    trainer has a GPU of its own.
-    An engine of another kind than `embedded` is not counted, because it takes a fixed share of its device.
+    layout: this machine's GPUs; None on a CPU, and on other machines. On other machines every process has a GPU of its
+    own, except the engine of a single trainer. An engine of another kind than `embedded` is not counted, because it
+    takes a fixed share of its device.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
     phases = rank_phases_of(recipe, model, on_cpu=on_cpu)
@@ -200,7 +200,7 @@ def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: 
 
 
 def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
-    """Return the changes of the recipe with which it fits, in the order in which they cost least."""
+    """Return the changes of the recipe with which it fits, cheapest first."""
     steps = [step for step in _steps(recipe) if step[2] is not None]
     taken: list[tuple[str, str, Any]] = []
     while steps and not fits(_with(recipe, taken)):

@@ -21,18 +21,18 @@ SAMPLES = 4
 
 
 class Preview(msgspec.Struct, frozen=True):
-    """Responses of a policy before training, and what they and the dry run say about the training."""
+    """Responses of a policy before training, and the findings from them and from the dry run."""
 
     responses: tuple[ReadableTrajectory, ...]
     """`SAMPLES` responses to each prompt, prompt by prompt."""
     findings: tuple[str, ...]
-    """Lines for the user. Those that begin with `warning:` name something that will not work."""
+    """Lines for the user. Those that begin with `warning:` name a problem."""
 
 
 def preview(recipe: Recipe, num_prompts: int) -> Preview:
     """Generate responses to the first training prompts, and score them. Writes nothing.
 
-    Raises UserError for every recipe with which a run would not start.
+    Raises UserError if a run of the recipe would not start.
     """
     needs = footprint(recipe)
     with open_sampler(recipe, recipe.model.path, lambda m: PromptStream(m, recipe.run.seed).take(num_prompts)) as it:

@@ -53,7 +53,8 @@ class ResumePoint:
 
     @property
     def resume_step(self) -> int:
-        """Last train step whose metrics are kept; -1 without a checkpoint, which also removes metrics of step 0."""
+        """Last train step whose metrics are kept; -1 without a checkpoint, so that the metrics of step 0 are removed
+        too."""
         return -1 if self.checkpoint is None else self.state.step
 
 
@@ -169,7 +170,7 @@ def _copy_files(source: Path, directory: Path) -> None:
 
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
     """Return the state of the run's latest intact checkpoint, or the initial state if the run has no checkpoint. Raises
-    UserError if the run is complete, or if the recipe has changes with which the run cannot resume."""
+    UserError if the run is complete, or if the recipe has a change that a resumed run must not have."""
     path = recipe.run.path
     if not (path / "run.json").exists():
         observer.said(f"{path} does not exist yet: the run starts from the beginning")

@@ -45,7 +45,8 @@ class ShownTurn(msgspec.Struct, frozen=True):
     """The observation as the policy reads it: the decoded tokens of the path, or the environment's text if no token of
     it was appended. None if a token budget ended the episode with this turn, or if the environment failed."""
     num_observation_tokens: int
-    """Tokens that were appended to the path; 0 for the last observation, and before a new path, whose prompt has it."""
+    """Number of tokens appended to the path; 0 for the last observation, and for an observation that the prompt of a
+    new path contains."""
     reward: float | None
     tool: str | None
     latency_s: float | None
@@ -61,7 +62,7 @@ class ShownTurn(msgspec.Struct, frozen=True):
 
     @property
     def path_heading(self) -> str:
-        """Return a line for the begin of a new path with this turn."""
+        """Return a line that marks the start of a new path with this turn."""
         return f"new path {self.path + 1}: the history is rewritten, {_tokens(self.path_prompt_tokens)} of prompt"
 
     @property

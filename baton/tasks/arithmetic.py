@@ -5,7 +5,7 @@ are equal. Two cases differ on purpose, because reasoning-gym is wrong there:
 
 * It raises an error if an expression divides by zero; here, another expression is drawn.
 * With `allow_parentheses = False` its answers ignore the precedence of operators; here, the answer is the value of the
-  expression, where a division rounds down.
+  expression. A division rounds down.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class BasicArithmetic(_Sizes):
         return form.format(expression), expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 if the answer is the reference. If it contains the reference, return the latter's share of it."""
+        """Return 1 if the answer is the reference. If the answer contains the reference, return the reference's share
+        of the answer."""
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:

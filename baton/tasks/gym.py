@@ -1,4 +1,4 @@
-"""Tasks from reasoning-gym, which generates problems and verifies answers, and the two of `arithmetic.py`.
+"""Tasks from reasoning-gym, which generates problems and verifies answers, and the two tasks of `arithmetic.py`.
 
 reasoning-gym derives item i of seed s from s + i, so item i of seed 3 is item i + 2 of seed 1. To avoid such overlaps,
 streams use 48-bit hashes as seeds. The train/held-out split does not depend on seeds (see `Problem.is_held_out`).
@@ -34,8 +34,7 @@ dataset in advance."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
-"""Tasks with a scorer of their own that takes microseconds for any answer, because it compares numbers or sets of
-words.
+"""Tasks whose own scorer takes microseconds for any answer, because it compares only numbers or sets of words.
 
 The default scorer, which many tasks inherit, is as fast. All other scorers run in worker processes, which can be
 killed.

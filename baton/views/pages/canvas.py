@@ -115,8 +115,7 @@ def draw(
 def stack_bars(
     axes: Axes, lefts: NDArray[np.float64], bars: Iterable[tuple[str, str, NDArray[np.float64]]], **style: Any
 ) -> None:
-    """Draw bars at the same places on top of each other. `bars` has the label, the colour and the heights of each
-    series."""
+    """Draw stacked bars. `bars` has the label, the colour and the heights of each series."""
     bottom = np.zeros(len(lefts))
     for label, colour, heights in bars:
         axes.bar(lefts, heights, bottom=bottom, color=colour, label=label, **style)

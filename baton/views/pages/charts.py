@@ -17,7 +17,7 @@ from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, SERIES, 
 from baton.views.pages.history import Curve, History
 
 MARKED = 40
-"""Maximum number of points with which a curve is drawn with markers."""
+"""Maximum number of points of a curve that is drawn with markers."""
 STAGES = {"generate": BLUE, "judge": YELLOW, "environment": SKY, "train": ORANGE, "weight_sync": GREEN}
 """Colours of the stages of a train step. The remaining time of the step is drawn as `other`."""
 

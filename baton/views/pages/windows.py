@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.records.trace import ASIDE, Span, gapless_periods
 
 WHOLE = 5
-"""Maximum number of train steps with which a trace is drawn in one window."""
+"""Maximum number of train steps of a trace that is drawn in one window."""
 FEW = 3
 """Number of train steps per window of a longer trace."""
 
