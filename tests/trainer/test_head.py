@@ -113,7 +113,7 @@ def test_a_head_that_is_not_known_falls_back_to_the_models_own_forward_and_says_
     model = Capped(AutoConfig.for_model("llama", **SHAPE)).eval()
     for _ in range(2):
         assert find_head(model) is None
-    assert caplog.text.count("the head of Capped is not known") == 1
+    assert caplog.text.count("the head of Capped is not recognised") == 1
     ids = torch.arange(2 * 9).mul(7).remainder(VOCAB).view(2, 9)
     scores = padded_scores(model, ids, first=2, temperature=0.7, with_entropy=True)
     logprobs, entropy = by_the_models_own_forward(model, ids, 2)
