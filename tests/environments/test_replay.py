@@ -72,7 +72,7 @@ def test_a_reset_that_differs_from_the_prompt_is_malformed() -> None:
     assert isinstance(instances().act(request(1, "5", first_digest=reset.digest)), Observation)
     found = instances().act(request(2, "5", first_digest=reset.digest))
     assert isinstance(found, ActFailure)
-    assert "another observation than the one in the prompt" in found.message
+    assert "an observation that differs from the one in the prompt" in found.message
 
 
 def test_another_history_of_an_open_episode_is_rebuilt_or_refused(tmp_path: Path) -> None:
