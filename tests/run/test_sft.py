@@ -204,7 +204,7 @@ def test_a_context_that_the_evaluation_exceeds_is_refused_before_the_training(tm
     path = write_warm_start(tmp_path / "warm.toml", "")
     with path.open("a") as file:
         file.write(GENERATED)
-    with pytest.raises(UserError, match=r"max_context_tokens: got 512, but evaluations of \[\[task\]\] use this context and need 1024"):
+    with pytest.raises(UserError, match=r"got 512, but evaluations of \[\[task\]\] use this context and need 1024"):
         load_recipe(WarmStart, path, ["scratch.max_context_tokens=512"])
 
 
