@@ -5,8 +5,11 @@ Only the rollout side is measured: the trainer takes no time, and each version l
 `sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. It has the concurrency
 of `partial` without over-provision.
 
-The bound is the time that an engine with always full slots would need: (tokens / slots) × the mean measured time of a
-decode step with all slots in use, plus the time of one prefill per prompt.
+The bound is the time that an engine with always full slots would need: for each token, 1 / slots of the time of a
+decode step in which all slots are in use and all rows have this token's position, plus the time of one prefill per
+prompt. Before the modes run, such steps are measured at three positions on each mode's engine; their time is linear in
+the position. The mean time of a mode's own full steps would be no bound: while all slots of `sync` are in use, its
+responses are still short, and attention to few positions is cheap.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
 """Number of steps of each mode before the measurement starts. After these steps, the number of groups carried from one
 batch to the next is steady."""
+_PROBE_TOKENS = 9
+"""Number of tokens of each row in the measurement of full steps. The first step prefills, and is not counted."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
@@ -135,10 +140,11 @@ class BenchResult(msgspec.Struct, frozen=True):
     between: float
     within: float
     full_step_ms: float
-    """Time of a decode step with all slots in use."""
+    """Time of a decode step of the bound, averaged over the tokens of all modes."""
+    full_step_ms_per_1k: float
+    """Time that 1,000 positions more in every row add to such a step."""
     step_ms_by_width: dict[int, float]
-    """Number of rows in a decode step → mean time in ms of such steps without prefill. The bound uses the time for all
-    slots."""
+    """Number of rows in a decode step → mean time in ms of such steps without prefill, over all modes."""
     prefill_ms_per_token: float
     bound_over_sync: float | None
     """Upper bound on the factor by which any mode can be faster than sync."""
@@ -223,6 +229,8 @@ class ModeBench:
         self._controller = RolloutController(WorkerClient(port), settings.rules(), prompts, NoJudges(), sampling)
         self._version = -1
         self.tokens, self.seconds, self.steps = 0, 0.0, 0
+        self.positions = 0
+        """Sum, over the delivered tokens, of the number of positions that the token attends to."""
         self.rounds: list[float] = []
         self.decode_rows = self.decoded = self.prefilled = self.prompt_tokens = 0
         self.staleness: list[int] = []
@@ -241,7 +249,9 @@ class ModeBench:
             self.port.steps.clear()
             self.port.load_s = 0.0
             return
-        tokens = sum(m.trajectory.num_tokens for g in groups for m in g.members)
+        trajectories = [m.trajectory for g in groups for m in g.members]
+        tokens = sum(t.num_tokens for t in trajectories)
+        self.positions += sum(t.num_tokens * (2 * len(t.prompt_ids) + t.num_tokens - 1) // 2 for t in trajectories)
         self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) - 1 for g in groups)
         self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + 1
         if seconds:  # several batches may be complete at one time of the clock
@@ -323,8 +333,13 @@ def measure(
     clock: str,
     steps: int,
     warm_up: int = WARM_UP_STEPS,
+    full_steps: Sequence[tuple[int, float]] = (),
 ) -> BenchResult:
-    """Run the modes alternately until each mode has delivered `steps` batches; return the results."""
+    """Run the modes alternately until each mode has delivered `steps` batches; return the results.
+
+    full_steps: (positions of each row, seconds) of decode steps with all slots in use, for the bound; without them, the
+    mean of the modes' own full steps is used for every position.
+    """
     for number in range(warm_up + steps):
         for side in sides:
             side.step(is_counted=number >= warm_up)
@@ -334,14 +349,17 @@ def measure(
         if width and not prefilled:
             plain.setdefault(width, []).append(seconds)
     curve = {width: sum(times) / len(times) for width, times in sorted(plain.items())}
-    full_s = curve[max(curve)]
+    per_position_s, base_s = 0.0, curve[max(curve)]
+    if full_steps:
+        per_position_s, base_s = statistics.linear_regression(*zip(*full_steps, strict=True))
     with_prefill = [(w, n, s) for w, n, s in measured if n and w in curve]
     prefilled = sum(n for _, n, _ in with_prefill)
     prefill_s = max(0.0, sum(s - curve[w] for w, _, s in with_prefill)) / max(1, prefilled)
     rates = {side.name: side.rate for side in sides}
 
     def bound_s(side: ModeBench) -> float:
-        return side.tokens / max(curve) * full_s + side.prompt_tokens * prefill_s
+        decode_s = side.tokens * base_s + side.positions * per_position_s
+        return decode_s / max(curve) + side.prompt_tokens * prefill_s
 
     sync = next((side for side in sides if side.name == "sync"), None)
     return BenchResult(
@@ -351,7 +369,8 @@ def measure(
         longest_tokens=lengths.longest,
         between=lengths.between,
         within=lengths.within,
-        full_step_ms=1000 * full_s,
+        full_step_ms=1000 * (base_s + per_position_s * sum(s.positions for s in sides) / sum(s.tokens for s in sides)),
+        full_step_ms_per_1k=1e6 * per_position_s,
         step_ms_by_width={width: 1000 * s for width, s in curve.items()},
         prefill_ms_per_token=1000 * prefill_s,
         bound_over_sync=sync.seconds / bound_s(sync) if sync else None,
@@ -375,7 +394,29 @@ def bench_engine(
     sides = [
         ModeBench(name, s, TimedTransport(engine(), lengths, clock), prompts(), tensors) for name, s in settings.items()
     ]
-    return measure(sides, lengths, "processor" if on_cpu else "wall", steps, warm_up)
+    full_steps = [point for side in sides for point in _full_steps(side.port.engine, lengths.longest, clock)]
+    return measure(sides, lengths, "processor" if on_cpu else "wall", steps, warm_up, full_steps)
+
+
+def _full_steps(engine: Engine, longest: int, clock: Callable[[], float]) -> list[tuple[int, float]]:
+    """Return (positions of each row, seconds) of decode steps with all slots in use and rows of equal length."""
+    slots, found = engine.slots, []
+    for length in (longest // 8, longest // 2, longest - _PROBE_TOKENS):
+        prompt = (1,) * max(1, length)
+        for index in range(slots):
+            trajectory = Trajectory(0, index, prompt)
+            engine.submit(
+                Lease(index, trajectory, SamplingParams(_PROBE_TOKENS), 0, engine.version.number, is_exact=False)
+            )
+        decoded = 0
+        while decoded < slots * _PROBE_TOKENS:
+            before, begin_s = engine.stats, clock()
+            engine.step()
+            seconds, after = clock() - begin_s, engine.stats
+            if after.decode_rows - before.decode_rows == slots and after.prefilled_tokens == before.prefilled_tokens:
+                found.append((len(prompt) + decoded // slots, seconds))
+            decoded += after.decoded_tokens - before.decoded_tokens
+    return found
 
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:

@@ -11,8 +11,20 @@ from typer.testing import CliRunner
 
 from baton.cli import main as cli
 from baton.errors import UserError
-from baton.profile.bench import CONTROL, ScriptedLengths, bench_flat, sides_of
+from baton.profile.bench import (
+    CONTROL,
+    FlatTransport,
+    ModeBench,
+    NumberedPrompts,
+    ScriptedLengths,
+    bench_flat,
+    measure,
+    sides_of,
+)
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.settings import RolloutSettings
+from baton.types import PolicyVersion
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
@@ -51,6 +63,21 @@ def test_where_step_time_is_flat_a_long_tail_gives_partial_and_async_twice_of_sy
     assert by_name["sync"].of_bound == pytest.approx(1 / result.bound_over_sync)
 
 
+def test_the_bound_prices_each_token_by_its_position():
+    """All lengths 9 after a prompt of one token: a token attends to 1 to 9 positions, 5 on average, so its step takes
+    1 + 0.2 × 5 = 2 of the clock's units, where every step of the mode takes 1."""
+    sides = sides_of(RolloutSettings(batch_groups=4, group_size=2), ["sync"])
+    engine = EngineSettings(slots=8, max_context_tokens=18)
+    lengths = ScriptedLengths(9.5, 10, 0.0, 0.0)
+    assert lengths.length(0, 0) == 9
+    port = FlatTransport(FakeEngine(engine, PolicyVersion("flat", 0), lambda g, s: 10**9), lengths)
+    side = ModeBench("sync", sides["sync"], port, NumberedPrompts(), {})
+    result = measure([side], lengths, "steps", 4, full_steps=[(0, 1.0), (5, 2.0), (10, 3.0)])
+    assert result.full_step_ms == pytest.approx(2000)
+    assert result.full_step_ms_per_1k == pytest.approx(200_000)
+    assert result.modes[0].of_bound == pytest.approx(2.0)
+
+
 def test_the_recipe_s_own_settings_are_used_for_its_mode_and_defaults_for_the_others():
     sides = sides_of(RolloutSettings(mode="partial", overprovision=3.0, batch_groups=4), ["sync", "partial"])
     assert sides["partial"].overprovision == 3.0
@@ -68,6 +95,7 @@ def test_on_the_real_engine_every_mode_gives_its_numbers_as_json(monkeypatch):
     found = json.loads(done.stdout)
     assert [mode["mode"] for mode in found["modes"]] == ["sync", "partial", "async", CONTROL]
     assert found["clock"] == "processor"
+    assert found["full_step_ms"] > 0
     for mode in found["modes"]:
         assert mode["tokens"] > 0
         assert 0 < mode["of_bound"] < 1.5
