@@ -61,14 +61,16 @@ def worker(
 
     from baton.policy.threads import set_up_threads
     from baton.rollout.engine import EngineSettings
-    from baton.rollout.engines.factory import check_server, chosen, engine_from_skeleton
+    from baton.rollout.engines.factory import check_source, chosen, engine_from_skeleton
     from baton.swarm.auth import parse_duration, read_token_file
     from baton.swarm.listen import check_url, client_ssl
     from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
 
     def choose(settings: EngineSettings) -> EngineSettings:
         found = chosen(settings, kind=engine, slots=slots, options=engine_option or ())
-        check_server(found, is_own=any(option.startswith("url=") for option in engine_option or ()))
+        # a run gives its own workers, which are tied to it, the recipe of the same user
+        own = ["arguments"] if tied else []
+        check_source(found, [*own, *(option.partition("=")[0] for option in engine_option or ())])
         return found
 
     choose(EngineSettings())  # checks the options before connecting to the hub

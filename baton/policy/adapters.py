@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from baton.errors import Damaged, EngineFault, UserError
@@ -173,6 +173,33 @@ def is_adapter(tensors: Mapping[str, Any]) -> bool:
     return bool(tensors) and all(name.endswith((_A, _B)) for name in tensors)
 
 
+def adapted_modules(own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> list[str]:
+    """Return the names of the modules that a published adapter changes. own: the engine's weights.
+
+    Raises EngineFault if the name or shape of an adapter matches no weight.
+    """
+    modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
+    for module in modules:
+        weight, low, high = own.get(f"{module}.weight"), tensors[module + _A], tensors.get(module + _B)
+        shape = None if high is None else (high.shape[0], low.shape[1])
+        if weight is None or high is None or tuple(weight.shape) != shape or high.shape[1] != low.shape[0]:
+            has = "none" if weight is None else tuple(weight.shape)
+            raise EngineFault(
+                f"a new adapter does not fit: {module} has shape {has} in the engine and {shape} in the adapter"
+            )
+    return modules
+
+
+def write_adapter(tensors: Mapping[str, Any], directory: Path) -> None:
+    """Write a published adapter in PEFT's form. Its scale is 1, because B contains the scale."""
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A))
+    targets = sorted({name.removesuffix(_A).rpartition(".")[2] for name in tensors if name.endswith(_A)})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    (directory / "adapter_config.json").write_bytes(msgspec.json.encode(config))
+    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(named, directory / "adapter_model.safetensors")
+
+
 class BaseWeights:
     """Copies of an engine's base weights. They are needed when another adapter replaces the merged adapter."""
 
@@ -204,15 +231,7 @@ class BaseWeights:
 
         Raises EngineFault if the name or shape of an adapter matches no weight; then nothing has changed.
         """
-        modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
-        for module in modules:
-            weight, low, high = own.get(f"{module}.weight"), tensors[module + _A], tensors.get(module + _B)
-            shape = None if high is None else (high.shape[0], low.shape[1])
-            if weight is None or high is None or tuple(weight.shape) != shape or high.shape[1] != low.shape[0]:
-                has = "none" if weight is None else tuple(weight.shape)
-                raise EngineFault(
-                    f"a new adapter does not fit: {module} has shape {has} in the engine and {shape} in the adapter"
-                )
+        modules = adapted_modules(own, tensors)
         for module in modules:
             self._kept.setdefault(module, own[f"{module}.weight"].detach().clone())
         return ((f"{module}.weight", self._merge(module, tensors)) for module in modules)

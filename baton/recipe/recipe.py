@@ -81,6 +81,16 @@ class Recipe(Settings):
                 "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
                 "engine.report_routing = true"
             )
+        if self.engine.kind == "vllm" and self.engine.vllm.is_quantized and self.algorithm.correction == "none":
+            raise ValueError(
+                "algorithm.correction: got 'none', but engine.vllm.quantization and kv_cache_dtype make the engine's "
+                "probabilities differ from the trainer's; use a correction, such as 'token_tis'"
+            )
+        if self.lora is not None and 0 < self.engine.vllm.lora_rank < self.lora.rank:
+            raise ValueError(
+                f"engine.vllm.lora_rank: got {self.engine.vllm.lora_rank}, but [lora] trains adapters of rank "
+                f"{self.lora.rank}; use at least this rank, or 0 to merge adapters"
+            )
         if self.trainer.num_stages > 1 and self.algorithm.advantage == "gae":
             raise ValueError(
                 f"trainer.stages: got {self.trainer.num_stages} stages with algorithm.advantage = 'gae', but a critic "
@@ -151,6 +161,7 @@ class Recipe(Settings):
             "mode": (self.rollout.mode,),
             "placement": (self.rollout.placement,),
             "engine": (self.engine.kind,),
+            "vllm": self.engine.vllm.parts if self.engine.kind == "vllm" else ("default",),
             "workers": ("swarm" if swarm.is_on else "processes" if self.engine.processes else "in_process",),
             "trainer": (next(name for name, is_so in shapes.items() if is_so),),
             "head": (self.model.head_dtype,),

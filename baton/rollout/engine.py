@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from baton.policy.settings import DTypeChoice
 from baton.settings import Settings
@@ -16,6 +16,35 @@ EngineKind = Literal["embedded", "vllm", "sglang"]
 OWN_NOISE: frozenset[str] = frozenset({"vllm", "sglang"})
 """Kinds that sample with their own random numbers. The other kinds draw by (seed, group, sample, position), so that
 verification can repeat each draw."""
+
+
+_OWNED: dict[str, str] = {
+    **dict.fromkeys(("model", "tokenizer", "model_weights", "revision"), "use model.path"),
+    "dtype": "use engine.dtype",
+    "max_model_len": "use engine.max_context_tokens",
+    "max_num_seqs": "use engine.slots",
+    "tensor_parallel_size": "use engine.vllm.tensor_parallel",
+    "pipeline_parallel_size": "use engine.vllm.pipeline_parallel",
+    "gpu_memory_utilization": "use engine.vllm.gpu_memory_utilization",
+    "enforce_eager": "use engine.vllm.enforce_eager",
+    "quantization": "use engine.vllm.quantization",
+    "kv_cache_dtype": "use engine.vllm.kv_cache_dtype",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"), "use engine.vllm.lora_rank"),
+    "hf_overrides": "use model.head_dtype",
+    "return_sampling_mask": "use engine.vllm.return_sampling_mask",
+    "stream_interval": "remove it, because each token is recorded with the version that is served when it arrives",
+    "enable_return_routed_experts": "remove it, because vLLM returns them only at the end of a request",
+    "data_parallel_size": "remove it, and start one worker per replica",
+    **dict.fromkeys(
+        ("worker_cls", "worker_extension_cls", "weight_transfer_config", "load_format", "logprobs_mode"),
+        "remove it, because Baton loads weights and reads logprobs through it",
+    ),
+    **dict.fromkeys(
+        ("skip_tokenizer_init", "generation_config", "enable_prefix_caching", "disable_log_stats"),
+        "remove it, because leases depend on its value",
+    ),
+}
+"""Argument of vLLM that Baton sets → what to do instead."""
 
 
 class VllmSettings(Settings):
@@ -32,8 +61,48 @@ class VllmSettings(Settings):
     return_sampling_mask: bool = False
     """Start vLLM so that it reports which tokens top-k and top-p kept (Model Runner V2), as rollout.top_p and
     rollout.top_k require. Such an engine refuses all other sampling, so eval.enabled must be false. Never run."""
+    quantization: Literal["fp8"] | None = None
+    """Quantise the weights when they are loaded. Requires algorithm.correction, because engine and trainer then compute
+    different probabilities. Never run on a GPU."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Dtype of the KV cache; `auto` is engine.dtype. The other values require algorithm.correction. Never run on a
+    GPU."""
+    batch_invariant: bool = False
+    """Use vLLM's kernels whose results do not depend on the other rows of a batch (VLLM_BATCH_INVARIANT). They are
+    slower. Never run on a GPU."""
+    lora_rank: int = Field(default=0, ge=0, le=512)
+    """Maximum rank of the adapters ([lora]) that vLLM applies beside its base weights; a new version is then only the
+    adapter. 0 merges each adapter into the base weights."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some of them run code
+    (trust_remote_code), so a worker takes them only from its own command line, or from the run that started it."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a token or a response after which the engine is considered dead."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _leaves_the_others(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name in arguments:
+            if name in _OWNED:
+                raise ValueError(f"{name}: Baton sets this argument of vLLM; {_OWNED[name]}")
+        return arguments
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the engine computes with fewer bits than engine.dtype has."""
+        return self.quantization is not None or self.kv_cache_dtype != "auto"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The values of this section on the axis `vllm` of `support.toml`."""
+        has = {
+            "devices": self.tensor_parallel * self.pipeline_parallel > 1,
+            "fp8": self.is_quantized,
+            "batch_invariant": self.batch_invariant,
+            "adapters": self.lora_rank > 0,
+            "arguments": bool(self.arguments),
+        }
+        return tuple(name for name, is_so in has.items() if is_so) or ("default",)
 
 
 class SglangSettings(Settings):
@@ -99,7 +168,10 @@ class EngineSettings(Settings):
         if self.row_attention and self.dtype != "bfloat16":
             raise ValueError(f'row_attention: got true, but it requires dtype = "bfloat16", not "{self.dtype}"')
         if self.kind != "embedded" and self.report_routing:
-            raise ValueError(f'report_routing: got true, but it requires kind = "embedded", not "{self.kind}"')
+            raise ValueError(
+                f'report_routing: got true, but it requires kind = "embedded", not "{self.kind}", which returns the '
+                "experts of a token only at the end of a request"
+            )
         return self
 
 

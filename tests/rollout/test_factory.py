@@ -9,7 +9,7 @@ from baton.errors import UserError
 from baton.policy.load import save_skeleton
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
-from baton.rollout.engines.factory import chosen, engine_from_skeleton
+from baton.rollout.engines.factory import check_source, chosen, engine_from_skeleton
 
 
 def test_a_worker_takes_another_kind_slots_and_keys_of_its_own_and_the_rest_from_the_recipe():
@@ -51,3 +51,23 @@ def test_a_skeleton_becomes_the_kind_that_is_asked_for(load, tokenizer, tmp_path
     engine = engine_from_skeleton(tmp_path, None, settings, device="cpu", attention="sdpa")
     assert isinstance(engine, EmbeddedEngine)
     assert engine.version.number == -1
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "worker_extension_cls", "stream_interval", "logprobs_mode"])
+def test_arguments_of_vllm_that_baton_sets_are_refused(name):
+    with pytest.raises(
+        ValidationError, match=rf"{name}: Baton sets this argument of vLLM; (use engine\.slots|remove it)"
+    ):
+        EngineSettings(kind="vllm", vllm={"arguments": {name: 1}})
+
+
+def test_a_worker_takes_arguments_of_vllm_only_from_its_own_user():
+    given = EngineSettings(kind="vllm", vllm={"arguments": {"trust_remote_code": True}})
+    with pytest.raises(UserError, match=r"engine\.vllm\.arguments: got trust_remote_code from the hub"):
+        check_source(given, own=["tensor_parallel"])
+    check_source(given, own=["arguments"])
+    check_source(EngineSettings(vllm=given.vllm), own=[])  # another kind of engine does not read them
+    own = chosen(EngineSettings(), kind="vllm", options=['arguments={"max_num_batched_tokens": 64}'])
+    assert own.vllm.arguments == {"max_num_batched_tokens": 64}
+    with pytest.raises(UserError, match=r"engine\.vllm\.arguments: got 'no table'"):
+        chosen(EngineSettings(), kind="vllm", options=["arguments=no table"])

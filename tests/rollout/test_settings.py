@@ -11,7 +11,7 @@ from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
-from baton.rollout.engines.factory import check_server, chosen
+from baton.rollout.engines.factory import check_source, chosen
 from baton.rollout.settings import RolloutSettings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
@@ -88,8 +88,8 @@ def test_a_hub_may_send_its_worker_to_a_server_of_the_workers_own_machine_alone(
         return chosen(EngineSettings(), kind="sglang", options=[f"url={url}"])
 
     for url in ("http://127.0.0.1:30000", "http://localhost:30000", "http://[::1]:30000"):
-        check_server(named(url), is_own=False)
+        check_source(named(url), own=[])
     for url in ("http://10.0.0.5:30000", "http://127.0.0.1.example.org", "http://localhost@example.org"):
-        check_server(named(url), is_own=True)
+        check_source(named(url), own=["url"])
         with pytest.raises(UserError, match="only to a server on its own machine"):
-            check_server(named(url), is_own=False)
+            check_source(named(url), own=[])

@@ -69,10 +69,14 @@ def assert_trained_on_its_own_tokens(tmp_path: Path, num_steps: int = 3) -> None
     assert max(row["policy/logprob_diff_max"] for row in rows) < 1e-3
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "an adapter"])
-def test_a_run_with_vllm_beside_its_trainer(lora, tmp_path):
+@pytest.mark.parametrize(
+    ("lora", "own"),
+    [(False, {}), (True, {}), (True, {"lora_rank": 4})],
+    ids=["all weights", "a merged adapter", "an adapter that vLLM applies"],
+)
+def test_a_run_with_vllm_beside_its_trainer(lora, own, tmp_path):
     """In sync every token is of the version that is trained: the probabilities tell stale weights at once."""
-    changes: dict[str, object] = {"engine__kind": "vllm", "engine__vllm": EAGER}
+    changes: dict[str, object] = {"engine__kind": "vllm", "engine__vllm": {**EAGER, **own}}
     if lora:
         changes |= {"lora__rank": 4, "lora__alpha": 8}
     log = tmp_path / "log"

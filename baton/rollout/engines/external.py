@@ -116,11 +116,11 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
         Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
-        whole = self._weights.whole(tensors)
+        loadable = self._loadable(tensors)
         self._client.pause()
         self._outbox += self._collect_tokens(0.0)
         label = f"{version.lineage}-{version.number}-{next(self._keys)}"
-        self._load_whole(whole, label)
+        self._load_tensors(loadable, label)
         self._label = label
         self._table.switch(version)
         self._outbox += self._abort_rows()
@@ -132,9 +132,13 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """`kept_dtype` of the sampling masks that the program reports for every token; None if it reports none."""
         return None
 
+    def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the tensors that `_load_tensors` gets: those of the whole model, named as in a model file."""
+        return self._weights.whole(tensors)
+
     @abstractmethod
-    def _load_whole(self, whole: Mapping[str, Any], label: str) -> None:
-        """Make the program load tensors, named as in a model file, while it generates nothing."""
+    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
+        """Make the program load tensors while it generates nothing."""
 
     def close(self) -> None:
         self._client.close()

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
@@ -99,7 +100,7 @@ def chosen(
         if own is None or key not in own or not equals:
             known = f"key=value with one of the keys {', '.join(own)}" if own else f"nothing: {kind} has no options"
             raise UserError(f"--engine-option: got {option!r}, allowed is {known}")
-        own[key] = value
+        own[key] = _decoded(value) if isinstance(own[key], dict) else value
     try:
         return EngineSettings.model_validate(values)
     except ValidationError as error:
@@ -108,18 +109,30 @@ def chosen(
         raise UserError(f"{where}: got {first['input']!r}: {first['msg']}") from error
 
 
-def check_server(settings: EngineSettings, *, is_own: bool) -> None:
-    """Raise UserError if the hub names a server that is not on this machine. Only the user of this machine may choose
-    such a server.
+def _decoded(text: str) -> Any:
+    """Return the value of a table given as JSON; the text itself if it is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
-    is_own: True if the user of this machine named the server, False if the hub named it.
+
+def check_source(settings: EngineSettings, own: Collection[str]) -> None:
+    """Raise UserError if the hub sets what only the user of this machine may set: a server on another machine, or
+    arguments of vLLM, some of which run code.
+
+    own: keys that the user of this machine has set, or that come from a run of this user.
     """
-    url = settings.sglang.url
-    if settings.kind != "sglang" or url is None or is_own:
-        return
-    host = urlsplit(url).hostname
-    if host not in ("127.0.0.1", "::1", "localhost"):
+    url, arguments = settings.sglang.url, settings.vllm.arguments
+    if settings.kind == "sglang" and url is not None and "url" not in own:
+        host = urlsplit(url).hostname
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            raise UserError(
+                f"engine.sglang.url: got {url} from the hub, but a worker connects only to a server on its own "
+                f"machine; to allow this address, start the worker with --engine-option url={url}"
+            )
+    if settings.kind == "vllm" and arguments and "arguments" not in own:
         raise UserError(
-            f"engine.sglang.url: got {url} from the hub, but a worker connects only to a server on its own machine; "
-            f"to allow this address, start the worker with --engine-option url={url}"
+            f"engine.vllm.arguments: got {', '.join(arguments)} from the hub, but such arguments can run code; to "
+            f"allow them, start the worker with --engine-option 'arguments={json.dumps(arguments)}'"
         )

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from baton.errors import EngineFault
-from baton.policy.adapters import BaseWeights, base_of_adapter, is_adapter
+from baton.policy.adapters import BaseWeights, adapted_modules, base_of_adapter, is_adapter
 from baton.policy.load import end_ids, load_model, load_skeleton, save_skeleton, torch_device, torch_dtype
 from baton.policy.tensors import check_fit, policy_tensors
 from baton.policy.tokenizer import load_tokenizer, model_directory
@@ -86,7 +86,7 @@ class WholeWeights:
         Raises EngineFault for tensors that do not fit the model, and for an adapter if `read_base` is None.
         """
         if is_adapter(tensors):
-            base = self._adapted_base()
+            base = self.base()
             tensors = {**base, **dict(self._base.merged(base, tensors))}
         check_fit(self._model, self._own, tensors)
         first = {id(p): name for name, p in self._model.named_parameters()}
@@ -96,7 +96,12 @@ class WholeWeights:
         named: dict[str, Tensor] = revert_weight_conversion(self._model, found)
         return {name: tensor.cpu().contiguous() for name, tensor in named.items()}
 
-    def _adapted_base(self) -> Mapping[str, Tensor]:
+    def check_adapter(self, tensors: Mapping[str, Any]) -> None:
+        """Raise EngineFault if an adapter does not fit the model."""
+        adapted_modules(self._own, tensors)
+
+    def base(self) -> Mapping[str, Tensor]:
+        """Return the tensors of the base model. Raises EngineFault if `read_base` is None."""
         if self._base_tensors is None:
             if self._read_base is None:
                 raise EngineFault("cannot load an adapter: this engine was built without the tensors of a base model")

@@ -71,8 +71,8 @@ class SglangEngine(ExternalEngine[SglangClient]):
         held, self.running = list(self.running.values()), {}
         self._submit_rows(held)
 
-    def _load_whole(self, whole: Mapping[str, Any], label: str) -> None:
-        directory = self._write_model(whole)
+    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
+        directory = self._write_model(tensors)
         try:
             self._client.load(str(directory), label)
         except BaseException:

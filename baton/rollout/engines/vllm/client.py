@@ -29,6 +29,8 @@ class VllmClient(EngineClient):
         """Start vLLM. Raises UserError if vLLM refuses the model or the settings, and EngineFault if it fails."""
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._llm: Any = None
+        self._adapter: Any = None
+        """vLLM's name of the adapter that all requests use; None without one."""
         set_up_environment()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(START_TIMEOUT_S)))
         self._start_with(self._start_llm(arguments), START_TIMEOUT_S)
@@ -45,6 +47,11 @@ class VllmClient(EngineClient):
     def load(self, path: str, label: str) -> int:
         """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
         return self._call(self._load_weights(path, label), self._answer_timeout_s, "to load new weights")
+
+    def load_adapter(self, directory: str, label: str) -> None:
+        """Load an adapter in PEFT's form in all workers, in place of the last one. Call between `pause` and
+        `resume`."""
+        self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
     def check(self) -> None:
         """Raise EngineFault if the core has exited."""
@@ -103,7 +110,7 @@ class VllmClient(EngineClient):
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
         prefilled = len(request.token_ids)
         try:
-            async for output in self._llm.generate(prompt, params, request.key):
+            async for output in self._llm.generate(prompt, params, request.key, lora_request=self._adapter):
                 one = output.outputs[0]
                 logprobs = [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)]
                 computed = prefilled - (output.num_cached_tokens or 0) if prefilled else 0
@@ -137,8 +144,17 @@ class VllmClient(EngineClient):
     async def _load_weights(self, path: str, label: str) -> int:
         taken = await self._llm.collective_rpc("take_weights", args=(path,))
         await self._llm.update_weight_version(label)
+        self._adapter = None  # vLLM has removed it
         assert len(set(taken)) == 1, f"the workers of vLLM loaded different numbers of tensors of one file: {taken}"
         return int(taken[0])
+
+    async def _load_adapter(self, directory: str, label: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        # only this call may have load_inplace: with it in a request, vLLM would read the files in every step
+        await self._llm.add_lora(LoRARequest("baton", 1, directory, load_inplace=True))
+        self._adapter = LoRARequest("baton", 1, directory)
+        await self._llm.update_weight_version(label)
 
 
 def set_up_environment() -> None:

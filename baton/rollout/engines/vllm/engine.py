@@ -11,6 +11,7 @@ the same tokens again. Unlike Baton's keyed noise, the draws differ on other mac
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 from baton.errors import EngineFault, UserError
 from baton.files import memory_directory
+from baton.policy.adapters import is_adapter, write_adapter
 from baton.policy.load import save_skeleton, torch_device, torch_dtype
 from baton.policy.tensors import dtype_name
 from baton.policy.tokenizer import load_tokenizer
@@ -34,6 +36,9 @@ from baton.types import FromWorker, PolicyVersion, kept_dtype
 
 _CPU_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
+
+_LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's max_lora_rank, from its default."""
 
 
 class VllmEngine(ExternalEngine[VllmClient]):
@@ -50,14 +55,30 @@ class VllmEngine(ExternalEngine[VllmClient]):
         vocabulary = self._skeleton.model.config.get_text_config().vocab_size
         return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
 
-    def _load_whole(self, whole: Mapping[str, Any], label: str) -> None:
+    def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not (self._settings.vllm.lora_rank and is_adapter(tensors)):
+            return super()._loadable(tensors)
+        self._weights.check_adapter(tensors)
+        return tensors
+
+    def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
         """Write the tensors to one file in memory, which all workers of vLLM load."""
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
+            if is_adapter(tensors):
+                write_adapter(tensors, Path(directory))
+                self._client.load_adapter(directory, label)
+                return
             path = Path(directory) / "weights.safetensors"
-            save_file(dict(whole), path)
+            save_file(dict(tensors), path)
             taken = self._client.load(str(path), label)
-        if taken != len(whole):
-            raise EngineFault(f"vLLM loaded only {taken} of the {len(whole)} tensors of a version")
+        if taken != len(tensors):
+            raise EngineFault(f"vLLM loaded only {taken} of the {len(tensors)} tensors of a version")
+
+    def load_base(self) -> None:
+        """Load the base weights on which adapters act; the engine still serves no version."""
+        self._client.pause()
+        self._load_tensors(self._weights.whole(self._weights.base()), "base")
+        self._client.resume()
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
@@ -97,8 +118,13 @@ def vllm_of_model(
     head_dtype: str = "auto",
 ) -> VllmEngine:
     """Build an engine that serves the model of a directory, which may be an adapter, as `version`."""
-    _check_vllm(device)
+    _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
+    if files.base_path != path and settings.vllm.lora_rank:
+        raise UserError(
+            f"engine.vllm.lora_rank: got {settings.vllm.lora_rank}, but {path} is an adapter, which is merged at the "
+            "start; use lora_rank = 0, or a model that is no adapter"
+        )
     if files.base_path == path:
         return _engine(files.base_directory(), settings, version, files.read_base, "auto", head_dtype)
     with TemporaryDirectory(prefix="baton-model-") as scratch:
@@ -115,7 +141,7 @@ def vllm_from_skeleton(
 
     read_base: needed if versions are adapters.
     """
-    _check_vllm(device)
+    _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy")
 
 
@@ -133,9 +159,17 @@ def _engine(
         "model": str(directory),
         "load_format": load_format,
         "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
+        **settings.vllm.arguments,
     }
     client = VllmClient(arguments, answer_timeout_s=settings.vllm.answer_timeout_s)
-    return VllmEngine(client, skeleton, read_base, settings, version)
+    engine = VllmEngine(client, skeleton, read_base, settings, version)
+    if load_format == "dummy" and settings.vllm.lora_rank and read_base is not None:
+        try:
+            engine.load_base()
+        except BaseException:
+            engine.close()
+            raise
+    return engine
 
 
 def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, Any]:
@@ -152,6 +186,11 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
         "pipeline_parallel_size": own.pipeline_parallel,
         "gpu_memory_utilization": own.gpu_memory_utilization,
         "enforce_eager": own.enforce_eager,
+        "quantization": own.quantization,
+        "kv_cache_dtype": own.kv_cache_dtype,
+        "enable_lora": own.lora_rank > 0,
+        "max_lora_rank": next((rank for rank in _LORA_RANKS if rank >= own.lora_rank), _LORA_RANKS[-1]),
+        "max_loras": 1,
         "enable_prefix_caching": True,  # prefill the prompt of a group once
         "logprobs_mode": "processed_logprobs",  # logprobs at the sampling temperature
         **({"return_sampling_mask": True} if own.return_sampling_mask else {}),
@@ -173,8 +212,9 @@ def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
     return int(1.25 * blocks * _CPU_BLOCK * read_model(directory).kv_bytes_per_token(bytes_per_value)) + 2**24
 
 
-def _check_vllm(device: str) -> None:
-    """Raise UserError if vLLM is not installed or is built for another device than `device`."""
+def _check_vllm(settings: EngineSettings, device: str) -> None:
+    """Prepare vLLM's environment. Raises UserError if vLLM is not installed or is built for another device than
+    `device`."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "engine.kind: got 'vllm', but vLLM is not installed; run `pip install 'baton-rl[vllm]'` on a machine with "
@@ -189,3 +229,10 @@ def _check_vllm(device: str) -> None:
             f"model.device (--device): got {device!r}, but this vLLM is built for {has}: allowed are auto and {has}; "
             "CUDA_VISIBLE_DEVICES selects the GPUs"
         )
+    if settings.vllm.batch_invariant:
+        if has == "cpu":
+            raise UserError(
+                "engine.vllm.batch_invariant: got true, but this vLLM is built for a CPU, which has no such kernels; "
+                "use false"
+            )
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"

@@ -28,6 +28,8 @@ class WeightsLoader:
 
     model_runner: Any
     """Attribute of vLLM's worker."""
+    reload_weights: Any
+    """Method of vLLM's worker."""
 
     def take_weights(self, path: str) -> int:
         """Copy the tensors of a safetensors file into the model; return the number of tensors.
@@ -46,11 +48,16 @@ class WeightsLoader:
                     yield name, file.get_tensor(name)
 
         logger, missed = logging.getLogger(_RELOAD), _Missed()
+        level = logger.level
+        logger.setLevel(logging.WARNING)  # VLLM_LOGGING_LEVEL may hide warnings
         logger.addFilter(missed)
         try:
-            self.model_runner.reload_weights(weights_iterator=tensors())
+            if not logger.isEnabledFor(logging.WARNING):
+                raise RuntimeError("logging is disabled, so a layer that is not updated would not be noticed")
+            self.reload_weights(weights_iterator=tensors())
         finally:
             logger.removeFilter(missed)
+            logger.setLevel(level)
         tied = self._tied()
         left = [name for name in missed.layers if name not in self._without_weights(tied)]
         if left:
