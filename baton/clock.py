@@ -6,11 +6,14 @@ A daemon thread never keeps the process alive, even if its call hangs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from tenacity import RetryCallState, Retrying, wait_exponential
@@ -58,6 +61,14 @@ class RestartRule:
 Clock = Callable[[], float]
 """Returns the time in seconds: monotonic in a live run, virtual in the simulator."""
 T = TypeVar("T")
+R = TypeVar("R")
+CODERS: Final = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+"""Number of threads that copy, hash and code the tensors of a version. numpy, torch, blake3 and zstd release the
+interpreter's lock."""
+_LARGE: Final = 2**18
+"""Bytes of an item below which a thread costs more than it saves."""
+_ITEM_S: Final = 600.0
+"""Maximum number of seconds for one item."""
 
 
 def begin(call: Callable[[], T]) -> Future[T]:
@@ -104,3 +115,37 @@ async def in_thread(call: Callable[..., T], *arguments: Any, timeout_s: float, w
         if not limit.expired():  # the call itself raised TimeoutError
             raise
         raise DeadlineExceeded(f"{who} did not answer in {timeout_s:.0f} s") from None
+
+
+def in_order(
+    work: Callable[[T], R], items: Iterable[T], num_bytes: Callable[[T], int], *, threads: int | None = None
+) -> Iterator[R]:
+    """Yield `work(item)` of each item, in the order of the items, computed by several threads.
+
+    num_bytes: size of an item; small items are computed in the caller's thread. threads: `CODERS` by default. At most
+    this many items are taken before their results are yielded, which bounds the memory. The items are taken in the
+    caller's thread. The threads end with their items: a thread that has computed with torch keeps OpenMP's threads.
+    """
+    threads = CODERS if threads is None else threads
+    waiting: deque[Future[R]] = deque()
+    for item in items:
+        call = partial(work, item)
+        if num_bytes(item) < _LARGE or threads < 1:
+            while waiting:
+                yield _result(waiting.popleft())
+            yield call()
+            continue
+        if len(waiting) == threads:
+            yield _result(waiting.popleft())
+        waiting.append(begin(call))
+    while waiting:
+        yield _result(waiting.popleft())
+
+
+def _result(future: Future[R]) -> R:
+    try:
+        return future.result(timeout=_ITEM_S)
+    except TimeoutError as error:
+        if future.done():
+            raise
+        raise DeadlineExceeded(f"a part of a version was not coded or stored within {_ITEM_S:.0f} s") from error

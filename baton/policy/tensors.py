@@ -9,6 +9,7 @@ import torch
 from blake3 import blake3
 from transformers import PreTrainedModel
 
+from baton.clock import in_order
 from baton.errors import EngineFault
 from baton.policy.adapters import adapter_tensors, has_adapters, raw_tensors
 from baton.policy.digest import Identity, identity_digest
@@ -38,7 +39,16 @@ def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def as_published(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return copies of tensors for publication. Floating-point tensors are cast to `dtype`."""
-    return {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in tensors.items()}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    return dict(zip(tensors, in_order(cast, tensors.values(), tensor_bytes), strict=True))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor's values."""
+    return tensor.numel() * tensor.element_size()
 
 
 def check_fit(
@@ -86,4 +96,4 @@ def identity(name: str, tensor: torch.Tensor) -> Identity:
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the digest of published weights, computed from the `identity` of each tensor."""
-    return identity_digest(identity(name, tensor) for name, tensor in tensors.items())
+    return identity_digest(in_order(lambda item: identity(*item), tensors.items(), lambda item: tensor_bytes(item[1])))

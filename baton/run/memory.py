@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from baton.clock import CODERS
 from baton.cost.memory import (
     EngineShape,
     Phase,
@@ -27,6 +28,9 @@ from baton.trainer.parallel.schedule import stage_layers
 GENERATION = "generation"
 _SLEEPING = ("weights", "moments", "frozen weights")
 """Terms that a trainer holds while an engine uses the device."""
+
+_CODED_PART_BYTES = 80 * 2**20
+"""Maximum bytes with which a thread codes a part of a version (measured: 76 MiB, at 90 % changed elements)."""
 
 
 class MemoryPart(msgspec.Struct, frozen=True):
@@ -64,14 +68,13 @@ def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int
     """Return the phases of a rank of the recipe's trainer, in a pipeline stage of several."""
     longest = recipe.engine.max_context_tokens
     trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
-    published = recipe.engine.dtype if recipe.weights.dtype == "auto" else recipe.weights.dtype
     return trainer_phases(
         model,
         recipe.trainer,
         recipe.algorithm,
         recipe.lora,
         value_bytes=value_bytes(recipe.trainer.dtype, on_cpu=on_cpu),
-        published_bytes=value_bytes(published, on_cpu=on_cpu),
+        published_bytes=_published_bytes(recipe, on_cpu=on_cpu),
         longest_tokens=longest,
         batch_tokens=trajectories * longest / recipe.algorithm.num_minibatches,
         on_cpu=on_cpu,
@@ -80,6 +83,11 @@ def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int
         max_kept=recipe.rollout.max_kept,
         sampled_tokens=trajectories * recipe.rollout.max_new_tokens,
     )
+
+
+def _published_bytes(recipe: Recipe, *, on_cpu: bool) -> int:
+    published = recipe.engine.dtype if recipe.weights.dtype == "auto" else recipe.weights.dtype
+    return value_bytes(published, on_cpu=on_cpu)
 
 
 def stages_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> list[tuple[tuple[Phase, ...], int]]:
@@ -156,6 +164,13 @@ def processes_of(
         ]
         part = MemoryPart("weights and moments", math.ceil(sum(kept)), False)
         found.append(ProcessMemory("the unwritten checkpoint", 1, "checkpoint", (part,)))
+    if recipe.swarm.is_on and on_cpu:
+        values = model.params if recipe.lora is None else adapter_params(model, recipe.lora.rank)
+        version = _published_bytes(recipe, on_cpu=on_cpu) * float(values)
+        sizes = {"last and new version": 2 * version, "files in shared memory": 3 * version}
+        sizes["parts that are coded"] = min(CODERS * _CODED_PART_BYTES, 10 * version)
+        parts = tuple(MemoryPart(name, math.ceil(num_bytes), False) for name, num_bytes in sizes.items())
+        found.append(ProcessMemory("the hub", 1, "publication", parts))
     return tuple(found)
 
 

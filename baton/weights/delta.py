@@ -15,6 +15,7 @@ decoding, and the digest of the result after decoding.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -36,6 +37,8 @@ If many elements of wide words changed, their differences are large, and "dense"
 means that "sparse" is always tried."""
 _DENSE_ABOVE: Final = 0.25
 """Up to this fraction of changed elements, `encode` does not try "dense" and "full", because "sparse" is shorter."""
+_BLOCK: Final = 2**16
+"""Number of words of a block."""
 
 
 class Coded(NamedTuple):
@@ -81,9 +84,11 @@ def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
             positions = _read_changed(reader, words)
             words[positions] += _read_steps(reader, positions.size, word)
         case "dense":
-            words += _unfold(_read_planes(reader, words.size, word))
+            for block, read in _read_planes(reader, words):
+                words[block] += _unfold(read)
         case "full":
-            words[:] = _rotated(_read_planes(reader, words.size, word), 1)
+            for block, read in _read_planes(reader, words):
+                words[block] = _rotated(read, 1)
     reader.end()
 
 
@@ -118,17 +123,13 @@ def _read_changed(reader: BitReader, before: Words) -> NDArray[np.int64]:
 
 
 def _dense(now: Words, before: Words) -> bytes:
-    writer = BitWriter()
-    _write_planes(writer, _fold(now - before))
-    return writer.block()
+    return _planes(now, lambda block: _fold(now[block] - before[block]))
 
 
 def _full(now: Words) -> bytes:
-    writer = BitWriter()
     # The rotation moves the sign to the lowest bit. The exponent is then a whole byte, and exponent bytes compress
     # well.
-    _write_planes(writer, _rotated(now, now.itemsize * 8 - 1))
-    return writer.block()
+    return _planes(now, lambda block: _rotated(now[block], now.itemsize * 8 - 1))
 
 
 def _fold(difference: Words) -> Words:
@@ -151,18 +152,34 @@ def _rotated(words: Words, right: int) -> Words:
     return rotated
 
 
-def _write_planes(writer: BitWriter, words: Words) -> None:
-    """Append one stream for each byte of the words, the highest byte first."""
-    planes = words.view(np.uint8).reshape(words.size, words.itemsize)
-    for byte in reversed(range(words.itemsize)):
-        writer.stream(planes[:, byte])
+def _planes(words: Words, value: Callable[[slice], Words]) -> bytes:
+    """Return one stream for each byte of the values, the highest byte first. value: the values of a block of words."""
+    word = words.itemsize
+    planes = np.empty((word, words.size), np.uint8)
+    for block in _blocks(words.size):
+        found = value(block)
+        for byte in range(word):
+            planes[byte, block] = found >> found.dtype.type(8 * byte)  # the assignment keeps the lowest byte
+    writer = BitWriter()
+    for plane in planes[::-1]:
+        writer.stream(plane)
+    return writer.block()
 
 
-def _read_planes(reader: BitReader, count: int, word: int) -> Words:
-    planes = np.empty((count, word), np.uint8)
-    for byte in reversed(range(word)):
-        planes[:, byte] = reader.stream(count)
-    return planes.reshape(-1).view(f"u{word}")
+def _read_planes(reader: BitReader, words: Words) -> Iterator[tuple[slice, Words]]:
+    """Yield the values of each block of words that `_planes` has written."""
+    planes = [reader.stream(words.size) for _ in range(words.itemsize)][::-1]
+    for block in _blocks(words.size):
+        found = planes[0][block].astype(words.dtype)
+        for byte, plane in enumerate(planes[1:], 1):
+            found |= plane[block].astype(words.dtype) << words.dtype.type(8 * byte)
+        yield block, found
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    """Yield blocks of words, whose intermediate values stay in the processor's cache."""
+    for begin in range(0, size, _BLOCK):
+        yield slice(begin, min(begin + _BLOCK, size))
 
 
 def _write_steps(writer: BitWriter, steps: Words) -> None:

@@ -8,7 +8,7 @@ nothing.
     switch    hold the copy
 
 A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. A
-fetch needs memory for the held version, the copy, one chunk and one part.
+fetch needs memory for the held version, the copy, one chunk and one part per thread (`CODERS`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
 
+from baton.clock import in_order
 from baton.errors import WeightsFault
 from baton.policy.tensors import weights_digest
 from baton.types import PolicyVersion
@@ -28,7 +31,7 @@ from baton.weights.bitstream import Bytes
 from baton.weights.chunk_fetcher import ChunkFetcher, FetchStats
 from baton.weights.delta import decode
 from baton.weights.flat_buffer import flattened, layout_of, piece_digests, tensors_of
-from baton.weights.manifest import Encoding, Manifest, TensorEntry, check_version, name_of, tensors_digest
+from baton.weights.manifest import BufferPart, Encoding, Manifest, TensorEntry, check_version, name_of, tensors_digest
 from baton.weights.shared import SharedMemory
 from baton.weights.sources import WeightsSource
 
@@ -193,15 +196,11 @@ class Fetcher:
                 raise _BadPlan("the version has other tensors than the held one", sources)
             flat_buffer[:] = base.flat_buffer
         for step in plan:
-            coded, begin = _CodedBytes(step.way, gather), 0
-            for part in step.way.parts:
-                end = begin + part.num_bytes
-                data = coded.take(part.size)
-                try:
-                    decode(part.coding, data, flat_buffer[begin:end], part.word)
-                except WeightsFault as error:
+            coded, ends = _CodedBytes(step.way, gather), accumulate(part.num_bytes for part in step.way.parts)
+            taken = ((part, at, coded.take(part.size)) for part, at in zip(step.way.parts, ends, strict=True))
+            for error in in_order(partial(_decoded, flat_buffer), taken, lambda one: one[0].num_bytes):
+                if error is not None:
                     raise _BadPlan(str(error), [step.source]) from error
-                begin = end
         digests = piece_digests(last.tensors, flat_buffer)
         if wrong := [entry.name for entry in last.tensors if digests[entry.name] != entry.digest]:
             raise _BadPlan(f"{len(wrong)} tensors have another digest, among them {wrong[0]}", sources)
@@ -216,6 +215,16 @@ class Fetcher:
             _check_digest(version, tensors_digest(entries))
             self._staged = _Staged(version, entries, flat_buffer)
         return self._staged
+
+
+def _decoded(flat_buffer: Bytes, taken: tuple[BufferPart, int, bytes]) -> WeightsFault | None:
+    """Decode a part in place, given its end and its encoded bytes; return the error for bytes that are not valid."""
+    part, end, data = taken
+    try:
+        decode(part.coding, data, flat_buffer[end - part.num_bytes : end], part.word)
+    except WeightsFault as error:
+        return error
+    return None
 
 
 class _CodedBytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 import torch
 from blake3 import blake3
 
+from baton.clock import in_order
 from baton.errors import WeightsFault
 from baton.policy.tensors import dtype_name
 from baton.weights.bitstream import Bytes
@@ -39,8 +40,12 @@ def flattened(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, .
     ordered = sorted(unsigned, key=payload_order)
     flat_buffer = np.empty(sum(entry.num_bytes for entry in ordered), np.uint8)
     views = tensors_of(tuple(ordered), flat_buffer)
-    for name, view in views.items():
-        view.copy_(tensors[name].detach())
+
+    def copy(entry: TensorEntry) -> None:
+        views[entry.name].copy_(tensors[entry.name].detach())
+
+    for _ in in_order(copy, ordered, lambda entry: entry.num_bytes):
+        pass
     digests = piece_digests(tuple(ordered), flat_buffer)
     return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in ordered), flat_buffer
 
@@ -58,11 +63,14 @@ def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str
 
 def piece_digests(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, str]:
     """Return the digest of each tensor's bytes by name."""
-    found, at = {}, 0
-    for entry in entries:
-        found[entry.name] = blake3(flat_buffer[at : at + entry.num_bytes].data).hexdigest()
-        at += entry.num_bytes
-    return found
+    ends = list(accumulate(entry.num_bytes for entry in entries))
+
+    def digest(place: tuple[TensorEntry, int]) -> str:
+        entry, end = place
+        return blake3(flat_buffer[end - entry.num_bytes : end].data).hexdigest()
+
+    found = in_order(digest, zip(entries, ends, strict=True), lambda place: place[0].num_bytes)
+    return dict(zip((entry.name for entry in entries), found, strict=True))
 
 
 def pieces(entries: tuple[TensorEntry, ...]) -> Iterator[tuple[int, int, int]]:

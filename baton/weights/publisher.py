@@ -11,21 +11,21 @@ encoding, for workers that join. An adapter is small and is always published who
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
+from baton.clock import in_order
 from baton.errors import WeightsFault
 from baton.policy.adapters import is_adapter
 from baton.types import PolicyVersion
 from baton.weights.bitstream import Bytes
-from baton.weights.delta import encode
+from baton.weights.delta import Coded, encode
 from baton.weights.flat_buffer import flattened, layout_of, pieces
 from baton.weights.manifest import (
     BufferPart,
-    Chunk,
     Encoding,
     Manifest,
     TensorEntry,
@@ -69,8 +69,16 @@ class Publisher:
         self._store, self._settings, self._shared = store, settings, shared
         self._base: _Base | None = None
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> PublishedVersion:
+    def publish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: PolicyVersion,
+        *,
+        when_shared: Callable[[], object] = lambda: None,
+    ) -> PublishedVersion:
         """Store a version and make it visible to readers. Publishing the same version again changes nothing.
+
+        when_shared: called when the version is in shared memory, before it is coded and stored for other machines.
 
         Raises WeightsFault if `tensors` do not have the version's digest, or if another version with the same number is
         published. Raises StorageFault when a file cannot be written; the version is then not visible and can be
@@ -86,12 +94,13 @@ class Publisher:
         there = self._store.find(version.lineage, version.number)
         if there is not None and there.version != version:
             raise WeightsFault(f"cannot publish {name_of(version)}: {name_of(there.version)} is already published")
+        if self._shared is not None:
+            self._shared.write(version, entries, flat_buffer)
+            when_shared()
         density = None
         manifest = there
         if manifest is None:
             manifest, density = self._written(version, entries, flat_buffer, adapter=is_adapter(tensors))
-        if self._shared is not None:
-            self._shared.write(version, entries, flat_buffer)
         self._store.put_manifest(manifest)
         since = 0 if manifest.whole is not None or self._base is None else self._base.since_whole + 1
         self._base = _Base(version, entries, flat_buffer, since)
@@ -127,38 +136,37 @@ class Publisher:
     def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[Encoding, float]:
         """Encode a flat buffer, as a delta if `base` is given, and write the chunks; return the encoding and the
         density."""
-        parts, chunks = [], _Chunks(self._store, self._settings.chunk_bytes)
-        changed = elements = 0
-        for begin, end, word in pieces(entries):
-            before = None if base is None else base.flat_buffer[begin:end]
-            coded = encode(flat_buffer[begin:end], before, word)
-            chunks.add(coded.data)
-            parts.append(BufferPart(end - begin, word, coded.coding, len(coded.data)))
-            changed, elements = changed + coded.num_changed, elements + (end - begin) // word
+        parts: list[BufferPart] = []
+        changed = 0
+
+        def code(piece: tuple[int, int, int]) -> Coded:
+            begin, end, word = piece
+            return encode(flat_buffer[begin:end], None if base is None else base.flat_buffer[begin:end], word)
+
+        def coded() -> Iterator[bytes]:
+            nonlocal changed
+            cut = list(pieces(entries))
+            found = in_order(code, cut, lambda piece: piece[1] - piece[0])
+            for (begin, end, word), one in zip(cut, found, strict=True):
+                parts.append(BufferPart(end - begin, word, one.coding, len(one.data)))
+                changed += one.num_changed
+                yield one.data
+
+        # a chunk is stored while the next parts are coded
+        chunks = tuple(in_order(self._store.put_chunk, _cut(coded(), self._settings.chunk_bytes), len, threads=1))
+        elements = sum(part.num_bytes // part.word for part in parts)
         needs_base = base is not None and any(part.coding != "full" for part in parts)
-        way = Encoding(base.version if base is not None and needs_base else None, tuple(parts), chunks.finish())
+        way = Encoding(base.version if base is not None and needs_base else None, tuple(parts), chunks)
         return way, changed / max(1, elements)
 
 
-class _Chunks:
-    """Cuts encoded bytes into chunks of `size` bytes, and stores each chunk as soon as it has this size."""
-
-    def __init__(self, store: Store, size: int) -> None:
-        self._store, self._size = store, size
-        self._waiting = bytearray()
-        self._written: list[Chunk] = []
-
-    def add(self, data: bytes) -> None:
-        self._waiting += data
-        while len(self._waiting) >= self._size:
-            self._put(self._size)
-
-    def finish(self) -> tuple[Chunk, ...]:
-        """Store the remaining bytes as the last chunk; return all chunks."""
-        if self._waiting:
-            self._put(len(self._waiting))
-        return tuple(self._written)
-
-    def _put(self, size: int) -> None:
-        self._written.append(self._store.put_chunk(bytes(self._waiting[:size])))
-        del self._waiting[:size]
+def _cut(coded: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """Cut encoded bytes into chunks of `size` bytes; the last one may be smaller."""
+    waiting = bytearray()
+    for data in coded:
+        waiting += data
+        while len(waiting) >= size:
+            yield bytes(waiting[:size])
+            del waiting[:size]
+    if waiting:
+        yield bytes(waiting)

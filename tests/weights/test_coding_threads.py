@@ -1,0 +1,121 @@
+"""Several threads, and blocks that fit into the cache, change no byte of what is stored and sent."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton import clock
+from baton.clock import in_order
+from baton.policy.tensors import as_published, weights_digest
+from baton.types import PolicyVersion
+from baton.weights.bitstream import BitWriter
+from baton.weights.delta import decode, encode
+from baton.weights.fetcher import Fetcher
+from baton.weights.publisher import Publisher
+from baton.weights.settings import WeightsSettings
+from baton.weights.sources import StoreSource
+from baton.weights.store import Store
+
+
+def streams(words: np.ndarray) -> bytes:
+    """The byte planes of whole arrays, as the format defines them."""
+    writer = BitWriter()
+    planes = words.view(np.uint8).reshape(words.size, words.itemsize)
+    for byte in reversed(range(words.itemsize)):
+        writer.stream(planes[:, byte])
+    return writer.block()
+
+
+@pytest.mark.parametrize("size", [1, 65_535, 65_536, 65_537, 150_000])
+@pytest.mark.parametrize("word", [1, 2, 4, 8])
+def test_blocks_are_coded_to_the_bytes_of_whole_arrays(word, size):
+    rng = np.random.default_rng(word * size)
+    new, base = (rng.integers(0, 256, size * word, dtype=np.uint8) for _ in range(2))
+    now, before = new.view(f"u{word}"), base.view(f"u{word}")
+    bits = word * 8
+    rotated = (now >> now.dtype.type(bits - 1)) | (now << now.dtype.type(1))
+    difference = (now - before).view(f"i{word}")
+    folded = ((difference << 1) ^ (difference >> (bits - 1))).view(now.dtype)
+    assert encode(new, None, word).data == streams(rotated)
+    for coding, data, start in (("full", streams(rotated), base), ("dense", streams(folded), base)):
+        piece = start.copy()
+        decode(coding, data, piece, word)
+        assert (piece == new).all()
+
+
+def versions() -> list[dict[str, torch.Tensor]]:
+    """Three versions with a tensor of three parts, smaller ones of other dtypes, and changes of several densities."""
+    random = torch.Generator().manual_seed(0)
+    found = [
+        {
+            "large": torch.randn(2600, 4096, generator=random) * 0.02,
+            "middle": torch.randn(300, 1024, generator=random),
+            "small": torch.randn(7, generator=random),
+            "counts": torch.randint(0, 9, (400_000,), generator=random),
+        }
+    ]
+    for density in (0.01, 0.4):
+        last = found[-1]
+        found.append({n: torch.where(torch.rand(t.shape, generator=random) < density, t + t / 64, t).to(t.dtype)
+                      for n, t in last.items()})  # fmt: skip
+    return found
+
+
+def stored(root: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    monkeypatch.setattr(clock, "CODERS", num_threads)
+    store = Store(root)
+    publisher, follower = (
+        Publisher(store, WeightsSettings(chunk_mb=1.0, keyframe_every=2)),
+        Fetcher([StoreSource(store)]),
+    )
+    for number, tensors in enumerate(versions()):
+        cast = as_published(tensors, torch.bfloat16)
+        version = PolicyVersion("run", number, weights_digest(cast))
+        publisher.publish(cast, version)
+        found = follower.fetch(version, deadline_s=60)
+        assert all(torch.equal(found[name], tensor) for name, tensor in cast.items())
+        joined = Fetcher([StoreSource(store)]).fetch(version, deadline_s=60)  # from the keyframe
+        assert all(torch.equal(joined[name], tensor) for name, tensor in cast.items())
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_any_number_of_threads_stores_the_same_files(tmp_path, monkeypatch):
+    one, four = (stored(tmp_path / str(number), number, monkeypatch) for number in (1, 4))
+    assert len(one) > 20
+    assert one == four
+
+
+def test_results_come_in_order_and_a_bounded_number_of_items_is_taken():
+    taken, yielded, barrier = [], [], threading.Barrier(3)
+
+    def items():
+        for number in range(12):
+            taken.append(number)
+            assert len(taken) - len(yielded) <= 4, "three in threads, and the one that is being taken"
+            yield number
+
+    def work(number: int) -> int:
+        barrier.wait(60)  # three items are in threads at once, or this test fails
+        return -number
+
+    for result in in_order(work, items(), lambda number: 2**20, threads=3):
+        yielded += [result]
+    assert yielded == [-number for number in range(12)]
+
+
+@pytest.mark.parametrize("size", [1, 2**20])
+def test_the_error_of_an_item_is_raised_where_its_result_is_due(size):
+    def work(number: int) -> int:
+        if number == 2:
+            raise ValueError("item 2")
+        return number
+
+    results = in_order(work, range(5), lambda number: size, threads=2)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(ValueError, match="item 2"):
+        next(results)
