@@ -371,8 +371,14 @@ class _TracedPublisher(Publisher):
         super().__init__(store, settings, shared=shared)
         self._tracer = tracer
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> PublishedVersion:
+    def publish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: PolicyVersion,
+        *,
+        when_shared: Callable[[], object] = lambda: None,
+    ) -> PublishedVersion:
         begin_s = time.monotonic()
-        made = super().publish(tensors, version)
+        made = super().publish(tensors, version, when_shared=when_shared)
         self._tracer.span("publish", "hub", 0, begin_s, time.monotonic(), version=version.number, bytes=made.bytes)
         return made

@@ -2,7 +2,8 @@
 needs.
 
 controller's thread           publisher's thread                 hub's thread
-  publish ───────────────────▶ chunks, manifest ──── call ──────▶ announce
+  publish ───────────────────▶ shared memory ─────── call ──────▶ announce to the run's workers on this machine
+                              chunks, manifest ──── call ──────▶ announce to all
                               collect ◀───────────────────────── versions that workers serve or may request
 """
 
@@ -66,13 +67,15 @@ class BackgroundPublisher:
 
     def _publish(self, tensors: Mapping[str, Any], version: PolicyVersion, since_s: float) -> None:
         self._hub.members.verifier.published(version, tensors)
-        self.last = self._publisher.publish(tensors, version)
-        self._hub.call(lambda: self._announce(version, since_s))
+        self.last = self._publisher.publish(
+            tensors, version, when_shared=lambda: self._hub.call(lambda: self._announce(version, since_s, True))
+        )
+        self._hub.call(lambda: self._announce(version, since_s, False))
         self._hub.call(self._remove_unused)
 
-    def _announce(self, version: PolicyVersion, since_s: float) -> None:
+    def _announce(self, version: PolicyVersion, since_s: float, only_near: bool) -> None:
         self._hub.members.broker.pace.announced[version.number] = since_s
-        self._hub.members.announce(Want(version, shared=self._shared))
+        self._hub.members.announce(Want(version, shared=self._shared), only_near=only_near)
 
     def _remove_unused(self) -> None:
         """Remove versions that are neither retained nor served by a worker. Called in the hub's thread."""

@@ -149,13 +149,15 @@ class Membership:
 
     # ---- versions and relays -----------------------------------------------------------------------------------------
 
-    def announce(self, want: messages.Want) -> None:
-        """Send a published version to all workers."""
-        self.want = want = msgspec.structs.replace(want, relays=self.relays.urls())
+    def announce(self, want: messages.Want, *, only_near: bool = False) -> None:
+        """Send a published version to all workers; if `only_near`, only to those that find it in shared memory."""
+        want = msgspec.structs.replace(want, relays=self.relays.urls())
+        self.want = self.want if only_near else want
         self.versions[want.version.number] = want.version
         self.broker.newest_version = max(self.versions)
         for peer in self.peers.values():
-            self.send(peer.number, want)
+            if peer.is_near or not only_near:
+                self.send(peer.number, want)
 
     def relay_announced(self, url: str) -> None:
         """Add a relay, and announce a new relay to the workers at once."""

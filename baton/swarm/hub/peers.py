@@ -10,6 +10,7 @@ from typing import Protocol
 from baton.clock import Clock
 from baton.rollout.engine import EngineStats
 from baton.swarm.auth import AccessGrant
+from baton.swarm.listen import is_loopback
 from baton.swarm.messages import FromHub, Heartbeat, Hello, encode
 from baton.swarm.verification.verify import WorkerClass
 
@@ -91,6 +92,11 @@ class Peer:
     def worker_class(self) -> WorkerClass:
         """Class that determines the worker's rounding."""
         return self.hello.worker_class
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the run has started this worker on its own machine."""
+        return self.grant.is_own and is_loopback(self.address)
 
     @property
     def is_connected(self) -> bool:
