@@ -9,7 +9,8 @@ from typing import cast
 
 import msgspec
 
-from baton.cost.efficiency import CalibrationSettings, Efficiencies, RatesSettings
+from baton.cost.calibration import calibrate
+from baton.cost.efficiency import CalibrationSettings, RatesSettings
 from baton.errors import UserError
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.compare import alternatives
@@ -72,12 +73,13 @@ def plan(
     if html is not None:
         check_page(Path(html))
     existing = Cluster("none", (), ()) if cluster is None else read_cluster(find(cluster))
-    measured = None if calibration is None else read_settings(CalibrationSettings, find(calibration)).build()
+    measured = None if calibration is None else read_settings(CalibrationSettings, find(calibration))
+    calibrated = calibrate((node.gpu for node in existing.nodes), measured)
     inputs = Inputs(
         cluster=without_nodes(existing, lost) if lost else existing,
         model=read_model(find(model)),
         work=read_workload(find(workload)),
-        efficiencies=measured or Efficiencies(),
+        efficiencies=calibrated.at(),
         rates=None if rates is None else read_settings(RatesSettings, find(rates)),
         cross_types=not symmetric_only,
     )

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.cost.efficiency import CalibrationSettings, Efficiencies
+from baton.cost.calibration import calibrate
+from baton.cost.efficiency import CalibrationSettings
 from baton.errors import UserError
 from baton.files import write_whole
 from baton.recipe.load import load_recipe
@@ -75,7 +76,7 @@ def simulate(
         if model is None or work is None:
             raise UserError("--plan needs --model and --workload: give the model and the workload of the plan")
         links = None if cluster is None else read_cluster(find(cluster))
-        source = PlanSource(planned, read_model(find(model)), work, measured or Efficiencies(), links)
+        source = PlanSource(planned, read_model(find(model)), work, measured or calibrate().at(), links)
     given = [f"{key}={json.dumps(value)}" for key, value in config.items()] if isinstance(config, Mapping) else config
     recorded = recorded_groups(Path(workload)) if workload is not None and Path(workload).is_dir() else ()
     is_detailed = faults is not None or laws

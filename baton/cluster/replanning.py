@@ -10,7 +10,8 @@ import msgspec
 
 from baton.cluster.inventory import CPU, Machine, describe
 from baton.cluster.placement import ProcessSpec, place
-from baton.cost.efficiency import CalibrationSettings, Efficiencies
+from baton.cost.calibration import calibrate
+from baton.cost.efficiency import CalibrationSettings
 from baton.errors import BatonError, UserError
 from baton.planner.instance import Inputs
 from baton.planner.replan import ReplanOption, least_moves, replan
@@ -92,7 +93,7 @@ class Replanner:
             cluster=described.settings.build(),
             model=read_model(Path(recipe.model.path)),
             work=workload_of(recipe),
-            efficiencies=Efficiencies() if path is None else load_recipe(CalibrationSettings, Path(path)).build(),
+            efficiencies=calibrate(own=None if path is None else load_recipe(CalibrationSettings, Path(path))).at(),
             cross_types=False,
         )
         return replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options

@@ -42,6 +42,8 @@ class Efficiency(Settings):
     handover_s: float = Field(default=0.0, ge=0)
     """Time from an engine's report until the engine receives the next trajectory. Meanwhile the engine decodes with an
     empty slot. The value is 0 for an engine with a local queue."""
+    rollout: float = Field(default=1.0, gt=0, le=1)
+    """Share of an engine's steady speed that a whole rollout sustains: interruptions, unequal load, waiting."""
     link: float = Field(default=0.7, gt=0, le=1)
     """Share of link bandwidth in collectives."""
     publish: float = Field(default=0.25, gt=0, le=1)

@@ -178,7 +178,7 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
         batch * context_bytes(model, work, tp, layers, per_slot),
         context_bytes(model, work, tp, layers, work.longest_tokens),
     )
-    return ReplicaCost(tp, pp, layers, batch, 1 / per_token, pause, used)
+    return ReplicaCost(tp, pp, layers, batch, efficiency.rollout / per_token, pause, used)
 
 
 def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, batch: float) -> float:

@@ -1,5 +1,5 @@
-"""What `baton plan` answers for AReaL-Hex's clusters by the command of docs/planner.md, without --rates: who trains, who
-generates, and the throughput relative to 24 H800.
+"""What `baton plan` answers for AReaL-Hex's clusters by the command of docs/planner.md, without --rates: which GPUs
+train and generate, and the throughput relative to 24 H800.
 
 python -m benchmarks.areal_hex.planned [--out benchmarks/areal_hex/results/planned.json]     # half a minute
 """
@@ -10,6 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
+from baton.cost.calibration import calibrate
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.recipe.workload import read_workload
@@ -36,7 +37,9 @@ def rows(size: str, *, crossing: bool) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     base_tokens_per_s = 0.0
     for place, gpus in enumerate([(24, 0), *CLUSTERS]):
-        plan = make_plan(Inputs(cluster(*gpus), model, work, cross_types=crossing))
+        of = cluster(*gpus)
+        given = calibrate(node.gpu for node in of.nodes).at()
+        plan = make_plan(Inputs(of, model, work, given, cross_types=crossing))
         base_tokens_per_s = base_tokens_per_s or plan.tokens_per_s
         measured = MEASURED[size][place - 1] / HOMOGENEOUS[size][0] if place else 1.0
         parts = {name: getattr(plan.breakdown, f"{name}_s") for name in ("step", "sync", "rollout", "train")}

@@ -1,0 +1,122 @@
+"""What GPUs achieve: published values with their ranges (`specs/catalogue/achieved.toml`), or a user's measurements."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+import msgspec
+
+from baton.cost.efficiency import CalibrationSettings, Efficiencies
+from baton.settings import Settings
+from baton.specs.cluster import GB, TERA, Gpu, gpu_types
+
+PEAKS = {
+    "train": ("flops", TERA, "TFLOP/s"),
+    "prefill": ("flops", TERA, "TFLOP/s"),
+    "decode_compute": ("flops", TERA, "TFLOP/s"),
+    "decode": ("hbm_bytes_per_s", GB, "GB/s"),
+}
+"""Key → peak of the GPU that its share refers to, unit of the file, name of the unit."""
+
+
+class AchievedSettings(Settings):
+    """A value of the catalogue of achieved rates."""
+
+    value: float
+    range: tuple[float, float]
+    """Lowest and highest value that the sources allow."""
+    origin: Literal["measured", "derived", "assumed"]
+    """`derived`: computed from measurements of other models or GPU types."""
+    source: str
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A parameter of the cost model, and what is known of it. Values are those of `Efficiency`."""
+
+    gpu: str
+    """GPU type; empty for a parameter of all types."""
+    key: str
+    value: float
+    low: float
+    high: float
+    origin: str
+    source: str
+    peak: float = 1.0
+    """Peak that the value is a share of, in `unit`."""
+    unit: str = ""
+
+    @property
+    def worst(self) -> float:
+        """The end of the range with which everything is slower."""
+        return self.high if self.key.endswith("_s") else self.low
+
+    @property
+    def best(self) -> float:
+        return self.low if self.key.endswith("_s") else self.high
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpu or 'all GPUs'}: {self.key}"
+
+    def words(self, value: float) -> str:
+        """Return a value with its unit."""
+        unit = self.unit or ("s" if self.key.endswith("_s") else "")
+        return f"{value * self.peak:.3g} {unit}".strip()
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """Efficiencies of GPU types, with ranges."""
+
+    gpus: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    """Parameters of all types come first; those of single types replace them."""
+    own: Efficiencies
+    """A user's measurements, which have no range. They replace the parameters of their GPU types."""
+
+    def at(self, pick: Callable[[Parameter], float] = lambda parameter: parameter.value) -> Efficiencies:
+        """Return the efficiencies with `pick` of each parameter."""
+        found = {}
+        for gpu in self.gpus:
+            values = {each.key: pick(each) for each in self.parameters if each.gpu in ("", gpu)}
+            found[gpu] = self.own.default.model_copy(update=values)
+        return Efficiencies(self.own.default, {**found, **self.own.by_gpu})
+
+
+@cache
+def achieved() -> dict[str, dict[str, AchievedSettings]]:
+    """Return the catalogue of achieved rates: GPU type or `default` → key → value."""
+    text = (files("baton.specs") / "catalogue" / "achieved.toml").read_text(encoding="utf-8")
+    return {
+        gpu: {key: AchievedSettings.model_validate(value) for key, value in table.items()}
+        for gpu, table in tomllib.loads(text).items()
+    }
+
+
+def calibrate(extra: Iterable[Gpu] = (), own: CalibrationSettings | None = None) -> Calibration:
+    """Return the calibration of the catalogue's GPU types and of `extra`, which may have other peaks.
+
+    A GPU type that `own` names has no published values; the keys of its [default] replace those of all other types.
+    """
+    known = {**gpu_types(), **{gpu.name: gpu for gpu in extra}}
+    given = own.build() if own is not None else Efficiencies()
+    replaced = own.default.model_fields_set if own is not None else set()
+    parameters = [_parameter("", None, key, value) for key, value in achieved()["default"].items()]
+    for name, gpu in known.items():
+        section = achieved().get(name.removesuffix("-paper"), {})
+        parameters += [_parameter(name, gpu, key, value) for key, value in section.items()]
+    gpus = tuple(name for name in known if name != "CPU" and name not in given.by_gpu)
+    left = tuple(each for each in parameters if each.key not in replaced and each.gpu in ("", *gpus))
+    return Calibration(gpus, left, given)
+
+
+def _parameter(name: str, gpu: Gpu | None, key: str, of: AchievedSettings) -> Parameter:
+    peak, unit = 1.0, ""
+    if gpu is not None and key in PEAKS:
+        field, scale, unit = PEAKS[key]
+        peak = getattr(gpu, field) / scale
+    low, high = of.range
+    return Parameter(name, key, of.value / peak, low / peak, high / peak, of.origin, of.source, peak, unit)
