@@ -12,6 +12,7 @@ import msgspec
 from baton.cost.calibration import calibrate
 from baton.cost.efficiency import CalibrationSettings, RatesSettings
 from baton.errors import UserError
+from baton.planner.certainty import certainty
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.compare import alternatives
 from baton.planner.instance import Inputs
@@ -40,6 +41,7 @@ def plan(
     colocated: bool = False,
     method: Method = "exact",
     symmetric_only: bool = False,
+    robust: bool = False,
     rates: str | Path | None = None,
     calibration: str | Path | None = None,
     running: str | Path | None = None,
@@ -67,6 +69,7 @@ def plan(
             "--rates": rates,
             "--calibration": calibration,
             "--colocated": colocated or None,
+            "--robust": robust or None,
             "--method": None if method == "exact" else method,
         }
     )
@@ -79,7 +82,7 @@ def plan(
         cluster=without_nodes(existing, lost) if lost else existing,
         model=read_model(find(model)),
         work=read_workload(find(workload)),
-        efficiencies=calibrated.at(),
+        efficiencies=calibrated.at(lambda each: each.worst) if robust else calibrated.at(),
         rates=None if rates is None else read_settings(RatesSettings, find(rates)),
         cross_types=not symmetric_only,
     )
@@ -97,6 +100,9 @@ def plan(
         result = PlanResult(make_colocated_plan(inputs), inputs)
     else:
         result = PlanResult(make_plan(inputs, method, time_limit_s=time_limit), inputs)
+    if rates is None and method == "exact" and not result.plan.is_colocated:
+        sure = certainty(result.inputs, result.plan, calibrated, is_robust=robust, time_limit_s=time_limit / 4)
+        result = msgspec.structs.replace(result, certainty=sure)
     if compare or html is not None:
         result = msgspec.structs.replace(
             result,
@@ -136,6 +142,7 @@ def _check_options(values: Mapping[str, object]) -> None:
         "--rates and --calibration exclude each other: measured rates replace the cost model": (
             given >= {"--rates", "--calibration"}
         ),
+        "--rates and --robust exclude each other: measured rates have no range": given >= {"--rates", "--robust"},
         "--lost names machines of a cluster: give --cluster": "--lost" in given and "--cluster" not in given,
     }
     for sentence, holds in contradictions.items():

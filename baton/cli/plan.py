@@ -36,6 +36,9 @@ def plan(
     symmetric_only: Annotated[
         bool, typer.Option("--symmetric-only", help="Do not train in a pipeline across GPU types.")
     ] = False,
+    robust: Annotated[
+        bool, typer.Option("--robust", help="Maximise throughput at the worst ends of the calibration's ranges.")
+    ] = False,
     rates: Annotated[
         Path | None,
         typer.Option(help="Measured tokens per second of each GPU type (TOML), instead of the cost model."),
@@ -75,6 +78,7 @@ def plan(
         colocated=colocated,
         method=method,
         symmetric_only=symmetric_only,
+        robust=robust,
         rates=rates,
         calibration=calibration,
         running=running,

@@ -60,7 +60,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        return f"{self.gpu or 'all GPUs'}: {self.key}"
+        return f"{self.key} of {self.gpu or 'GPUs without an own value'}"
 
     def words(self, value: float) -> str:
         """Return a value with its unit."""
@@ -68,7 +68,7 @@ class Parameter(msgspec.Struct, frozen=True):
         return f"{value * self.peak:.3g} {unit}".strip()
 
 
-class Calibration(msgspec.Struct, frozen=True):
+class GpuCalibration(msgspec.Struct, frozen=True):
     """Efficiencies of GPU types, with ranges."""
 
     gpus: tuple[str, ...]
@@ -96,7 +96,7 @@ def achieved() -> dict[str, dict[str, AchievedSettings]]:
     }
 
 
-def calibrate(extra: Iterable[Gpu] = (), own: CalibrationSettings | None = None) -> Calibration:
+def calibrate(extra: Iterable[Gpu] = (), own: CalibrationSettings | None = None) -> GpuCalibration:
     """Return the calibration of the catalogue's GPU types and of `extra`, which may have other peaks.
 
     A GPU type that `own` names has no published values; the keys of its [default] replace those of all other types.
@@ -110,7 +110,7 @@ def calibrate(extra: Iterable[Gpu] = (), own: CalibrationSettings | None = None)
         parameters += [_parameter(name, gpu, key, value) for key, value in section.items()]
     gpus = tuple(name for name in known if name != "CPU" and name not in given.by_gpu)
     left = tuple(each for each in parameters if each.key not in replaced and each.gpu in ("", *gpus))
-    return Calibration(gpus, left, given)
+    return GpuCalibration(gpus, left, given)
 
 
 def _parameter(name: str, gpu: Gpu | None, key: str, of: AchievedSettings) -> Parameter:

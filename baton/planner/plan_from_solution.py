@@ -13,7 +13,7 @@ from baton.cost.train import microbatches, stage_terms
 from baton.planner.assign import GpuAssignment, pipeline_order, seat
 from baton.planner.exact import Solution
 from baton.planner.instance import Inputs
-from baton.planner.problem import AssignmentProblem
+from baton.planner.problem import AssignmentProblem, Floats
 from baton.planner.replicas import rounded_shares
 from baton.planner.training_shapes import LayerBalance, Shapes, balanced
 from baton.specs.plan import Bound, Breakdown, Idle, Plan, Replica, Stage, Training
@@ -75,9 +75,14 @@ def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
     counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
     pause = np.array([column.cost.pause_s for column in problem.columns])
-    works = counts > 0
+    return filled_s(problem.step.output_tokens, speed[counts > 0], pause[counts > 0])
+
+
+def filled_s(tokens: float, speed: Floats, pause: Floats) -> float:
+    """Return the time in which replicas of these speeds generate `tokens`. Each replica pauses first."""
+    works = np.ones(len(speed), dtype=bool)
     while True:
-        time_s = (problem.step.output_tokens + float((speed * pause)[works].sum())) / float(speed[works].sum())
+        time_s = (tokens + float((speed * pause)[works].sum())) / float(speed[works].sum())
         late = works & (pause >= time_s)
         if not late.any():
             return time_s

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from baton.planner.certainty import Certainty
 from baton.planner.compare import Alternative
 from baton.planner.instance import Inputs
 from baton.planner.rental import RentalChoice
@@ -26,6 +27,8 @@ class PlanResult(msgspec.Struct, frozen=True):
     spots: Sequence[PricePoint] = ()
     choice: RentalChoice | None = None
     replanned: Replanned | None = None
+    certainty: Certainty | None = None
+    """How sure the plan is; None with `rates`, with `method = "paper"`, and for colocated plans."""
 
     def price_curve(self) -> Sequence[PricePoint]:
         """Return price and throughput of the planned cluster and of parts of it."""
@@ -48,6 +51,8 @@ class PlanResult(msgspec.Struct, frozen=True):
                 for alternative in self.alternatives
             ]
             found["one_more"] = [msgspec.to_builtins(marginal) for marginal in self.marginals]
+        if self.certainty is not None:
+            found["certainty"] = msgspec.to_builtins(self.certainty)
         if self.choice is not None:
             found["rent"] = {
                 "gpus": self.inputs.cluster.count(),

@@ -46,6 +46,11 @@ class Shapes(msgspec.Struct, frozen=True):
     tp: Ints
     dp: Ints
 
+    @classmethod
+    def of(cls, stages: int, tp: int, dp: int) -> Shapes:
+        """Return a single shape."""
+        return cls(*(np.array([value], dtype=np.int64) for value in (stages, tp, dp)))
+
     def take(self, rows: Ints | NDArray[np.bool_]) -> Shapes:
         return Shapes(self.stages[rows], self.tp[rows], self.dp[rows])
 

@@ -171,6 +171,13 @@ def test_measured_rates_replace_the_cost_model(files: Path) -> None:
     assert b["rollout_s"] == pytest.approx(64 * 8 * 1500 / speed, rel=1e-3)
 
 
+def test_a_plan_says_how_sure_it_is(files: Path) -> None:
+    usual, robust = (json.loads(plan(files, *a, "--json"))["certainty"]["tokens_per_s"] for a in ((), ("--robust",)))
+    assert usual[0] < usual[1] < usual[2]
+    assert robust[0] >= usual[0] * (1 - 1e-9)
+    assert "over the calibration's ranges" in plan(files)
+
+
 def test_a_calibration_file_changes_efficiencies(files: Path) -> None:
     (files / "slow.toml").write_text("[default]\ntrain = 0.2\nlink = 0.35\n")
     slow, fast = (json.loads(plan(files, *a, "--json"))["plan"] for a in (("--calibration", files / "slow.toml"), ()))

@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from baton.console import Console
+from baton.planner.certainty import Certainty
 from baton.planner.compare import Alternative
 from baton.planner.plan_from_solution import seconds
 from baton.planner.rental import RentalChoice
@@ -39,6 +40,8 @@ def print_plan(console: Console, result: PlanResult) -> None:
         f"throughput {plan.tokens_per_s:,.0f} trained tokens/s · {money(plan.price_per_h, plan.currency)} per hour · "
         f"{money(plan.price_per_million_tokens, plan.currency)} per million trained tokens"
     )
+    if result.certainty is not None:
+        _say_certainty(console, result.certainty)
     console.print(f"staleness: at most {plan.max_staleness} versions, about {plan.mean_staleness:.1f} on average")
     proof = "proven optimum" if plan.bound.is_proven else f"at most {plan.bound.gap:.2%} above the best possible step"
     console.print(f"{proof}{' (' + plan.bound.note + ')' if plan.bound.note else ''}")
@@ -52,6 +55,24 @@ def print_plan(console: Console, result: PlanResult) -> None:
     for marginal in result.marginals:
         price = money(marginal.price_per_h, plan.currency)
         console.print(f"one more {marginal.gpu} ({price} per hour) would change throughput by {marginal.gain:+.2%}")
+
+
+def _say_certainty(console: Console, of: Certainty) -> None:
+    worst, value, best = of.tokens_per_s
+    text = (
+        f"this plan over the calibration's ranges: {worst:,.0f} to {best:,.0f} trained tokens/s, {value:,.0f} expected"
+    )
+    console.print(text)
+    some = "" if of.tried == of.num_parameters else f" of the {of.tried} that the time limit allowed"
+    if of.change is None:
+        text = f"no single parameter{some} changes within its range which GPU types train ({', '.join(of.trains)})"
+    else:
+        change = of.change
+        text = (
+            f"who trains depends on {change.parameter}: {change.value} ({change.origin}); at {change.at}, "
+            f"{' and '.join(change.trains)} train"
+        )
+    console.print(text)
 
 
 def _say_choice(console: Console, plan: Plan, choice: RentalChoice) -> None:

@@ -1,0 +1,160 @@
+"""How sure a plan is: its throughput over the ranges of the calibration, and the parameter that decides who trains.
+
+Every time of the cost model falls if an efficiency rises or an overhead falls. The worst ends of all ranges are
+therefore the worst case of every plan, and the plan that is best there maximises the worst case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from operator import attrgetter
+
+import msgspec
+import numpy as np
+
+from baton.cost.calibration import GpuCalibration, Parameter
+from baton.cost.efficiency import Efficiencies
+from baton.cost.generate import replica_cost
+from baton.errors import UserError
+from baton.planner.instance import Inputs
+from baton.planner.plan_from_solution import filled_s
+from baton.planner.pools import are_alike, make_pools
+from baton.planner.problem import make_step, sync_table
+from baton.planner.solve import make_plan, restricted
+from baton.planner.training_shapes import Shapes, evaluated, merged_table
+from baton.specs.plan import Plan
+
+Pick = Callable[[Parameter], float]
+WORST: Pick = attrgetter("worst")
+VALUE: Pick = attrgetter("value")
+BEST: Pick = attrgetter("best")
+HALVINGS = 5
+"""Plans made to find the value at which the trainers change."""
+
+
+class TrainerChange(msgspec.Struct, frozen=True):
+    """A parameter that decides which GPU types train."""
+
+    parameter: str
+    origin: str
+    """`measured`, `derived` or `assumed`."""
+    value: str
+    """Its value now, with unit."""
+    at: str
+    """The value nearest to it at which other GPU types train."""
+    trains: tuple[str, ...]
+    """The GPU types that train then."""
+
+
+class Certainty(msgspec.Struct, frozen=True):
+    """How sure a plan is. Times are those of the unchanged plan."""
+
+    tokens_per_s: tuple[float, float, float]
+    """Trained tokens per second at the worst ends of all ranges, at the values, and at the best ends."""
+    trains: tuple[str, ...]
+    change: TrainerChange | None
+    """The parameter that decides who trains by the smallest factor; None if no single one decides within its range."""
+    tried: int
+    """Number of parameters that were moved to the ends of their ranges. The time limit can end the search early."""
+    num_parameters: int
+
+
+def certainty(
+    inputs: Inputs, plan: Plan, calibration: GpuCalibration, *, is_robust: bool, time_limit_s: float
+) -> Certainty:
+    """Return how sure a plan is. Its inputs have the worst ends of the calibration if it is robust, else the values."""
+    unchanged_s = step_s(inputs, plan, inputs.efficiencies)
+    worst, value, best = (
+        plan.tokens_per_s * unchanged_s / step_s(inputs, plan, calibration.at(pick)) for pick in (WORST, VALUE, BEST)
+    )
+    parameters = _used(inputs, calibration)
+    change, tried = _nearest(inputs, plan, calibration, parameters, WORST if is_robust else VALUE, time_limit_s)
+    return Certainty((worst, value, best), trains(plan), change, tried, len(parameters))
+
+
+def trains(plan: Plan) -> tuple[str, ...]:
+    """Return the GPU types that train."""
+    return tuple(sorted({stage.gpu for stage in plan.training.stages}))
+
+
+def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
+    """Return the step time of a plan with other efficiencies. Its layers are distributed again; its replicas and
+    their batches stay."""
+    work, model = inputs.work, inputs.model
+    used = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
+    nodes = [k for k, node in enumerate(inputs.cluster.nodes) if used & set(node.gpu_ids)]
+    cluster = restricted(inputs.cluster, nodes)
+    pools = make_pools(cluster, efficiencies, "alike" if are_alike(cluster) else "pessimistic")
+    owner = {gpu: k for k, pool in enumerate(pools.pools) for n in pool.nodes for gpu in cluster.nodes[n].gpu_ids}
+    order = list(dict.fromkeys(owner[stage.gpu_ids[0]] for stage in plan.training.stages))
+    shapes = []
+    for k in order:
+        own = [stage for stage in plan.training.stages if owner[stage.gpu_ids[0]] == k]
+        shapes.append(Shapes.of(len(own), own[0].tp, own[0].dp))
+    table = merged_table(pools, [evaluated(model, work, pools, order, shapes)], is_complete=True)
+    sync = sync_table(model, work, pools, table.shares)[0]
+    costs = [
+        (k, replica_cost(model, work, pools.pools[k].place, each.tp, each.pp, each.batch))
+        for each in plan.replicas
+        for k in [owner[each.gpu_ids[0]]]
+    ]
+    speeds, pauses = (np.array([getattr(c, key) for _, c in costs]) for key in ("tokens_per_s", "pause_s"))
+    rollout_s = filled_s(work.output_tokens, speeds, pauses)
+    return make_step(work).step_s(max(float(sync[k]) for k, _ in costs), rollout_s, float(table.time_s[0]))
+
+
+def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
+    """Return the parameters with a range that matter for this cluster."""
+    types = [name for name in inputs.cluster.gpu_types if name in calibration.gpus]
+    own = {(each.gpu, each.key) for each in calibration.parameters}
+    return [
+        each
+        for each in calibration.parameters
+        if each.low < each.high
+        and (each.gpu in types or (not each.gpu and any((name, each.key) not in own for name in types)))
+    ]
+
+
+def _nearest(
+    inputs: Inputs,
+    plan: Plan,
+    calibration: GpuCalibration,
+    parameters: list[Parameter],
+    base: Pick,
+    time_limit_s: float,
+) -> tuple[TrainerChange | None, int]:
+    """Return the parameter whose least change makes other GPU types train, and how many parameters were tried."""
+    if len(inputs.cluster.gpu_types) == 1:
+        return None, len(parameters)
+    started, now = time.monotonic(), trains(plan)
+    best: tuple[float, TrainerChange] | None = None
+
+    def at(parameter: Parameter, value: float) -> tuple[str, ...]:
+        given = calibration.at(lambda each: value if each is parameter else base(each))
+        return trains(make_plan(msgspec.structs.replace(inputs, efficiencies=given), time_limit_s=5.0))
+
+    for tried, parameter in enumerate(parameters):
+        if time.monotonic() - started > time_limit_s:
+            return best[1] if best else None, tried
+        for end in (parameter.low, parameter.high):
+            try:
+                if end == base(parameter) or (other := at(parameter, end)) == now:
+                    continue
+                same, changed = base(parameter), end
+                for _ in range(HALVINGS if time.monotonic() - started < time_limit_s else 0):
+                    middle = (same * changed) ** 0.5 if same * changed > 0 else (same + changed) / 2
+                    if (found := at(parameter, middle)) == now:
+                        same = middle
+                    else:
+                        changed, other = middle, found
+            except UserError:
+                continue
+            start = base(parameter)
+            factor = max(changed / start, start / changed)
+            change = TrainerChange(
+                parameter.name, parameter.origin, parameter.words(start), parameter.words(changed), other
+            )
+            if best is None or factor < best[0]:
+                best = factor, change
+    return best[1] if best else None, len(parameters)
