@@ -55,7 +55,7 @@ VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 
 test-vllm: $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_contract
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_contract tests/test_vllm_source.py
 
 # torchvision and similar packages on the package index are CUDA builds, with which a vLLM for CPUs cannot be imported
 $(VLLM)/.installed: pyproject.toml
