@@ -16,8 +16,9 @@ from baton.cluster import supervision
 from baton.rollout import scheduler
 from baton.swarm import leases, version_sync
 from baton.swarm.verification import policy
+from baton.weights.direct import protocol
 
-MACHINES = [scheduler, leases, version_sync, supervision, policy]
+MACHINES = [scheduler, leases, version_sync, supervision, policy, protocol]
 OUTSIDE = {"asyncio", "os", "pathlib", "queue", "random", "socket", "subprocess", "threading", "time"}
 
 

@@ -1,0 +1,97 @@
+"""A communicator over gloo between the trainer (rank 0) and the devices of one replica, for tensors in host memory.
+
+It proves Baton's protocol on CPUs, with real processes, sockets and deadlines. On GPUs, the communicators of vLLM's own
+transfer engines take its place.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from baton.errors import WeightsFault
+
+_dist: Any = torch.distributed
+"""torch does not declare the types of stores and of a group's options."""
+_OPEN = "open"
+"""Key that exists in a communicator's part of the store until the sender closes the communicator."""
+
+
+class Rendezvous:
+    """The store through which the sender and the replicas find each other, in the sender's process."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        """host: this machine's address, as replicas reach it."""
+        self.host, self._timeout_s = host, timeout_s
+        self._store = _dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+
+    def announce(self, name: str) -> dict[str, Any]:
+        """Announce a communicator; return what a replica needs in order to join it."""
+        _dist.PrefixStore(name, self._store).set(_OPEN, "")
+        return {"host": self.host, "port": self._store.port, "name": name, "timeout_s": self._timeout_s}
+
+    def join(self, name: str, world_size: int) -> GlooGroup:
+        """Join a communicator as rank 0. Raises RuntimeError if the others do not join in time."""
+        return GlooGroup(_dist.PrefixStore(name, self._store), 0, world_size, self.host, self._timeout_s)
+
+    def close(self, name: str) -> None:
+        """Withdraw a communicator, so that a replica that was stopped meanwhile does not wait for it."""
+        _dist.PrefixStore(name, self._store).delete_key(_OPEN)
+
+
+def join_replica(place: Mapping[str, Any], rank: int, world_size: int) -> GlooGroup:
+    """Join a communicator that `Rendezvous.announce` has described, as `rank` ≥ 1.
+
+    Raises WeightsFault if it was closed, and RuntimeError if the others do not join in time.
+    """
+    host, timeout_s = place["host"], place["timeout_s"]
+    limit = timedelta(seconds=timeout_s)
+    whole = _dist.TCPStore(host, place["port"], is_master=False, wait_for_workers=False, timeout=limit)
+    store = _dist.PrefixStore(place["name"], whole)
+    if not store.check([_OPEN]):
+        raise WeightsFault(f"the communicator {place['name']} was closed before this replica joined")
+    return GlooGroup(store, rank, world_size, host, timeout_s)
+
+
+class GlooGroup:
+    """A process group that is independent of torch's default group. After an error it is unusable."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, host: str, timeout_s: float) -> None:
+        options = _dist.ProcessGroupGloo._Options()
+        options._timeout = self._limit = timedelta(seconds=timeout_s)
+        local = _is_loopback(host)
+        device = (
+            _dist.ProcessGroupGloo.create_device(hostname=host)
+            if local
+            else _dist.ProcessGroupGloo.create_default_device()
+        )
+        options._devices = [device]
+        self._group: Any = _dist.ProcessGroupGloo(store, rank, world_size, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send a contiguous tensor from rank 0, or receive it into this one. Raises RuntimeError if a peer fails or the
+        deadline passes."""
+        if tensor.numel() == 0:
+            return
+        options = _dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = self._limit
+        self._group.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait(self._limit)
+
+    def close(self) -> None:
+        """Close the connections. A pending operation of a peer then fails."""
+        self._group = None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

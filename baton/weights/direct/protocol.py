@@ -1,0 +1,254 @@
+"""Decides how the trainer sends versions directly to replicas. Receives events and returns commands.
+
+    Joined ─▶ connect ─▶ idle ── Offered ─▶ announce ─▶ stream ─▶ commit ─▶ idle, serves the version
+                ▲                               │          │         │
+                └────── after a delay ◀── CloseGroup ◀── Failed, or a deadline has passed
+
+A replica is one engine, on one or more devices. It has a communicator of its own, and each of its phases has a
+deadline, so a replica that is dead, stopped or slow delays no other one. A communicator is never used again after a
+failure: `generation` numbers the communicators, and events of an older one have no effect.
+
+A replica overwrites its weights in place. From `announce` to the end of `commit` it therefore has no version, and it
+serves nothing. After a failure it serves nothing until it has received a whole version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import msgspec
+
+from baton.clock import TimedEvent, retry_wait_s
+from baton.types import PolicyVersion
+
+Phase = Literal["connect", "announce", "stream", "commit"]
+"""`connect`: build the communicator. `announce`: the replica pauses and prepares. `stream`: send the tensors, which the
+replica loads and checks. `commit`: the replica finishes the load and serves the version."""
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+class Joined(TimedEvent, frozen=True):
+    """A replica has started, or has started again. It has no communicator."""
+
+    replica: str
+
+
+class Left(TimedEvent, frozen=True):
+    """A replica has ended, or its owner has closed it."""
+
+    replica: str
+
+
+class Offered(TimedEvent, frozen=True):
+    """The trainer has a version that all replicas must load."""
+
+    version: PolicyVersion
+
+
+class Withdrawn(TimedEvent, frozen=True):
+    """The trainer has freed the offered version. Replicas that join now receive the next one."""
+
+
+class PhaseDone(TimedEvent, frozen=True):
+    """A phase of a replica has succeeded."""
+
+    replica: str
+    generation: int
+    phase: Phase
+
+
+class Progressed(TimedEvent, frozen=True):
+    """A replica has received a part of the stream, which extends the deadline of `stream`."""
+
+    replica: str
+    generation: int
+
+
+class Failed(TimedEvent, frozen=True):
+    """A phase of a replica has failed."""
+
+    replica: str
+    generation: int
+    cause: str
+
+
+class DeadlinePassed(TimedEvent, frozen=True):
+    """The time of a `WaitUntil` has passed."""
+
+
+Event = Joined | Left | Offered | Withdrawn | PhaseDone | Progressed | Failed | DeadlinePassed
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+class RunPhase(msgspec.Struct, frozen=True, gc=False):
+    """Run a phase, and report `PhaseDone` or `Failed`."""
+
+    replica: str
+    generation: int
+    phase: Phase
+    version: PolicyVersion | None = None
+    """The version to send; None in `connect`."""
+    base: PolicyVersion | None = None
+    """The whole version that the replica had before `announce`, to which a difference can be sent."""
+
+
+class CloseGroup(msgspec.Struct, frozen=True, gc=False):
+    """Abort a communicator with all its pending operations. It is never used again."""
+
+    replica: str
+    generation: int
+
+
+class WaitUntil(msgspec.Struct, frozen=True, gc=False):
+    """Report `DeadlinePassed` at this time."""
+
+    at_s: float
+
+
+Command = RunPhase | CloseGroup | WaitUntil
+
+
+@dataclass(frozen=True, slots=True)
+class DirectRules:
+    """Deadlines and delays of direct transfers, in seconds."""
+
+    connect_s: float = 60.0
+    announce_s: float = 60.0
+    stall_s: float = 60.0
+    """Maximum time without progress in `stream`."""
+    commit_s: float = 120.0
+    first_wait_s: float = 0.5
+    """Delay before the first new attempt after a failure. It doubles with each further failure."""
+    longest_wait_s: float = 30.0
+
+    def of_phase(self, phase: Phase) -> float:
+        """Return the seconds after which a phase has failed."""
+        limits = {"connect": self.connect_s, "announce": self.announce_s, "stream": self.stall_s}
+        return limits.get(phase, self.commit_s)
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """What is known of a replica."""
+
+    generation: int
+    """Number of its communicator, or of the one to build next."""
+    phase: Phase | None = None
+    """Phase that runs; None if the replica is idle or waits for a new attempt."""
+    has: PolicyVersion | None = None
+    """The version that the replica serves; None if its weights are not whole."""
+    base: PolicyVersion | None = None
+    sending: PolicyVersion | None = None
+    deadline_s: float | None = None
+    """When the running phase has failed, or when the delay after a failure ends."""
+    failures: int = 0
+    """Number of consecutive failures."""
+    last_cause: str = ""
+
+
+class DirectSync:
+    """Decides when each replica connects, what it receives, and when it has failed."""
+
+    def __init__(self, rules: DirectRules | None = None) -> None:
+        self.rules = rules or DirectRules()
+        self.want: PolicyVersion | None = None
+        self.replicas: dict[str, ReplicaState] = {}
+        self._generations = 0
+        self._timer_s: float | None = None
+
+    def handle(self, event: Event) -> list[Command]:
+        """Apply one event and return the resulting commands in order."""
+        commands: list[Command] = []
+        match event:
+            case Joined(at_s=at_s, replica=name):
+                commands += self._removed(name)
+                self.replicas[name] = ReplicaState(self._next_generation())
+                commands.append(self._run(name, "connect", at_s))
+            case Left(replica=name):
+                commands += self._removed(name)
+            case Offered(version=version):
+                if self.want is None or self.want.lineage != version.lineage or self.want.number < version.number:
+                    self.want = version
+            case Withdrawn():
+                self.want = None
+            case PhaseDone(at_s=at_s, replica=name, generation=generation, phase=phase):
+                if (state := self._current(name, generation)) is not None and state.phase == phase:
+                    commands += self._after(name, state, phase, at_s)
+            case Progressed(at_s=at_s, replica=name, generation=generation):
+                if (state := self._current(name, generation)) is not None and state.phase == "stream":
+                    state.deadline_s = at_s + self.rules.stall_s
+            case Failed(at_s=at_s, replica=name, generation=generation, cause=cause):
+                if (state := self._current(name, generation)) is not None and state.phase is not None:
+                    commands += self._failed(name, state, cause, at_s)
+            case DeadlinePassed(at_s=at_s):
+                self._timer_s = None
+                for name, state in self.replicas.items():
+                    if state.deadline_s is not None and state.deadline_s <= at_s:
+                        commands += self._expired(name, state, at_s)
+            case _:
+                assert_never(event)
+        commands += [self._run(name, "announce", event.at_s) for name, s in self.replicas.items() if self._is_due(s)]
+        return commands + self._timer()
+
+    def _current(self, name: str, generation: int) -> ReplicaState | None:
+        """Return the state of a replica if this is its communicator; None for a late event."""
+        state = self.replicas.get(name)
+        return state if state is not None and state.generation == generation else None
+
+    def _next_generation(self) -> int:
+        self._generations += 1
+        return self._generations
+
+    def _is_due(self, state: ReplicaState) -> bool:
+        """Return whether a replica is connected and idle, and needs another version."""
+        return state.phase is None and state.deadline_s is None and self.want is not None and state.has != self.want
+
+    def _run(self, name: str, phase: Phase, at_s: float) -> Command:
+        state = self.replicas[name]
+        if phase == "announce":
+            state.sending, state.base, state.has = self.want, state.has, None
+        state.phase, state.deadline_s = phase, at_s + self.rules.of_phase(phase)
+        return RunPhase(name, state.generation, phase, state.sending, state.base)
+
+    def _after(self, name: str, state: ReplicaState, phase: Phase, at_s: float) -> list[Command]:
+        match phase:
+            case "connect":
+                state.phase = state.deadline_s = None
+            case "announce":
+                return [self._run(name, "stream", at_s)]
+            case "stream":
+                return [self._run(name, "commit", at_s)]
+            case "commit":
+                state.has, state.failures, state.last_cause = state.sending, 0, ""
+                state.phase = state.deadline_s = state.sending = state.base = None
+        return []
+
+    def _expired(self, name: str, state: ReplicaState, at_s: float) -> list[Command]:
+        if state.phase is None:
+            return [self._run(name, "connect", at_s)]
+        limit_s = self.rules.of_phase(state.phase)
+        return self._failed(name, state, f"no answer within {limit_s:g} s in phase {state.phase}", at_s)
+
+    def _failed(self, name: str, state: ReplicaState, cause: str, at_s: float) -> list[Command]:
+        """Abort the communicator, and wait before building another one."""
+        closed = CloseGroup(name, state.generation)
+        state.generation, state.phase, state.failures = self._next_generation(), None, state.failures + 1
+        state.sending, state.base, state.last_cause = None, None, cause
+        first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
+        state.deadline_s = at_s + retry_wait_s(state.failures, first_s=first_s, longest_s=longest_s)
+        return [closed]
+
+    def _removed(self, name: str) -> list[Command]:
+        state = self.replicas.pop(name, None)
+        return [] if state is None else [CloseGroup(name, state.generation)]
+
+    def _timer(self) -> list[Command]:
+        """Set a timer for the earliest deadline, unless an earlier timer is running."""
+        deadlines = [state.deadline_s for state in self.replicas.values() if state.deadline_s is not None]
+        if not deadlines or (self._timer_s is not None and self._timer_s <= min(deadlines)):
+            return []
+        self._timer_s = min(deadlines)
+        return [WaitUntil(self._timer_s)]

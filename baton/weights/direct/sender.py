@@ -1,0 +1,253 @@
+"""`DirectSender`: executes the commands of `DirectSync` in the trainer's process.
+
+| thread           | consumes          | produces            | waits for                       | unblocked by        |
+|------------------|-------------------|---------------------|---------------------------------|---------------------|
+| caller           |                   | `Offered`, `Joined` | `wait`: a replica's version     | events, a deadline  |
+| one per phase    | a `RunPhase`      | `PhaseDone`         | the replica and its communicator | its deadlines       |
+| timer            |                   | `DeadlinePassed`    | the next deadline               | time                |
+
+A thread of a phase may hang, for example in a driver: its deadline then ends the phase, and the thread is abandoned
+with its communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from threading import Condition, Lock, Timer
+from typing import Any, Protocol
+
+import torch
+
+from baton.clock import Clock, begin
+from baton.errors import WeightsFault, first_line
+from baton.types import PolicyVersion
+from baton.weights.direct import protocol as direct
+from baton.weights.direct.gloo import GlooGroup, Rendezvous
+from baton.weights.direct.stream import BUCKET_BYTES, OutgoingVersion
+
+
+class ReplicaLink(Protocol):
+    """The calls of vLLM's weight transfer, at one replica."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of the replica's devices."""
+
+    def call(self, method: str, info: Any, timeout_s: float) -> None:
+        """Call a method at all devices of the replica and wait for its end. Raises BatonError.
+
+        Methods: `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update` of vLLM,
+        and Baton's `abort_transfer`, which ends a transfer that was left unfinished.
+        """
+
+
+class Communicator(Protocol):
+    """A connection to one replica, over which tensors are sent. After an error it is unusable."""
+
+    def send(self, version: OutgoingVersion, progressed: Callable[[], None]) -> None:
+        """Send a version's tensors; return when the replica has loaded and checked them."""
+
+    def close(self) -> None:
+        """Abort all operations."""
+
+
+Connect = Callable[[ReplicaLink, str, direct.DirectRules], Communicator]
+"""Function that builds a communicator of this name with a replica."""
+
+
+class DirectSender:
+    """Sends the versions of a run to its replicas, each over a communicator of its own."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        clock: Clock,
+        rules: direct.DirectRules | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._clock = clock
+        self._connect, self._sync, self._bucket_bytes = connect, direct.DirectSync(rules), bucket_bytes
+        self._changed = Condition()
+        """Guards all attributes, and is notified after each event."""
+        self._links: dict[str, ReplicaLink] = {}
+        self._groups: dict[tuple[str, int], Communicator] = {}
+        self._versions: dict[PolicyVersion, OutgoingVersion] = {}
+        """The last offered version, and older ones that are being sent."""
+        self._timer: Timer | None = None
+        self._is_closed = False
+
+    def join(self, replica: str, link: ReplicaLink) -> None:
+        """Add a replica, or one that has started again. It receives the last offered version."""
+        with self._changed:
+            self._links[replica] = link
+            self._handle(direct.Joined(self._clock(), replica))
+
+    def leave(self, replica: str) -> None:
+        """Remove a replica."""
+        self._happened(direct.Left(self._clock(), replica))
+
+    def offer(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+        """Send a version to all replicas, in the background. The tensors must not change until the next version."""
+        outgoing = OutgoingVersion(tensors, bucket_bytes=self._bucket_bytes)
+        with self._changed:
+            used = {state.sending for state in self._sync.replicas.values()}
+            self._versions = {v: sent for v, sent in self._versions.items() if v in used} | {version: outgoing}
+            self._handle(direct.Offered(self._clock(), version))
+
+    def withdraw(self) -> None:
+        """Free the offered version, which all replicas that need it have loaded."""
+        with self._changed:
+            self._versions.clear()
+            self._handle(direct.Withdrawn(self._clock()))
+
+    def wait(
+        self, replica: str, version: PolicyVersion, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until a replica serves a version. Raises WeightsFault with the last cause after `timeout_s`.
+
+        check: called about every second; it raises an error if the replica cannot answer any more.
+        """
+
+        def is_served() -> bool:
+            state = self._sync.replicas.get(replica)
+            return state is not None and state.has == version
+
+        until_s = self._clock() + timeout_s
+        while True:
+            with self._changed:
+                if self._changed.wait_for(is_served, 1.0):
+                    return
+                state = self._sync.replicas.get(replica)
+            check()
+            if self._clock() > until_s:
+                cause = "it has left" if state is None else state.last_cause or f"phase {state.phase}"
+                raise WeightsFault(
+                    f"{replica} did not load version {version.number} directly within {timeout_s:.0f} s: {cause}; it "
+                    "serves nothing until it has loaded a whole version"
+                )
+
+    def served(self, replica: str) -> PolicyVersion | None:
+        """Return the version that a replica serves; None if its weights are not whole, or if it is unknown."""
+        with self._changed:
+            state = self._sync.replicas.get(replica)
+            return None if state is None else state.has
+
+    def cause(self, replica: str) -> str:
+        """Return why a replica's last attempt has failed; empty if it has not failed since it served a version."""
+        with self._changed:
+            state = self._sync.replicas.get(replica)
+            return "" if state is None else state.last_cause
+
+    def close(self) -> None:
+        """Close all communicators. May be called twice."""
+        with self._changed:
+            self._is_closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+            for group in self._groups.values():
+                begin(group.close)
+            self._groups.clear()
+
+    # ---- commands ----------------------------------------------------------------------------------------------------
+
+    def _happened(self, event: direct.Event) -> None:
+        with self._changed:
+            self._handle(event)
+
+    def _handle(self, event: direct.Event) -> None:
+        if self._is_closed:
+            return
+        for command in self._sync.handle(event):
+            match command:
+                case direct.RunPhase():
+                    begin(partial(self._run_phase, command))
+                case direct.CloseGroup(replica=replica, generation=generation):
+                    group = self._groups.pop((replica, generation), None)
+                    if group is not None:
+                        begin(group.close)
+                case direct.WaitUntil(at_s=at_s):
+                    if self._timer is not None:
+                        self._timer.cancel()
+                    delay_s = max(0.0, at_s - self._clock())
+                    self._timer = Timer(delay_s, lambda: self._happened(direct.DeadlinePassed(self._clock())))
+                    self._timer.daemon = True
+                    self._timer.start()
+        self._changed.notify_all()
+
+    def _run_phase(self, command: direct.RunPhase) -> None:
+        """Run a phase in a thread of its own and report its end."""
+        replica, generation, phase = command.replica, command.generation, command.phase
+        try:
+            self._do(command)
+        except Exception as error:  # noqa: BLE001  # any error ends the phase
+            cause = f"{phase}: {first_line(error)}"
+            self._happened(direct.Failed(self._clock(), replica, generation, cause))
+        else:
+            self._happened(direct.PhaseDone(self._clock(), replica, generation, phase))
+
+    def _do(self, command: direct.RunPhase) -> None:
+        replica, generation, rules = command.replica, command.generation, self._sync.rules
+        with self._changed:
+            link, group = self._links[replica], self._groups.get((replica, generation))
+            sent = None if command.version is None else self._versions.get(command.version)
+        match command.phase:
+            case "connect":
+                link.call("abort_transfer", None, rules.connect_s)
+                built = self._connect(link, f"{replica}-{generation}", rules)
+                with self._changed:
+                    state = self._sync.replicas.get(replica)
+                    if self._is_closed or state is None or state.generation != generation:
+                        built.close()
+                    else:
+                        self._groups[replica, generation] = built
+            case "announce":
+                link.call("start_weight_update", None, rules.announce_s)
+            case "stream":
+                assert group is not None, "phases run in order"
+                assert sent is not None, "a version is kept while it is sent"
+                group.send(sent, lambda: self._happened(direct.Progressed(self._clock(), replica, generation)))
+            case "commit":
+                link.call("finish_weight_update", None, rules.commit_s)
+
+
+class GlooTransport:
+    """Builds communicators over gloo with replicas whose engines are of class `GlooReceiver`."""
+
+    def __init__(self, host: str) -> None:
+        """host: this machine's address, as replicas reach it."""
+        self._host, self._lock = host, Lock()
+        self._place: Rendezvous | None = None
+
+    def connect(self, link: ReplicaLink, name: str, rules: direct.DirectRules) -> Communicator:
+        with self._lock:
+            place = self._place = self._place or Rendezvous(self._host, rules.stall_s)
+        info = {**place.announce(name), "world_size": 1 + link.world_size}
+        joined = begin(lambda: link.call("init_weight_transfer_engine", info, rules.connect_s))
+        try:
+            group = place.join(name, 1 + link.world_size)
+            joined.result(rules.connect_s)
+        except BaseException:
+            place.close(name)
+            raise
+        return _GlooCommunicator(link, group, rules.stall_s, lambda: place.close(name))
+
+
+class _GlooCommunicator:
+    def __init__(self, link: ReplicaLink, group: GlooGroup, stall_s: float, withdraw: Callable[[], None]) -> None:
+        self._link, self._group, self._stall_s, self._withdraw = link, group, stall_s, withdraw
+
+    def send(self, version: OutgoingVersion, progressed: Callable[[], None]) -> None:
+        for bucket in version.buckets:
+            loaded = begin(partial(self._link.call, "update_weights", dict(bucket.info), self._stall_s))
+            for tensor in bucket.tensors:
+                if loaded.done():
+                    loaded.result(0.0)  # raises the reason why the replica has refused the bucket
+                self._group.broadcast(tensor)
+            loaded.result(self._stall_s + 1.0)
+            progressed()
+
+    def close(self) -> None:
+        self._group.close()
+        self._withdraw()

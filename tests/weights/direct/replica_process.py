@@ -1,0 +1,128 @@
+"""A replica that is a plain process: a dict of tensors instead of a model, with the real communicator and checks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from threading import Lock
+from typing import Any
+
+import torch
+
+from baton.errors import BatonError, DeadlineExceeded, EngineFault
+from baton.weights.direct.gloo import join_replica
+from baton.weights.direct.stream import IncomingVersion
+
+STAGES = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+
+
+class Model:
+    """What vLLM's worker does with the calls, on a dict."""
+
+    def __init__(self) -> None:
+        self.incoming, self.group = IncomingVersion(), None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.hit: tuple[str, int] | None = None
+        """Method at which this process sends itself a signal, and the signal."""
+
+    def call(self, method: str, info: Any) -> Any:
+        if self.hit is not None and self.hit[0] == method and (method != "update_weights" or info["bucket"]["index"]):
+            number, self.hit = self.hit[1], None
+            os.kill(os.getpid(), number)
+        return getattr(self, method)(info)
+
+    def signal_at(self, info: tuple[str, int]) -> None:
+        self.hit = info
+
+    def abort_transfer(self, info: None) -> None:
+        self.incoming.abandon()
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.group = join_replica(info, 1, info["world_size"])
+
+    def start_weight_update(self, info: None) -> None:
+        self.tensors = {}
+        self.incoming.begin()
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        try:
+            self.incoming.expect(info["names"], info["bucket"])
+            for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                self.group.broadcast(tensor)
+                self.incoming.loaded([(name, tensor)])
+                self.tensors[name] = tensor
+            self.incoming.end_bucket()
+        except BaseException:
+            self.group.close()
+            raise
+
+    def finish_weight_update(self, info: None) -> None:
+        self.incoming.finish()
+
+    def served(self, info: None) -> dict[str, list[float]] | None:
+        """The tensors, if they are whole."""
+        return None if self.incoming.is_receiving else {name: t.tolist() for name, t in self.tensors.items()}
+
+
+def await_cause(sender: Any, replica: str, pattern: str, timeout_s: float = 60.0) -> None:
+    """Wait until an attempt of a replica has failed for this cause."""
+    until_s = time.monotonic() + timeout_s
+    while not re.search(pattern, sender.cause(replica)):
+        assert time.monotonic() < until_s, f"{replica} did not fail: {sender.cause(replica)!r}"
+        time.sleep(0.02)
+
+
+def serve(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    model = Model()
+    while True:
+        number, method, info = pipe.recv()
+        try:
+            pipe.send((number, model.call(method, info), ""))
+        except (BatonError, RuntimeError) as error:
+            pipe.send((number, None, str(error)))
+
+
+class ProcessLink:
+    """Calls of a replica's process."""
+
+    world_size = 1
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self._lock, self._number = Lock(), 0
+        self.methods: list[str] = []
+
+    def ask(self, method: str, info: Any, timeout_s: float) -> Any:
+        with self._lock:
+            self._number += 1
+            self.methods.append(method)
+            try:
+                self._pipe.send((self._number, method, info))
+                while self._pipe.poll(timeout_s):
+                    number, result, error = self._pipe.recv()
+                    if number == self._number:
+                        if error:
+                            raise EngineFault(error)
+                        return result
+            except (EOFError, OSError) as error:
+                raise EngineFault("the process has ended") from error
+        raise DeadlineExceeded(f"no answer to {method} in {timeout_s} s")
+
+    def call(self, method: str, info: Any, timeout_s: float) -> None:
+        self.ask(method, info, timeout_s)
+
+    def cont(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join(10)

@@ -1,0 +1,144 @@
+"""Direct transfers between real processes over gloo: signals at every stage of a transfer. Gloo on a CPU proves the
+protocol, and nothing about GPUs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from replica_process import STAGES, ProcessLink, await_cause
+
+from baton.errors import WeightsFault
+from baton.types import PolicyVersion
+from baton.weights.direct.protocol import DirectRules
+from baton.weights.direct.sender import DirectSender, GlooTransport
+
+RULES = DirectRules(connect_s=8, announce_s=3, stall_s=3, commit_s=3, first_wait_s=0.1, longest_wait_s=0.5)
+DEADLINE_S = 60.0
+
+
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion("run", number)
+
+
+def tensors(number: int) -> dict[str, torch.Tensor]:
+    """Six tensors, two in a bucket, one of them empty."""
+    made = {f"w{i}": torch.arange(64, dtype=torch.float32).view(8, 8) + 100 * number + i for i in range(5)}
+    return {**made, "empty": torch.zeros(0, 4)}
+
+
+def plain(number: int) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in tensors(number).items()}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Two replicas that survive all tests, and a place for a third."""
+    links = {name: ProcessLink() for name in "ab"}
+    yield links
+    for link in links.values():
+        link.close()
+
+
+@pytest.fixture
+def sender():
+    made = DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic, RULES, bucket_bytes=512)
+    yield made
+    made.close()
+
+
+def test_every_replica_gets_each_version_whole(processes, sender):
+    for name, link in processes.items():
+        sender.join(name, link)
+    for number in (1, 2):
+        sender.offer(tensors(number), version(number))
+        for name, link in processes.items():
+            sender.wait(name, version(number), DEADLINE_S)
+            assert link.ask("served", None, 5.0) == plain(number)
+    assert processes["a"].methods.count("init_weight_transfer_engine") == 1, "one communicator for all versions"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_signal_to_one_replica_at_any_stage_does_not_delay_the_others(stage, number, processes, sender):
+    """The third replica hits itself exactly there. It serves nothing until it has loaded a whole version."""
+    victim = ProcessLink()
+    try:
+        victim.ask("signal_at", (stage, number), DEADLINE_S)
+        for name, link in (("victim", victim), *processes.items()):
+            sender.join(name, link)
+        sender.offer(tensors(1), version(1))
+        begin_s = time.monotonic()
+        for name, link in processes.items():
+            sender.wait(name, version(1), DEADLINE_S)
+            assert link.ask("served", None, 5.0) == plain(1)
+        others_s = time.monotonic() - begin_s
+        assert sender.served("victim") is None
+        if number == signal.SIGSTOP:
+            sender.offer(tensors(2), version(2))
+            for name in processes:
+                sender.wait(name, version(2), DEADLINE_S)
+            await_cause(sender, "victim", "no answer|Timed out|timed out")
+            assert sender.served("victim") is None
+            victim.cont()
+            expected = 2
+        else:
+            victim.process.join(DEADLINE_S)
+            victim.close()
+            victim = ProcessLink()
+            sender.join("victim", victim)
+            expected = 1
+        sender.wait("victim", version(expected), DEADLINE_S)
+        assert victim.ask("served", None, 5.0) == plain(expected)
+        assert others_s < DEADLINE_S / 2, "the others waited for the victim's deadlines"
+    finally:
+        victim.close()
+
+
+def test_a_damaged_stream_is_never_served_and_the_next_attempt_is(processes, sender, monkeypatch):
+    """One byte of the second bucket changes between the checksum and the send."""
+    sent = tensors(1)
+    sender.join("a", processes["a"])
+    sender.offer(sent, version(1))
+    sender.wait("a", version(1), DEADLINE_S)
+    damaged = tensors(2)
+    from baton.weights.direct.gloo import GlooGroup
+
+    real, count = GlooGroup.broadcast, 0
+
+    def broadcast(self, tensor):
+        nonlocal count
+        count += 1
+        real(self, tensor + 1 if count == 4 else tensor)
+
+    monkeypatch.setattr(GlooGroup, "broadcast", broadcast)
+    sender.offer(damaged, version(2))
+    sender.wait("a", version(2), DEADLINE_S)
+    assert processes["a"].ask("served", None, 5.0) == plain(2)
+    assert count > len(damaged), "the first attempt was refused"
+    assert processes["a"].methods.count("start_weight_update") >= 3
+
+
+def test_a_replica_that_never_answers_is_named_with_its_last_cause(processes):
+    class Dead:
+        world_size = 1
+
+        def call(self, method, info, timeout_s):
+            raise WeightsFault("no route")
+
+    sender = DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic, RULES)
+    try:
+        sender.join("dead", Dead())
+        sender.offer(tensors(1), version(1))
+        with pytest.raises(WeightsFault, match=r"dead did not load version 1 directly within 1 s: connect: no route"):
+            sender.wait("dead", version(1), 1.0)
+    finally:
+        sender.close()
