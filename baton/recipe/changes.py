@@ -56,6 +56,7 @@ MAY_CHANGE = (
     "weights.keep",
     "fleet",
     "weights.chunk_mb",
+    "weights.transport",
     "weights.keyframe_every",
     "inspection",
     "trainer.metrics_of_all_tokens",

@@ -76,6 +76,7 @@ class Recipe(Settings):
         check_support(self.choices())
         self._check_masks()
         self._check_publish_period()
+        self._check_transport()
         if self.trainer.moe_replay == "engine" and not self.engine.report_routing:
             raise ValueError(
                 "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
@@ -126,6 +127,13 @@ class Recipe(Settings):
                 "engine.vllm.return_sampling_mask = true and eval.enabled = false"
             )
 
+    def _check_transport(self) -> None:
+        if self.weights.transport == "direct" and self.engine.kind != "vllm":
+            raise ValueError(
+                f'weights.transport: got "direct" with engine.kind = "{self.engine.kind}", but direct transfers use '
+                'vLLM\'s weight transfer; use "store", or engine.kind = "vllm"'
+            )
+
     def _check_publish_period(self) -> None:
         every, rules = self.swarm.publish_every, self.rules()
         if every > 1 and not rules.is_swarm:
@@ -167,6 +175,7 @@ class Recipe(Settings):
             "head": (self.model.head_dtype,),
             "sampling": ("truncated" if self.rollout.max_kept else "whole",),
             "weights": ("full" if self.lora is None else "lora",),
+            "transport": (self.weights.transport,),
             "algorithm": (self.algorithm.name,),
             "environment": tuple(sources),
         }

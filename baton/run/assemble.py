@@ -47,7 +47,7 @@ from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport, WorkerTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.device_sharing import DeviceSharing
-from baton.run.devices import environment_with, layout_of, visible
+from baton.run.devices import direct_backend, environment_with, layout_of, visible
 from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import evaluate
 from baton.run.hosting import check_swarm, open_swarm
@@ -102,6 +102,7 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
             device=device,
             attention=recipe.model.attention,
             head_dtype=recipe.model.head_dtype,
+            direct=None if recipe.weights.transport == "store" else direct_backend(layout),
         )
 
 

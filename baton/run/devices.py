@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from baton.errors import UserError
 from baton.recipe.recipe import Recipe
+from baton.weights.direct.settings import DirectBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,14 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
     count = recipe.swarm.workers if recipe.swarm.is_on else int(engine.kind != "sglang")
     each = vllm.tensor_parallel * vllm.pipeline_parallel if engine.kind == "vllm" else 1
     return DeviceLayout(trainer, divide(num_gpus, trainer, count, each=each, chosen=engine.devices))
+
+
+def direct_backend(layout: DeviceLayout | None) -> DirectBackend:
+    """Return how weights get from the trainer's memory into that of the run's engine. NCCL refuses two processes on one
+    GPU."""
+    if layout is None:
+        return "gloo"
+    return "ipc" if set(layout.trainer) & set(layout.engines[0]) else "nccl"
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:

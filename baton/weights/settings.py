@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from baton.policy.settings import DTypeChoice, DTypeName
@@ -13,6 +15,10 @@ PublishDtype = DTypeChoice
 class WeightsSettings(Settings):
     """[weights] Publication of policy versions."""
 
+    transport: Literal["store", "direct"] = "store"
+    """How a version reaches the engines. `store`: as files, in shared memory or in `weights.store`. `direct`: from the
+    trainer's memory into the engine's, without files. `direct` is only for kind `vllm` in the run's own process: on a
+    CPU over gloo; on GPUs by vLLM's own transfer engines, which has never run."""
     dtype: PublishDtype = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
     dtype once, before their digest is computed. Every engine loads the rounded weights, even an engine in the trainer's

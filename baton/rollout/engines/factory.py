@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from baton.errors import UserError
 from baton.rollout.engine import Engine, EngineKind, EngineSettings
 from baton.types import PolicyVersion
+from baton.weights.direct.settings import DirectBackend
 
 KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 
@@ -31,9 +32,11 @@ def engine_of_model(
     device: str,
     attention: str,
     head_dtype: str = "auto",
+    direct: DirectBackend | None = None,
 ) -> Engine:
     """Build an engine that serves the model in a directory as `version`.
 
+    direct: how an engine of kind `vllm` gets later versions from the trainer's memory; None: as files.
     Raises UserError if the engine does not support the model, or if a package is missing.
     """
     match settings.kind:
@@ -44,7 +47,9 @@ def engine_of_model(
         case "vllm":
             from baton.rollout.engines.vllm.engine import vllm_of_model
 
-            return vllm_of_model(path, settings, version, device=device, attention=attention, head_dtype=head_dtype)
+            return vllm_of_model(
+                path, settings, version, device=device, attention=attention, head_dtype=head_dtype, direct=direct
+            )
         case "sglang":
             from baton.rollout.engines.sglang.engine import sglang_of_model
 

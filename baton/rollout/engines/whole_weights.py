@@ -76,6 +76,8 @@ class WholeWeights:
         """model: a model of the same architecture. Its parameters may be on the meta device, because only their names
         and shapes are used."""
         self._model = model
+        self.on_host = True
+        """Whether to move tensors to host memory; otherwise they stay on their device."""
         self._own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._read_base, self._base = read_base, BaseWeights()
         self._base_tensors: Mapping[str, Tensor] | None = None
@@ -94,7 +96,7 @@ class WholeWeights:
         for name, tensor in tensors.items():
             found.setdefault(first.get(id(self._own[name]), name), tensor.detach())
         named: dict[str, Tensor] = revert_weight_conversion(self._model, found)
-        return {name: tensor.cpu().contiguous() for name, tensor in named.items()}
+        return {name: (tensor.cpu() if self.on_host else tensor).contiguous() for name, tensor in named.items()}
 
     def check_adapter(self, tensors: Mapping[str, Any]) -> None:
         """Raise EngineFault if an adapter does not fit the model."""

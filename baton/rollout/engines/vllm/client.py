@@ -53,6 +53,15 @@ class VllmClient(EngineClient):
         `resume`."""
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
+    def call_workers(self, method: str, info: Any, timeout_s: float) -> None:
+        """Call a method of vLLM's workers, for a direct transfer, from any thread. info: its argument, if not None."""
+        arguments = () if info is None else (info,)
+        self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
+
+    def set_label(self, label: str) -> None:
+        """Set the label of the weights that a direct transfer has loaded."""
+        self._call(self._llm.update_weight_version(label), self._answer_timeout_s, "to set the version")
+
     def check(self) -> None:
         """Raise EngineFault if the core has exited."""
         if self._llm is not None and self._llm.errored:

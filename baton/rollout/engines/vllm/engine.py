@@ -30,9 +30,11 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
+from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
 from baton.types import FromWorker, PolicyVersion, kept_dtype
+from baton.weights.direct.settings import DirectBackend
 
 _CPU_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
@@ -44,6 +46,8 @@ _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 class VllmEngine(ExternalEngine[VllmClient]):
     """An engine on vLLM."""
 
+    direct: DirectLoad | None = None
+    """Loads versions from the trainer's memory; None to load them from files in memory."""
     # vLLM returns logprobs after top-p and top-k, but without masks a trajectory records logprobs before them
     _only_temperature = (
         "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or for training "
@@ -62,7 +66,13 @@ class VllmEngine(ExternalEngine[VllmClient]):
         return tensors
 
     def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
-        """Write the tensors to one file in memory, which all workers of vLLM load."""
+        """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load.
+
+        If this fails, the weights may not be whole, and vLLM stays paused until a load succeeds.
+        """
+        if self.direct is not None and not is_adapter(tensors):
+            self.direct.load(tensors, label)
+            return
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             if is_adapter(tensors):
                 write_adapter(tensors, Path(directory))
@@ -79,6 +89,18 @@ class VllmEngine(ExternalEngine[VllmClient]):
         self._client.pause()
         self._load_tensors(self._weights.whole(self._weights.base()), "base")
         self._client.resume()
+
+    def close(self) -> None:
+        if self.direct is not None:
+            self.direct.close()
+        super().close()
+
+    def use_direct(self, backend: DirectBackend, timeout_s: float) -> None:
+        """Load all further versions by direct transfers. timeout_s: deadline of each phase of a transfer."""
+        own = self._settings.vllm
+        world_size = own.tensor_parallel * own.pipeline_parallel
+        self.direct = DirectLoad(self._client, backend, world_size, timeout_s=timeout_s)
+        self._weights.on_host = backend == "gloo"
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
@@ -116,8 +138,12 @@ def vllm_of_model(
     device: str,
     attention: str,
     head_dtype: str = "auto",
+    direct: DirectBackend | None = None,
 ) -> VllmEngine:
-    """Build an engine that serves the model of a directory, which may be an adapter, as `version`."""
+    """Build an engine that serves the model of a directory, which may be an adapter, as `version`.
+
+    direct: how later versions come from the trainer's memory; None: as files.
+    """
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
     if files.base_path != path and settings.vllm.lora_rank:
@@ -126,12 +152,12 @@ def vllm_of_model(
             "start; use lora_rank = 0, or a model that is no adapter"
         )
     if files.base_path == path:
-        return _engine(files.base_directory(), settings, version, files.read_base, "auto", head_dtype)
+        return _engine(files.base_directory(), settings, version, files.read_base, "auto", head_dtype, direct)
     with TemporaryDirectory(prefix="baton-model-") as scratch:
         model = files.load()
         save_skeleton(model, load_tokenizer(path), Path(scratch))
         model.save_pretrained(scratch)
-        return _engine(Path(scratch), settings, version, files.read_base, "auto", head_dtype)
+        return _engine(Path(scratch), settings, version, files.read_base, "auto", head_dtype, direct)
 
 
 def vllm_from_skeleton(
@@ -152,10 +178,12 @@ def _engine(
     read_base: ReadBase | None,
     load_format: str,
     head_dtype: str = "auto",
+    direct: DirectBackend | None = None,
 ) -> VllmEngine:
     skeleton = Skeleton(directory, settings)
     arguments = {
         **_arguments(settings, head_dtype),
+        **arguments_of(direct),
         "model": str(directory),
         "load_format": load_format,
         "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
@@ -169,6 +197,8 @@ def _engine(
         except BaseException:
             engine.close()
             raise
+    if direct is not None:
+        engine.use_direct(direct, settings.vllm.answer_timeout_s)
     return engine
 
 
@@ -194,7 +224,6 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
         "enable_prefix_caching": True,  # prefill the prompt of a group once
         "logprobs_mode": "processed_logprobs",  # logprobs at the sampling temperature
         **({"return_sampling_mask": True} if own.return_sampling_mask else {}),
-        "worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader",
         "disable_log_stats": True,
         # without the override, vLLM reads the same key of the model's configuration
         "hf_overrides": {} if head_dtype == "auto" else {"head_dtype": head_dtype},

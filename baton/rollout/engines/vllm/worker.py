@@ -12,7 +12,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import Any
 
@@ -34,9 +34,8 @@ class WeightsLoader:
     def take_weights(self, path: str) -> int:
         """Copy the tensors of a safetensors file into the model; return the number of tensors.
 
-        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and repacks the weights, with one
-        exception: on a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so this
-        method packs it again. Raises RuntimeError if any other layer was not updated.
+        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and repacks the weights. Raises
+        RuntimeError if a layer was not updated.
         """
         taken = 0
 
@@ -47,24 +46,8 @@ class WeightsLoader:
                     taken += 1
                     yield name, file.get_tensor(name)
 
-        logger, missed = logging.getLogger(_RELOAD), _Missed()
-        level = logger.level
-        logger.setLevel(logging.WARNING)  # VLLM_LOGGING_LEVEL may hide warnings
-        logger.addFilter(missed)
-        try:
-            if not logger.isEnabledFor(logging.WARNING):
-                raise RuntimeError("logging is disabled, so a layer that is not updated would not be noticed")
+        with checked_reload(self.model_runner.get_model()):
             self.reload_weights(weights_iterator=tensors())
-        finally:
-            logger.removeFilter(missed)
-            logger.setLevel(level)
-        tied = self._tied()
-        left = [name for name in missed.layers if name not in self._without_weights(tied)]
-        if left:
-            raise RuntimeError(f"vLLM did not update the weights of the layers {', '.join(left)}")
-        for module in tied:
-            if hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
         return taken
 
     def end_with(self, pid: int) -> bool:
@@ -80,20 +63,45 @@ class WeightsLoader:
         Thread(target=_end_with, args=(pid, own[::-1]), name="baton", daemon=True).start()
         return True
 
-    def _tied(self) -> list[Any]:
-        """Return the layers that share a weight with another layer."""
-        sharing: defaultdict[int, list[Any]] = defaultdict(list)
-        for module in self.model_runner.get_model().modules():
-            weight = module._parameters.get("weight")
-            if weight is not None and weight.numel():
-                sharing[weight.data_ptr()].append(module)
-        return [module for modules in sharing.values() if len(modules) > 1 for module in modules]
 
-    def _without_weights(self, tied: list[Any]) -> set[str]:
-        """Return the class names of layers without a weight in the file: tied layers, and layers without parameters."""
-        modules = self.model_runner.get_model().modules()
-        bare = [module for module in modules if not any(p is not None for p in module._parameters.values())]
-        return {type(module).__name__ for module in (*tied, *bare)}
+@contextmanager
+def checked_reload(model: Any) -> Iterator[None]:
+    """Check that the reload of a whole model in this context updates every layer, and repack what vLLM omits.
+
+    On a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so it is packed again.
+    Raises RuntimeError if any other layer was not updated.
+    """
+    logger, missed = logging.getLogger(_RELOAD), _Missed()
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # VLLM_LOGGING_LEVEL may hide warnings
+    logger.addFilter(missed)
+    try:
+        if not logger.isEnabledFor(logging.WARNING):
+            raise RuntimeError("logging is disabled, so a layer that is not updated would not be noticed")
+        yield
+    finally:
+        logger.removeFilter(missed)
+        logger.setLevel(level)
+    tied = _tied(model)
+    # layers without a weight in the file: tied layers, and layers without parameters
+    bare = [module for module in model.modules() if not any(p is not None for p in module._parameters.values())]
+    without_weights = {type(module).__name__ for module in (*tied, *bare)}
+    left = [name for name in missed.layers if name not in without_weights]
+    if left:
+        raise RuntimeError(f"vLLM did not update the weights of the layers {', '.join(left)}")
+    for module in tied:
+        if hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _tied(model: Any) -> list[Any]:
+    """Return the layers that share a weight with another layer."""
+    sharing: defaultdict[int, list[Any]] = defaultdict(list)
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.numel():
+            sharing[weight.data_ptr()].append(module)
+    return [module for modules in sharing.values() if len(modules) > 1 for module in modules]
 
 
 def _end_with(pid: int, own: list[int]) -> None:

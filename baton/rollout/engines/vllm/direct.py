@@ -1,0 +1,156 @@
+"""The sender's side of direct transfers to vLLM: calls of its workers, and communicators of vLLM's own engines."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.rollout.engines.vllm.client import VllmClient
+from baton.types import PolicyVersion
+from baton.weights.direct.protocol import DirectRules
+from baton.weights.direct.sender import Communicator, DirectSender, GlooTransport, ReplicaLink
+from baton.weights.direct.settings import DirectBackend
+from baton.weights.direct.stream import OutgoingVersion
+
+_ATTEMPTS = 3
+"""Number of attempts, each with its deadlines, after which an engine beside its trainer has failed."""
+
+
+def arguments_of(backend: DirectBackend | None) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine for direct transfers, or for transfers by file if `backend` is None."""
+    if backend is None:
+        return {"worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader"}
+    if backend == "ipc":
+        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # handles of memory, to this process's children
+    return {
+        "worker_extension_cls": "baton.rollout.engines.vllm.transfer.DirectWorker",
+        "weight_transfer_config": {"backend": f"baton_{backend}"},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLink:
+    """Calls of the workers of a vLLM that this process has started."""
+
+    client: VllmClient
+    world_size: int
+
+    def call(self, method: str, info: Any, timeout_s: float) -> None:
+        self.client.call_workers(method, info, timeout_s)
+
+
+class DirectLoad:
+    """Loads versions into the one engine in the trainer's process by direct transfers."""
+
+    def __init__(self, client: VllmClient, backend: DirectBackend, world_size: int, *, timeout_s: float) -> None:
+        """timeout_s: deadline of each phase of a transfer."""
+        self._rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
+        transport = GlooTransport("127.0.0.1") if backend == "gloo" else VllmTransport(backend, "127.0.0.1")
+        self._sender = DirectSender(transport.connect, time.monotonic, self._rules)
+        self._client, self._num_loads = client, 0
+        self._sender.join(_ENGINE, VllmLink(client, world_size))
+
+    def load(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+        """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if that fails; the
+        engine must then stay paused."""
+        self._num_loads += 1
+        version = PolicyVersion("load", self._num_loads)
+        self._sender.offer(tensors, version)
+        try:
+            self._sender.wait(_ENGINE, version, _ATTEMPTS * 4 * self._rules.stall_s, check=self._client.check)
+        finally:
+            self._sender.withdraw()
+        self._client.set_label(label)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+_ENGINE = "the vLLM engine"
+
+
+class VllmTransport:
+    """Builds communicators of vLLM's own transfer engines. Never run: it needs GPUs."""
+
+    def __init__(self, backend: DirectBackend, host: str) -> None:
+        """host: this machine's address, as replicas reach it."""
+        self._backend, self._host = backend, host
+
+    def connect(self, link: ReplicaLink, name: str, rules: DirectRules) -> Communicator:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        source, world_size = VersionSource(), 1 + link.world_size
+        info = (
+            IPCTrainerInitInfo(rank=0)
+            if self._backend == "ipc"
+            else NCCLTrainerInitInfo(self._host, _free_port(self._host), world_size, rank=0)
+        )
+        client = StreamClient(link, source, rules)
+        return _VllmCommunicator(WeightTransferTrainerFactory.trainer_init(info, client=client, source=source), source)
+
+
+class VersionSource:
+    """The `WeightSource` of vLLM's trainer engines: the tensors of the version that is being sent."""
+
+    def __init__(self) -> None:
+        self.version = OutgoingVersion({})
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer import ParamMeta
+
+        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.version.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.version.tensors.items())
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClient:
+    """The client of vLLM's trainer engines. `DirectSync` decides when an update starts and ends, so these calls do
+    nothing here."""
+
+    link: ReplicaLink
+    source: VersionSource
+    rules: DirectRules
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.link.call("init_weight_transfer_engine", init_info, self.rules.connect_s)
+
+    def start_weight_update(self) -> None:
+        return
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        sums = [each for bucket in self.source.version.buckets for each in bucket.info["bucket"]["checksums"]]
+        whole = {"index": 0, "count": 1, "checksums": sums}
+        self.link.call("update_weights", {**update_info, "bucket": whole}, self.rules.stall_s)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _VllmCommunicator:
+    engine: Any
+    source: VersionSource
+
+    def send(self, version: OutgoingVersion, progressed: Callable[[], None]) -> None:
+        self.source.version = version
+        self.engine.send_weights()
+        progressed()
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])

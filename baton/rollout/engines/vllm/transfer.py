@@ -1,0 +1,207 @@
+"""Code that runs in vLLM's worker processes and receives weights directly from the trainer.
+
+`DirectWorker` registers Baton's engines with vLLM's factory of weight transfer engines:
+
+| name          | how tensors arrive                         | where                                       |
+|---------------|--------------------------------------------|---------------------------------------------|
+| `baton_gloo`  | Baton's own broadcast over gloo            | CPU                                         |
+| `baton_nccl`  | vLLM's engine `nccl`                       | CUDA, GPUs of a cluster; never run          |
+| `baton_ipc`   | vLLM's engine `ipc`                        | CUDA, the trainer's own GPU; never run      |
+
+All three load through the model's own loader, and compare a checksum of each tensor that the loader receives. A
+transfer that fails at any point leaves the model without whole weights; the next one starts from a clean state.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.errors import WeightsFault
+from baton.rollout.engines.vllm.worker import WeightsLoader, checked_reload
+from baton.weights.direct.gloo import GlooGroup, join_replica
+from baton.weights.direct.stream import ABORT, IncomingVersion
+
+
+class DirectWorker(WeightsLoader):
+    """Methods that Baton adds to vLLM's worker for direct transfers."""
+
+    update_weights: Callable[[dict[str, Any]], None]
+    """Method of vLLM's worker."""
+
+    def abort_transfer(self) -> None:
+        """End a transfer that was left unfinished. vLLM ends it when an update fails."""
+        with suppress(RuntimeError, WeightsFault):
+            self.update_weights({ABORT: True})
+
+
+class _CheckedReceiver:
+    """Mixin for an engine of vLLM: checks that a version arrives whole, and cleans up after a failure."""
+
+    model: Any
+    model_config: Any
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._incoming = IncomingVersion()
+        self._is_reloading = False
+
+    def start_weight_update(self) -> None:
+        self._clean_up()
+        self._incoming.begin()
+        self._is_reloading = True
+        _reload().initialize_layerwise_reload(self.model)
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        try:
+            if ABORT in info:
+                raise WeightsFault("the trainer has aborted a direct transfer")
+            described = {**info}
+            self._incoming.expect(info["names"], described.pop("bucket"))
+            with self._checking():
+                super().update_weights(described)  # type: ignore[misc]
+            self._incoming.end_bucket()
+        except BaseException:
+            self._clean_up()
+            raise
+
+    def finish_weight_update(self) -> None:
+        self._incoming.finish()
+        with checked_reload(self.model):
+            super().finish_weight_update()  # type: ignore[misc]
+        self._is_reloading = False
+
+    def _clean_up(self) -> None:
+        """Give the layers their tensors back after a failure.
+
+        Otherwise vLLM 0.32 would keep the tensors that a layer has received so far, and the next transfer would count
+        them and load some of them instead of its own.
+        """
+        self._incoming.abandon()
+        if self._is_reloading:
+            self._is_reloading = False
+            _reload().finalize_layerwise_reload(self.model, self.model_config)
+
+    @contextmanager
+    def _checking(self) -> Iterator[None]:
+        """Check all tensors that the model's loader receives in this context."""
+        model = self.model
+        self.model = _CheckedLoader(model, self._incoming)
+        try:
+            yield
+        finally:
+            self.model = model
+
+
+class _CheckedLoader:
+    """A model's loader that checks each tensor before the model loads it."""
+
+    def __init__(self, model: Any, incoming: IncomingVersion) -> None:
+        self._model, self._incoming = model, incoming
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Check and load tensors."""
+        given = list(weights)
+        self._incoming.loaded(given)
+        return self._model.load_weights(given)
+
+
+@dataclass
+class GlooInitInfo:
+    """Where a replica joins the communicator: `baton/weights/direct/gloo.py`."""
+
+    host: str
+    port: int
+    name: str
+    timeout_s: float
+    world_size: int
+
+
+@dataclass
+class GlooUpdateInfo:
+    """The tensors of a bucket."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class _GlooEngine:
+    """Mixin for the base class of vLLM's engines: receives tensors in host memory by broadcasts over gloo."""
+
+    model: Any
+    model_config: Any
+    parallel_config: Any
+    parse_update_info: Callable[[dict[str, Any]], GlooUpdateInfo]
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+    _group: GlooGroup | None = None
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        self.shutdown()
+        place = {name: getattr(init_info, name) for name in ("host", "port", "name", "timeout_s")}
+        own = self.parallel_config
+        rank = 1 + own.data_parallel_index * own.world_size + own.rank
+        self._group = join_replica(place, rank, init_info.world_size)
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(dict(update_info)))
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        if self._group is None:
+            raise WeightsFault("weights were announced to a replica that has no communicator")
+        patches = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
+        try:
+            for name, dtype_name, shape in zip(
+                update_info.names, update_info.dtype_names, update_info.shapes, strict=True
+            ):
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
+                self._group.broadcast(tensor)
+                patch = patches.CheckpointWeightPatch(name, tuple(shape), tensor.dtype, tensor.reshape(-1))
+                patches.load_checkpoint_weight_patches(self.model, [patch])
+        except BaseException:
+            self.shutdown()  # the sender's pending broadcast then fails at once
+            raise
+
+    def finish_weight_update(self) -> None:
+        _reload().finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+_ENGINES = {
+    "gloo": ("base", "WeightTransferEngine", (_CheckedReceiver, _GlooEngine)),
+    "nccl": ("nccl_engine", "NCCLWeightTransferEngine", (_CheckedReceiver,)),
+    "ipc": ("ipc_engine", "IPCWeightTransferEngine", (_CheckedReceiver,)),
+}
+"""Backend → module and name of vLLM's class, and the mixins for it."""
+
+
+def __getattr__(name: str) -> type:
+    """Return an engine. The classes are built here, because vLLM's modules for CUDA cannot be imported everywhere."""
+    if name not in _ENGINES:
+        raise AttributeError(name)
+    module, base, mixins = _ENGINES[name]
+    of_vllm = getattr(importlib.import_module(f"vllm.distributed.weight_transfer.{module}"), base)
+    return type(f"Checked{base}", (*mixins, of_vllm), {})
+
+
+def _reload() -> Any:
+    """Return the module of vLLM that reloads a model layer by layer."""
+    return importlib.import_module("vllm.model_executor.model_loader.reload")
+
+
+if importlib.util.find_spec("vllm") is not None:
+    factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
+    for backend in _ENGINES:
+        factory.WeightTransferEngineFactory.register_engine(f"baton_{backend}", __name__, backend)

@@ -1,0 +1,219 @@
+"""Direct transfers into a real vLLM on a CPU, over gloo: proves the protocol, and nothing about GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engine_contract import PROMPT
+from test_vllm_death import vllms
+from test_vllm_exact import assert_logprobs_are_those_of
+from test_vllm_runs import EAGER, assert_trained_on_its_own_tokens, baton, end, written
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weights" / "direct"))
+
+from replica_process import STAGES, ProcessLink, await_cause
+
+from baton.policy.tensors import policy_tensors
+from baton.rollout.engine import EngineSettings
+from baton.types import PolicyVersion
+from baton.weights.direct.protocol import DirectRules
+
+DEADLINE_S = 120.0
+RULES = DirectRules(connect_s=10, announce_s=5, stall_s=5, commit_s=5, first_wait_s=0.1, longest_wait_s=1.0)
+SETTINGS = {"slots": 8, "max_context_tokens": 1024}
+
+
+class StagedLink:
+    """The link of a vLLM whose worker gets a signal just before a call; `update_weights`: before the second bucket."""
+
+    def __init__(self, link, worker: int) -> None:
+        self.link, self.worker, self.world_size = link, worker, link.world_size
+        self.hit: tuple[str, int] | None = None
+
+    def call(self, method, info, timeout_s):
+        if self.hit is not None and self.hit[0] == method and (method != "update_weights" or info["bucket"]["index"]):
+            number, self.hit = self.hit[1], None
+            os.kill(self.worker, number)
+        self.link.call(method, info, timeout_s)
+
+
+class Started:
+    """A vLLM with a sender of its own, which a second replica, a plain process, shares."""
+
+    def __init__(self, path: str, other: ProcessLink) -> None:
+        from baton.rollout.engines.factory import engine_of_model
+        from baton.rollout.engines.vllm.direct import VllmLink
+        from baton.rollout.engines.whole_weights import Skeleton, WholeWeights
+        from baton.weights.direct.sender import DirectSender, GlooTransport
+
+        before = vllms(os.getpid())
+        settings = EngineSettings(kind="vllm", vllm={**EAGER, "answer_timeout_s": 60}, **SETTINGS)
+        self.whole = WholeWeights(Skeleton(Path(path), settings).model, None).whole
+        self.engine = engine_of_model(
+            path, settings, PolicyVersion("run", 0), device="cpu", attention="sdpa", direct="gloo"
+        )
+        own = {pid: name for pid, name in vllms(os.getpid()).items() if pid not in before}
+        self.worker = next(pid for pid, name in own.items() if name.startswith("VLLM::Worker"))
+        self.engine.direct.close()
+        self.sender = DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic, RULES, bucket_bytes=20_000)
+        self.link, self.other = StagedLink(VllmLink(self.engine._client, 1), self.worker), other
+        self.sender.join("vllm", self.link)
+        self.sender.join("other", other)
+        self.number = 0
+
+    def offer(self, tensors) -> PolicyVersion:
+        self.number += 1
+        version = PolicyVersion("run", self.number)
+        self.sender.offer(self.whole(tensors), version)
+        return version
+
+    def close(self) -> None:
+        self.sender.close()
+        self.engine.close()
+
+
+@pytest.fixture(scope="module")
+def other():
+    link = ProcessLink()
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="module")
+def direct(vllm_paths, other):
+    made = Started(vllm_paths["qwen3"], other)
+    yield made
+    made.close()
+
+
+def test_a_load_by_the_engine_itself_gives_the_other_model(vllm_paths, load, driver):
+    from baton.rollout.engines.factory import engine_of_model
+
+    settings = EngineSettings(kind="vllm", vllm={**EAGER, "answer_timeout_s": 60}, **SETTINGS)
+    engine = engine_of_model(
+        vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa", direct="gloo"
+    )
+    try:
+        for number, name in ((1, "qwen3_next"), (2, "qwen3")):
+            engine.load_weights(policy_tensors(load(name)), PolicyVersion("run", number))
+            lease = driver.lease(number, PROMPT, 16, version=number, temperature=0.0)
+            grown = driver.run(engine, [lease])[number]
+            assert grown.policy_versions == [number] * 16
+            assert_logprobs_are_those_of(load(name), PROMPT, grown)
+    finally:
+        engine.close()
+
+
+def generated(direct: Started, load, driver, name: str) -> None:
+    """Serve what was loaded, and compare with the model."""
+    direct.engine._client.resume()
+    lease = driver.lease(1000 + direct.number, PROMPT, 8, version=0, temperature=0.0)
+    assert_logprobs_are_those_of(load(name), PROMPT, driver.run(direct.engine, [lease])[lease.lease_id])
+    direct.engine._client.pause()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stopped_worker_at_any_stage_delays_no_other_and_goes_on_with_a_whole_version(stage, direct, load, driver):
+    """In the middle of the stream the worker has one part of a fused layer: a load that goes on there is wrong."""
+    direct.engine._client.pause()
+    first, second = policy_tensors(load("qwen3")), policy_tensors(load("qwen3_next"))
+    direct.sender.wait("vllm", direct.offer(first), DEADLINE_S)
+    generated(direct, load, driver, "qwen3")
+    if stage == STAGES[0]:
+        direct.sender.leave("vllm")
+        direct.link.hit = (stage, signal.SIGSTOP)
+        direct.sender.join("vllm", direct.link)
+    else:
+        direct.link.hit = (stage, signal.SIGSTOP)
+    version = direct.offer(second)
+    try:
+        direct.sender.wait("other", version, RULES.connect_s)
+        await_cause(direct.sender, "vllm", "no answer|failed")
+        assert direct.sender.served("vllm") is None
+    finally:
+        os.kill(direct.worker, signal.SIGCONT)
+    direct.sender.wait("vllm", version, DEADLINE_S)
+    assert direct.link.hit is None
+    generated(direct, load, driver, "qwen3_next")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_worker_at_any_stage_delays_no_other(stage, vllm_paths, other, load):
+    one = Started(vllm_paths["qwen3"], other)
+    try:
+        tensors = policy_tensors(load("qwen3_next"))
+        one.engine._client.pause()
+        if stage == STAGES[0]:
+            one.sender.leave("vllm")
+            one.link.hit = (stage, signal.SIGKILL)
+            one.sender.join("vllm", one.link)
+        else:
+            one.sender.wait("vllm", one.offer(policy_tensors(load("qwen3"))), DEADLINE_S)
+            one.link.hit = (stage, signal.SIGKILL)
+        version = one.offer(tensors)
+        one.sender.wait("other", version, RULES.connect_s)
+        served = other.ask("served", None, 10.0)
+        assert all(torch.equal(torch.tensor(served[n]), t) for n, t in one.whole(tensors).items())
+        with pytest.raises(Exception, match="the core of the vLLM engine has exited"):
+            one.sender.wait("vllm", version, DEADLINE_S, check=one.engine._client.check)
+        assert one.sender.served("vllm") is None
+    finally:
+        one.close()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "an adapter"])
+def test_a_run_trains_with_direct_transfers_and_writes_no_weights(lora, tmp_path):
+    """In sync every token is of the version that is trained: the probabilities tell stale weights at once."""
+    changes = {"engine__kind": "vllm", "engine__vllm": EAGER, "weights__transport": "direct"}
+    recipe = written(tmp_path, **changes, **({"lora__rank": 4, "lora__alpha": 8} if lora else {}))
+    assert 'transport = "direct"' in recipe.read_text()
+    log = tmp_path / "log"
+    end(baton(log, "train", str(recipe)), log)
+    assert_trained_on_its_own_tokens(tmp_path)
+    assert not list((tmp_path / "r").rglob("weights/*"))
+
+
+def test_what_needs_a_gpu_can_be_built_from_vllms_own_classes():
+    """The classes and their arguments, without a transfer: NCCL and CUDA IPC have never run with Baton."""
+    from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightSource, WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLWeightTransferEngine
+
+    from baton.rollout.engines.vllm import direct, transfer
+
+    for name, base in (("nccl", NCCLWeightTransferEngine), ("ipc", IPCWeightTransferEngine)):
+        with pytest.raises(ValueError, match="already registered"):
+            WeightTransferEngineFactory.register_engine(f"baton_{name}", base)
+        made = getattr(transfer, name)
+        assert issubclass(made, base)
+        assert not made.__abstractmethods__
+        assert made.update_weights is not base.update_weights
+    sent = []
+
+    class Link:
+        world_size = 2
+
+        def call(self, method, info, timeout_s):
+            sent.append((method, info))
+
+    source = direct.VersionSource()
+    source.version = direct.OutgoingVersion({"a": torch.ones(3), "b": torch.zeros(2, 2)})
+    client = direct.StreamClient(Link(), source, RULES)
+    assert isinstance(client, VLLMWeightSyncClient)
+    assert [(m.name, m.shape) for m in source.metadata()] == [("a", (3,)), ("b", (2, 2))]
+    assert [name for name, _ in source] == ["a", "b"]
+    assert WeightSource.__abstractmethods__ <= set(dir(source))
+    client.start_weight_update()
+    client.update_weights({"names": ["a", "b"]})
+    client.finish_weight_update()
+    ((method, info),) = sent
+    assert (method, info["bucket"]["index"], info["bucket"]["count"]) == ("update_weights", 0, 1)
+    assert len(info["bucket"]["checksums"]) == 2
+    NCCLTrainerInitInfo("127.0.0.1", 1, 3, rank=0)
+    IPCTrainerInitInfo(rank=0)
