@@ -1,0 +1,131 @@
+"""Seconds from a trainer's tensors to an engine's, by path and size, with verification on every path.
+
+    python benchmarks/direct/run.py [--mb 64 256 1024] [--write]
+
+The replica is a plain process that copies the tensors. `store`: publish a delta of 1 % of the elements into a
+directory, then fetch and verify it. `file`: write and map a file in shared memory, as for an engine in the run's own
+process. `direct`: gloo over loopback, with checksums on both sides. One thread each. No figure here is of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests" / "weights" / "direct")]
+
+from machine import machine  # noqa: E402
+from replica_process import ProcessLink  # noqa: E402
+
+from baton.policy.tensors import weights_digest  # noqa: E402
+from baton.types import PolicyVersion  # noqa: E402
+from baton.weights.direct.sender import DirectSender, GlooTransport  # noqa: E402
+from baton.weights.fetcher import Fetcher  # noqa: E402
+from baton.weights.publisher import Publisher  # noqa: E402
+from baton.weights.settings import WeightsSettings  # noqa: E402
+from baton.weights.sources import StoreSource  # noqa: E402
+from baton.weights.store import Store  # noqa: E402
+
+ROOT = Path(__file__).parent
+VERSIONS = 4
+CHANGED = 0.01
+TENSOR_BYTES = 32 * 2**20
+
+
+def made(megabytes: int) -> dict[str, torch.Tensor]:
+    """Return bfloat16 tensors of this size together."""
+    count = max(1, megabytes * 2**20 // TENSOR_BYTES)
+    elements = megabytes * 2**20 // 2 // count
+    return {f"layers.{i}.weight": torch.randn(elements).to(torch.bfloat16) for i in range(count)}
+
+
+def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a copy of which one element in a hundred has changed by its last bit."""
+    found = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in found.values():
+        tensor.view(torch.int16)[:: int(1 / CHANGED)] ^= 1
+    return found
+
+
+def seconds(paths: Callable[[dict[str, torch.Tensor], int], None], tensors: dict[str, torch.Tensor]) -> float:
+    """Return the median seconds per version after the first one."""
+    found = []
+    for number in range(VERSIONS):
+        tensors = changed(tensors)
+        begin_s = time.perf_counter()
+        paths(tensors, number)
+        found.append(time.perf_counter() - begin_s)
+    return statistics.median(found[1:])
+
+
+def by_store(tensors: dict[str, torch.Tensor]) -> float:
+    with tempfile.TemporaryDirectory() as directory:
+        store = Store(Path(directory))
+        publisher, fetcher = Publisher(store, WeightsSettings(keyframe_every=100)), Fetcher([StoreSource(store)])
+
+        def load(given: dict[str, torch.Tensor], number: int) -> None:
+            fetcher.fetch(publisher.publish(given, PolicyVersion("b", number)).manifest.version, deadline_s=600.0)
+
+        return seconds(load, tensors)
+
+
+def by_file(tensors: dict[str, torch.Tensor]) -> float:
+    path = Path("/dev/shm") / "baton-benchmark.safetensors"
+
+    def load(given: dict[str, torch.Tensor], number: int) -> None:
+        weights_digest(given)
+        save_file(given, path)
+        for tensor in load_file(path).values():
+            tensor.clone()
+
+    try:
+        return seconds(load, tensors)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def by_direct(tensors: dict[str, torch.Tensor]) -> float:
+    link, sender = ProcessLink(), DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic)
+
+    def load(given: dict[str, torch.Tensor], number: int) -> None:
+        version = PolicyVersion("b", number, weights_digest(given))
+        sender.offer(given, version)
+        sender.wait("replica", version, 600.0)
+
+    try:
+        sender.join("replica", link)
+        return seconds(load, tensors)
+    finally:
+        sender.close()
+        link.close()
+
+
+def main() -> None:
+    """Measure all paths and print a line per size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for megabytes in given.mb:
+        tensors = made(megabytes)
+        row = {"mb": megabytes, **{f.__name__[3:] + "_s": round(f(tensors), 3) for f in (by_store, by_file, by_direct)}}
+        print(row, flush=True)
+        rows.append(row)
+    if given.write:
+        result = {"machine": machine(), "versions": VERSIONS, "changed": CHANGED, "rows": rows}
+        (ROOT / "results" / "raw.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
