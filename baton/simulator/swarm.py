@@ -21,12 +21,12 @@ from baton.simulator.worker import SimWorker
 from baton.swarm import lease_events as ev
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.hub.membership import Membership
-from baton.swarm.hub.peers import Peer
-from baton.swarm.hub.worker_access import WorkerAccess
+from baton.swarm.hub.session import HubSession
+from baton.swarm.hub.worker_access import Unwanted, WorkerAccess
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, ReportCheck
 from baton.swarm.leases import LeaseTable
-from baton.swarm.messages import PROTOCOL, FromWorker, Hello, Want, Welcome
+from baton.swarm.messages import PROTOCOL, FromWorker, Hello, Malformed, Want, Welcome
 from baton.swarm.verification.checks import ReportLimits, check_report
 from baton.swarm.verification.policy import InspectionSettings, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
@@ -103,8 +103,8 @@ class Swarm:
         self._published_s = 0.0
         self._weights = {spec.name: spec.weight for spec in setting.engines}
         self._keys, self.quarantine = WorkerKeys(b"simulated"), Quarantine(None)
-        self._peers: dict[SimWorker, Peer] = {}
-        """The hub's records of the connected workers whose Hello has arrived."""
+        self._sessions: dict[SimWorker, HubSession] = {}
+        """The hub's sessions with the connected workers."""
         self._is_delivering = False
         self._slots = 0
         self.members: Membership
@@ -116,7 +116,7 @@ class Swarm:
         """Start a new incarnation of the hub. After a restart, the workers reconnect by themselves."""
         self.incarnation += 1
         self.is_down = False
-        self.members, self._peers, self._slots = self._new_hub(), {}, 0
+        self.members, self._sessions, self._slots = self._new_hub(), {}, 0
         if not self.incarnation:
             for spec in self.setting.engines:
                 self.join(spec)
@@ -205,16 +205,15 @@ class Swarm:
         self._is_delivering = False
 
     def _on_message(self, worker: SimWorker, message: FromWorker) -> None:
-        """Pass a message to the hub, as `Hub._process_messages` does."""
-        if self.is_down:
+        """Pass a message to the hub, as `Hub._converse` does."""
+        session = self._sessions.get(worker)
+        # a storm repeats and reorders messages, but a connection begins with exactly one Hello
+        if session is None or isinstance(message, Hello) == (session.peer is not None):
             return
-        members, peer = self.members, self._peers.get(worker)
-        if peer is None:  # what arrives before Hello is lost
-            if isinstance(message, Hello):
-                grant = AccessGrant(worker.spec.name, Role.WORKER, True, worker.spec.name, is_own=True)
-                self._peers[worker] = members.join(message, grant, "", SimulatedOutgoing(worker.down))
-        elif members.peers.get(peer.number) is peer and not isinstance(message, Hello):
-            members.on_message(peer, message)
+        try:
+            session.receive(message)
+        except (Malformed, Unwanted) as error:
+            session.fail(error)
         self._deliver_to_controller()
 
     # ---- workers that join and leave ---------------------------------------------------------------------------------
@@ -244,8 +243,13 @@ class Swarm:
 
     # ---- methods of WorkerHost ---------------------------------------------------------------------------------------
 
-    def connects(self, worker: SimWorker) -> bool:
-        return not self.is_down and not (self.trouble is not None and self.trouble.is_apart(worker.spec.name))
+    def connect(self, worker: SimWorker) -> bool:
+        name = worker.spec.name
+        if self.is_down or (self.trouble is not None and self.trouble.is_apart(name)):
+            return False
+        grant = AccessGrant(name, Role.WORKER, True, name, is_own=True)
+        self._sessions[worker] = HubSession(self.members, grant, "", SimulatedOutgoing(worker.down))
+        return True
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
         if self.is_down:
@@ -255,9 +259,9 @@ class Swarm:
         return "" if self.trouble is None else self.trouble.fetch_fault(worker.spec.name)
 
     def cut(self, worker: SimWorker) -> None:
-        peer = self._peers.pop(worker, None)
-        if peer is not None and not self.is_down:
-            self.members.connection_lost(peer, is_stopping=False)
+        session = self._sessions.pop(worker, None)
+        if session is not None and not self.is_down:
+            session.close(is_stopping=False)
             self._deliver_to_controller()
 
     def lost(self, num_tokens: int) -> None:

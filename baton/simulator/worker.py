@@ -32,8 +32,8 @@ class WorkerHost(Protocol):
     incarnation: int
     """Number of the hub's current incarnation."""
 
-    def connects(self, worker: SimWorker) -> bool:
-        """Return whether the worker can connect to the hub now."""
+    def connect(self, worker: SimWorker) -> bool:
+        """Connect a worker to the hub. Return whether this has succeeded."""
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
         """Return the reason why the fetch of a version has failed, or an empty string if it has succeeded."""
@@ -143,7 +143,7 @@ class SimWorker:
     def _connect(self) -> None:
         if not self.is_up or self.is_connected:
             return
-        if self.is_frozen or not self._around.connects(self):
+        if self.is_frozen or not self._around.connect(self):
             self._failures += 1
             wait_s = retry_wait_s(self._failures, first_s=self._swarm.reconnect_s, longest_s=LONGEST_WAIT_S)
             self._clock.after(wait_s, self._connect)

@@ -21,6 +21,7 @@ from swarm_bench import SwarmBench, hello, quick, wait_until
 
 import baton.swarm.hub.admission
 import baton.swarm.hub.sending
+import baton.swarm.hub.session
 import baton.swarm.hub.worker_connection
 from baton.errors import Fault
 from baton.rollout.engine import EngineStats
@@ -319,7 +320,7 @@ def test_hundreds_who_say_nothing_are_hung_up_on_and_starve_nobody(bench, monkey
 
 
 def test_who_never_says_hello_is_hung_up_on(bench, monkeypatch):
-    monkeypatch.setattr(baton.swarm.hub.worker_connection, "PREPARE_SILENCE_S", 0.2)
+    monkeypatch.setattr(baton.swarm.hub.session, "PREPARE_SILENCE_S", 0.2)
 
     async def work(session: aiohttp.ClientSession) -> None:
         line = await connect(session, bench)

@@ -5,7 +5,7 @@
 
 | task       | consumes          | produces                     | waits for       | unblocked by          |
 |------------|-------------------|------------------------------|-----------------|-----------------------|
-| connection | a worker's frames | calls of `Membership`        | the worker      | a frame, or a command |
+| connection | a worker's frames | calls of `HubSession`        | the worker      | a frame, or a command |
 | sender     | a worker's queue  | frames                       | the socket      | its deadline          |
 | ticker     | the clock         | ticks                        | the next second | the clock             |
 
@@ -27,10 +27,10 @@ from baton.errors import DeadlineExceeded, UserError
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.hub.access import AccessControl
 from baton.swarm.hub.membership import Membership
-from baton.swarm.hub.peers import FrameQueue, Peer
-from baton.swarm.hub.worker_access import Unwanted
-from baton.swarm.hub.worker_connection import ReceiveTimeout, WorkerConnection
-from baton.swarm.messages import MAX_FRAME_BYTES, SILENT_HEARTBEATS, Malformed, Rejected
+from baton.swarm.hub.peers import FrameQueue
+from baton.swarm.hub.session import HubSession
+from baton.swarm.hub.worker_connection import WorkerConnection
+from baton.swarm.messages import MAX_FRAME_BYTES
 
 TICK_S = 1.0
 START_DEADLINE_S = 30.0
@@ -149,48 +149,23 @@ class Hub:
             lambda size: self.members.counters.sent("messages", size),
             lambda: self.access.delay_s(grant),
         )
-        await connection.hold(self._process_messages(connection, grant, request.remote or "", outgoing))
+        session = HubSession(self.members, grant, request.remote or "", outgoing)
+        await connection.hold(self._converse(connection, session, grant, request.remote or ""))
         return socket
 
-    async def _process_messages(
-        self, connection: WorkerConnection, grant: AccessGrant, address: str, outgoing: FrameQueue
+    async def _converse(
+        self, connection: WorkerConnection, session: HubSession, grant: AccessGrant, address: str
     ) -> None:
-        """Process a worker's messages until the worker leaves or is disconnected."""
-        members = self.members
-        peer: Peer | None = None
+        """Pass a worker's messages to its session until the session or the connection ends."""
         try:
-            hello = await connection.read_hello(members.say)
-            if hello is None:
-                return
-            peer = members.join(hello, grant, address, outgoing)
-            heartbeat_timeout_s = SILENT_HEARTBEATS * members.welcome.heartbeat_s
-            while members.peers.get(peer.number) is peer and peer.outgoing is outgoing:
-                message = await connection.read_unless_silent(heartbeat_timeout_s)
-                if message is None:
-                    return
-                members.on_message(peer, message)
-        except ReceiveTimeout as error:  # no evidence of a faulty worker: it may join again at once
-            self._record("silent", 0, error, grant, address)
-            outgoing.put(Rejected(str(error), is_final=False))
-            if peer is not None and peer.outgoing is outgoing:
-                members.remove(peer.number, str(error))
-        except Malformed as error:
-            self._record("malformed", 400, error, grant, address)
-            members.counters.malformed += 1
-            cause = f"malformed: {str(error)[:300]}"
-            outgoing.put(Rejected(cause, is_final=False))
-            if peer is not None and members.peers.get(peer.number) is peer:
-                members.report_violated(peer.number, cause)
-        except Unwanted as error:
-            self._record("unwanted", 403, error, grant, address)
-            outgoing.put(Rejected(str(error), is_final=True))
-        except Exception as error:  # noqa: BLE001  # an invalid message may end only its sender's connection
-            self._record("fault", 500, error, grant, address)
-            if peer is not None:
-                members.remove(peer.number, f"its message cannot be processed: {type(error).__name__}: {error}")
+            while not session.is_over:
+                try:
+                    message = await connection.read_unless_silent(session.silence_s)
+                    if message is None:
+                        return
+                    session.receive(message)
+                except Exception as error:  # noqa: BLE001  # an invalid message may end only its sender's connection
+                    event, status = session.fail(error)
+                    self.access.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.label)
         finally:
-            if peer is not None and peer.outgoing is outgoing:
-                members.connection_lost(peer, is_stopping=self._stopping.is_set())
-
-    def _record(self, event: str, status: int, error: Exception, grant: AccessGrant, address: str) -> None:
-        self.access.audit.record(event, status, f"{error}"[:300], address, "/worker", grant.label)
+            session.close(is_stopping=self._stopping.is_set())

@@ -1,6 +1,6 @@
 """The workers of a hub: who is connected, what each serves, and which commands of the broker reach it.
 
-    worker_connection ─▶ join, on_message, connection_lost ─┐      ┌─▶ Outgoing queue of a worker
+    HubSession ─▶ join, on_message, connection_lost ────────┐      ┌─▶ Outgoing queue of a worker
     background_publisher ─▶ announce ───────────────────────┼─▶ Membership ─▶ inbox of the controller
     VerificationService ─▶ release, remake, quarantined ────┘      └─▶ LeaseBroker, VerificationService
 

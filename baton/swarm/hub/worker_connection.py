@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from aiohttp import ClientConnectionError, WSMsgType, web
 
-from baton.console import visible
-from baton.errors import Fault
 from baton.swarm.hub.peers import FrameQueue
-from baton.swarm.messages import SILENT_HEARTBEATS, FromWorker, Heartbeat, Hello, Malformed, decode_from_worker
+from baton.swarm.hub.session import ReceiveTimeout
+from baton.swarm.messages import SILENT_HEARTBEATS, FromWorker, Malformed, decode_from_worker
 
 SEND_DEADLINE_S = 60.0
-PREPARE_DEADLINE_S = 1800.0
-"""Maximum seconds for a worker to fetch a base model and to build its engine."""
-PREPARE_SILENCE_S = 120.0
-"""Maximum seconds between heartbeats while the worker prepares."""
 CLOSE_S = 2.0
 """Maximum seconds to send the queued frames when the connection ends."""
-
-
-class ReceiveTimeout(Exception):
-    """Raised when no message has arrived in time. This is no evidence of a faulty worker: its network or machine may be
-    down."""
 
 
 class WorkerConnection:
@@ -93,28 +82,6 @@ class WorkerConnection:
         if frame.type is WSMsgType.ERROR and not isinstance(frame.data, OSError | ClientConnectionError):
             raise Malformed(f"not a message: {frame.data}")  # for example, too long
         return decode_from_worker(frame.data) if frame.type is WSMsgType.BINARY else None
-
-    async def read_hello(self, say: Callable[[str], None]) -> Hello | None:
-        """Wait for the worker's Hello; while it prepares, the worker sends heartbeats. Return None if it disconnects or
-        its engine fails.
-
-        Raises Malformed and ReceiveTimeout.
-        """
-        deadline_s = time.monotonic() + PREPARE_DEADLINE_S
-        while time.monotonic() < deadline_s:
-            match await self.read_unless_silent(PREPARE_SILENCE_S):
-                case Hello() as hello:
-                    return hello
-                case Heartbeat():
-                    continue
-                case Fault(kind=kind, text=text):
-                    say(f"a worker could not build its engine: {visible(f'{kind}: {text[:500]}', keep='')}")
-                    return None
-                case None:
-                    return None
-                case other:
-                    raise Malformed(f"{type(other).__name__} before Hello")
-        raise ReceiveTimeout(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
 
     async def _send_all(self) -> None:
         while (frame := await self._outgoing.take()) is not None:

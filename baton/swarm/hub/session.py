@@ -1,0 +1,105 @@
+"""The hub's decisions about one connection of a worker: the effect of each message, and why the connection ends.
+
+    preparing: Heartbeat, Fault ──Hello──▶ member: every other message ──▶ over
+
+Uses no socket and no thread, so the live hub and the simulator use the same class. Replies go to `Outgoing`.
+"""
+
+from __future__ import annotations
+
+from baton.console import visible
+from baton.errors import Fault
+from baton.swarm.auth import AccessGrant
+from baton.swarm.hub.membership import Membership
+from baton.swarm.hub.peers import Outgoing, Peer
+from baton.swarm.hub.worker_access import Unwanted
+from baton.swarm.messages import SILENT_HEARTBEATS, FromWorker, Heartbeat, Hello, Malformed, Rejected
+
+PREPARE_DEADLINE_S = 1800.0
+"""Maximum seconds for a worker to fetch a base model and to build its engine."""
+PREPARE_SILENCE_S = 120.0
+"""Maximum seconds between heartbeats while the worker prepares."""
+
+
+class ReceiveTimeout(Exception):
+    """Raised when no message has arrived in time. This is no evidence of a faulty worker: its network or machine may be
+    down."""
+
+
+class HubSession:
+    """One connection, from its start to its end. The driver of the connection calls every method."""
+
+    def __init__(self, members: Membership, grant: AccessGrant, address: str, outgoing: Outgoing) -> None:
+        self.peer: Peer | None = None
+        """The worker; None before its Hello."""
+        self._members, self._grant, self._address, self._outgoing = members, grant, address, outgoing
+        self._since_s, self._has_ended = members.broker.clock(), False
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without a message after which the driver calls `fail` with ReceiveTimeout."""
+        return PREPARE_SILENCE_S if self.peer is None else SILENT_HEARTBEATS * self._members.welcome.heartbeat_s
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further message is read: the session has ended, or the worker was removed or has reconnected."""
+        return self._has_ended or not (self.peer is None or (self._is_member and self._is_current))
+
+    @property
+    def _is_member(self) -> bool:
+        return self.peer is not None and self._members.peers.get(self.peer.number) is self.peer
+
+    @property
+    def _is_current(self) -> bool:
+        """True if this is the worker's latest connection."""
+        return self.peer is not None and self.peer.outgoing is self._outgoing
+
+    def receive(self, message: FromWorker) -> None:
+        """Handle a message of the worker. The driver passes an error of this method to `fail`."""
+        members = self._members
+        if self.is_over:
+            return
+        if self.peer is not None:
+            members.on_message(self.peer, message)
+            return
+        match message:
+            case Hello():
+                self.peer = members.join(message, self._grant, self._address, self._outgoing)
+            case Fault(kind=kind, text=text):
+                members.say(f"a worker could not build its engine: {visible(f'{kind}: {text[:500]}', keep='')}")
+                self._has_ended = True
+            case Heartbeat() if members.broker.clock() - self._since_s < PREPARE_DEADLINE_S:
+                pass
+            case Heartbeat():
+                raise ReceiveTimeout(f"no Hello in {PREPARE_DEADLINE_S:.0f} s")
+            case other:
+                raise Malformed(f"{type(other).__name__} before Hello")
+
+    def fail(self, error: Exception) -> tuple[str, int]:
+        """End the session because of an error. Return the event and the HTTP status for the audit log."""
+        self._has_ended = True
+        members, peer, reject = self._members, self.peer, self._outgoing.put
+        match error:
+            case ReceiveTimeout():  # the worker may join again at once
+                reject(Rejected(str(error), is_final=False))
+                if peer is not None and self._is_current:
+                    members.remove(peer.number, str(error))
+                return "silent", 0
+            case Malformed():
+                members.counters.malformed += 1
+                cause = f"malformed: {str(error)[:300]}"
+                reject(Rejected(cause, is_final=False))
+                if peer is not None and self._is_member:
+                    members.report_violated(peer.number, cause)
+                return "malformed", 400
+            case Unwanted():
+                reject(Rejected(str(error), is_final=True))
+                return "unwanted", 403
+        if peer is not None:
+            members.remove(peer.number, f"its message cannot be processed: {type(error).__name__}: {error}")
+        return "fault", 500
+
+    def close(self, *, is_stopping: bool) -> None:
+        """Handle the end of the connection. is_stopping: whether the hub ends it because it stops."""
+        if self.peer is not None and self._is_current:
+            self._members.connection_lost(self.peer, is_stopping=is_stopping)
