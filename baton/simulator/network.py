@@ -44,6 +44,8 @@ class SimulatedConnection:
     connection: int = 0
     """Sequence number of the connection. Messages of an earlier connection are discarded."""
     last_s: float = field(default=0.0)
+    heard_s: float = field(default=0.0)
+    """Time at which the last message arrived, or the connection began."""
 
     def send(self, message: Any) -> None:
         now_s = self.clock.now_s
@@ -61,12 +63,27 @@ class SimulatedConnection:
         if fate.is_doubled:
             self.clock.at(at_s + self.link_s, self._arrive, self.connection, message)
 
+    def watch(self, silence_s: Callable[[], float], on_silence: Callable[[], None]) -> None:
+        """Begin a connection. Call `on_silence` whenever no message has arrived for `silence_s()` seconds."""
+        self.heard_s = self.clock.now_s
+        self._watch(self.connection, silence_s, on_silence)
+
+    def _watch(self, connection: int, silence_s: Callable[[], float], on_silence: Callable[[], None]) -> None:
+        if connection != self.connection:
+            return
+        now_s = self.clock.now_s
+        if now_s >= self.heard_s + silence_s():
+            self.heard_s = now_s
+            on_silence()
+        self.clock.at(max(now_s, self.heard_s + silence_s()), self._watch, connection, silence_s, on_silence)
+
     def cut(self) -> None:
         """Drop all messages that have been sent but have not arrived."""
         self.connection += 1
 
     def _arrive(self, connection: int, message: Any) -> None:
         if connection == self.connection:
+            self.heard_s = self.clock.now_s
             self.take(message)
 
 
@@ -77,13 +94,18 @@ class SimulatedOutgoing(Outgoing):
         self._down, self._connection = down, down.connection
 
     def put(self, message: FromHub) -> bool:
-        # without faults, no message is lost: confirmations have no effect, and their number slows the simulation
-        if self._down.fate is not None or not isinstance(message, Ack | HeartbeatAck):
-            self._down.send(message)
+        down = self._down
+        # without faults, no message is lost. To keep the simulation fast, confirmations then take no time, and there is
+        # no limit of silence that HeartbeatAck must meet
+        if down.fate is not None or not isinstance(message, Ack | HeartbeatAck):
+            down.send(message)
+        elif isinstance(message, Ack):
+            down.take(message)
         return True
 
     def close(self) -> None:
-        self._down.clock.at(self._down.clock.now_s, self._cut)
+        down = self._down
+        down.clock.at(max(down.last_s, down.clock.now_s + down.link_s), self._cut)
 
     def _cut(self) -> None:
         if self._down.connection == self._connection:

@@ -21,7 +21,7 @@ from baton.simulator.worker import SimWorker
 from baton.swarm import lease_events as ev
 from baton.swarm.auth import AccessGrant, Role
 from baton.swarm.hub.membership import Membership
-from baton.swarm.hub.session import HubSession
+from baton.swarm.hub.session import HubSession, ReceiveTimeout
 from baton.swarm.hub.worker_access import Unwanted, WorkerAccess
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, ReportCheck
@@ -207,20 +207,23 @@ class Swarm:
     def _on_message(self, worker: SimWorker, message: FromWorker) -> None:
         """Pass a message to the hub, as `Hub._converse` does."""
         session = self._sessions.get(worker)
-        # a storm repeats and reorders messages, but a connection begins with exactly one Hello
-        if session is None or isinstance(message, Hello) == (session.peer is not None):
+        # a storm repeats and reorders messages, but the messages of a connection begin with exactly one Hello
+        if self.is_down or session is None or (session.peer is None) != isinstance(message, Hello):
             return
         try:
             session.receive(message)
         except (Malformed, Unwanted) as error:
-            session.fail(error)
+            self._fail(worker, session, error)
         self._deliver_to_controller()
+
+    def _fail(self, worker: SimWorker, session: HubSession, error: Exception) -> None:
+        session.fail(error)
+        SimulatedOutgoing(worker.down).close()
 
     # ---- workers that join and leave ---------------------------------------------------------------------------------
 
     def join(self, spec: EngineSpec) -> None:
-        remembers = self.trouble is not None
-        worker = SimWorker(self.setting, spec, self.clock, self, remembers=remembers, tracer=self._tracer)
+        worker = SimWorker(self.setting, spec, self.clock, self, self._tracer)
         fate = None if self.trouble is None else self.trouble.fates(spec.name)
         worker.up = SimulatedConnection(
             self.clock, self.spec.link_s, lambda message: self._on_message(worker, message), worker.cut, fate
@@ -248,7 +251,12 @@ class Swarm:
         if self.is_down or (self.trouble is not None and self.trouble.is_apart(name)):
             return False
         grant = AccessGrant(name, Role.WORKER, True, name, is_own=True)
-        self._sessions[worker] = HubSession(self.members, grant, "", SimulatedOutgoing(worker.down))
+        outgoing = SimulatedOutgoing(worker.down)
+        session = self._sessions[worker] = HubSession(self.members, grant, "", outgoing)
+        if self.trouble is not None:
+            silent = ReceiveTimeout("silent")
+            worker.up.watch(lambda: session.silence_s, lambda: self._fail(worker, session, silent))
+            worker.down.watch(lambda: worker.session.silence_s, worker.on_silence)
         return True
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:

@@ -1,14 +1,13 @@
-"""A swarm worker in virtual time, with an engine, a connection that the worker opens, and a `VersionSync`.
+"""A swarm worker in virtual time: the session of a live worker, with an engine that takes time and a connection.
 
-It behaves like `swarm/worker/worker.py`. The engine continues while the connection is cut, and the worker sends
-unacknowledged reports again after it reconnects. If the hub has restarted, the worker drops all leases.
+The engine continues while the connection is cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from baton.clock import retry_wait_s
 from baton.records.trace import ASIDE, Tracer
 from baton.rollout.engine import EngineStats
 from baton.simulator.clock import VirtualClock
@@ -16,21 +15,16 @@ from baton.simulator.engine import SimEngine
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.network import SimulatedConnection
 from baton.swarm import version_sync as vs
-from baton.swarm.messages import Ack, Admitted, Dropped, Heartbeat, HeartbeatAck, Hello, Leaving, Rejected, Want
+from baton.swarm.messages import Dropped, FromHub, Leaving, RunOver, Welcome
 from baton.swarm.verification.verify import WorkerClass
-from baton.swarm.worker.outbox import Outbox
-from baton.types import Abort, FromWorker, Lease, PolicyVersion, Report
+from baton.swarm.worker.session import Command, ConnectionLost, Prepare, WorkerSession
+from baton.types import Abort, FromWorker, Lease, PolicyVersion
 
 WORKER_CLASS = WorkerClass("simulated", "float32", "embedded")
-LONGEST_WAIT_S = 30.0
-"""Maximum wait before the next attempt to connect."""
 
 
 class WorkerHost(Protocol):
     """The hub and the network from a worker's point of view."""
-
-    incarnation: int
-    """Number of the hub's current incarnation."""
 
     def connect(self, worker: SimWorker) -> bool:
         """Connect a worker to the hub. Return whether this has succeeded."""
@@ -49,25 +43,16 @@ class SimWorker:
     """One worker process, from its start to its end."""
 
     def __init__(
-        self,
-        setting: Setting,
-        spec: EngineSpec,
-        clock: VirtualClock,
-        around: WorkerHost,
-        *,
-        remembers: bool,
-        tracer: Tracer | None,
+        self, setting: Setting, spec: EngineSpec, clock: VirtualClock, around: WorkerHost, tracer: Tracer | None
     ) -> None:
-        """remembers: whether reports are kept until the hub acknowledges them. Only runs with faults need this."""
         assert setting.swarm is not None, "the setting has no swarm"
-        self.spec, self.key = spec, ""
-        """`key`: the key that the hub has issued."""
+        self.spec = spec
         self.is_up = self.is_connected = False
         self.up: SimulatedConnection
         """Messages to the hub."""
         self.down: SimulatedConnection
         """Messages from the hub."""
-        self.have_want = vs.VersionSync(setting.swarm.have_want)
+        self.session = WorkerSession(setting.swarm.have_want, first_wait_s=setting.swarm.reconnect_s)
         self.engine = SimEngine(
             clock,
             spec,
@@ -79,10 +64,9 @@ class SimWorker:
         self.slowness = 1.0
         self.is_frozen = False
         self._swarm, self._clock, self._around, self._tracer = setting.swarm, clock, around, tracer
-        self._resumes, self._remembers = setting.rules.on_new_version == "resume", remembers
-        self._outbox = Outbox()
-        self._incarnation = -1
-        self._failures = 0
+        self._resumes = setting.rules.on_new_version == "resume"
+        self._unread: list[FromHub] = []
+        """Messages that have arrived while the worker was frozen."""
         self._beats = 0
         self._fetching_s = 0.0
 
@@ -98,8 +82,7 @@ class SimWorker:
             return
         self.is_up = False
         self.engine.stop()
-        kept = sum(len(segment.token_ids) for report in self._outbox.again() for segment in report.segments)
-        self._around.lost(self.engine.unreported() + kept)
+        self._around.lost(self.engine.unreported() + self.session.num_unconfirmed)
         self.engine.abandon()
         self._disconnect()
 
@@ -124,7 +107,10 @@ class SimWorker:
         if self.is_up and self.is_frozen:
             self.is_frozen = False
             self.engine.go_on()
-            self._beat(self._beats)
+            unread, self._unread = self._unread, []
+            for message in unread:
+                self.on_message(message)
+            self._begin_beats(0.0)
 
     def cut(self) -> None:
         """Cut the connection, and reconnect after a wait."""
@@ -132,102 +118,77 @@ class SimWorker:
             return
         self._disconnect()
         if self.is_up:
-            self._clock.after(self._swarm.reconnect_s, self._connect)
+            self._connect_later()
+
+    def on_silence(self) -> None:
+        """Handle that the hub has sent no message for `WorkerSession.silence_s`."""
+        if not self.is_frozen:
+            self.cut()
 
     def _disconnect(self) -> None:
         self.is_connected = False
+        self._unread.clear()
         self.up.cut()
         self.down.cut()
         self._around.cut(self)
 
+    def _connect_later(self) -> None:
+        self._clock.after(self.session.lost(self._clock.now_s), self._connect)
+
     def _connect(self) -> None:
         if not self.is_up or self.is_connected:
             return
-        if self.is_frozen or not self._around.connect(self):
-            self._failures += 1
-            wait_s = retry_wait_s(self._failures, first_s=self._swarm.reconnect_s, longest_s=LONGEST_WAIT_S)
-            self._clock.after(wait_s, self._connect)
+        if self.is_frozen:
+            self._clock.after(1.0, self._connect)
             return
-        self._failures = 0
-        self.is_connected = True
-        if self._around.incarnation != self._incarnation:
-            self._incarnation = self._around.incarnation
-            self._forget_all()
-        self._beats += 1
-        self.up.send(Hello(self.key, WORKER_CLASS, "", self.spec.slots, self.have_want.have, self._outbox.leases))
-        for report in self._outbox.again():
-            self.up.send(report)
-        self._clock.after(self._swarm.heartbeat_s, self._beat, self._beats)
+        self.is_connected = self._around.connect(self)
+        if not self.is_connected:
+            self._connect_later()
 
-    def _forget_all(self) -> None:
-        for lease in self.engine.leases:
-            self.engine.drop(lease)
-        self._outbox.clear()
+    def _begin_beats(self, wait_s: float) -> None:
+        self._beats += 1
+        self._clock.after(wait_s, self._beat, self._beats)
 
     def _beat(self, beats: int) -> None:
-        if beats != self._beats or not self.is_connected or self.is_frozen:
+        if beats != self._beats or not self.session.is_ready or self.is_frozen:
             return
         self._say_beat()
         self._clock.after(self._swarm.heartbeat_s, self._beat, beats)
 
     def _say_beat(self) -> None:
-        if self.is_connected:
-            self.up.send(Heartbeat(self.have_want.have, EngineStats(decoded_tokens=self.engine.decoded())))
+        self.session.stats = EngineStats(decoded_tokens=self.engine.decoded())
+        self._execute((self.session.heartbeat(),))
 
     # ---- messages from the hub ---------------------------------------------------------------------------------------
 
-    def on_message(self, message: object) -> None:
+    def on_message(self, message: FromHub) -> None:
         if not self.is_up:
             return
         if self.is_frozen:
-            # a frozen worker reads no message, so the message waits in the socket's buffer
-            self._clock.after(1.0, self.on_message, message)
+            self._unread.append(message)
             return
-        match message:
-            case Lease():
-                self._granted(message)
-            case Abort(lease_id=lease):
-                self.engine.abort(lease)
-            case Dropped(lease_id=lease):
-                self._outbox.close(lease)
-                self.engine.drop(lease)
-            case Ack(lease_id=lease, length=length, has_ended=has_ended):
-                self._outbox.confirm(lease, length, has_ended=has_ended)
-            case Admitted(key=key):
-                self.key = key
-            case HeartbeatAck() | Rejected():
-                pass  # the hub closes the connection after Rejected
-            case Want(version=version):
-                self._consider(vs.VersionWanted(self._clock.now_s, version))
-            case _:
-                raise AssertionError(f"unexpected message from the hub: {type(message).__name__}")
+        # a storm repeats and reorders messages, but the messages of a connection begin with exactly one Welcome
+        if isinstance(message, Welcome) == self.session.is_welcomed:
+            return
+        try:
+            commands = self.session.receive(message, self._clock.now_s)
+        except ConnectionLost:
+            self.cut()
+            return
+        self._execute(commands)
 
-    def _granted(self, lease: Lease) -> None:
-        if lease.lease_id in self.engine.leases:
-            return  # this lease is a duplicate message
-        if self._remembers:
-            self._outbox.open(lease.lease_id)
-        self.engine.submit(lease)
-
-    # ---- reports of the engine ---------------------------------------------------------------------------------------
-
-    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
-        for message in reports:
-            if isinstance(message, Report):
-                self._outbox.add(message)
-            else:
-                self._outbox.close(message.lease_id)
-            self._send(message)
-
-    def _send(self, message: FromWorker) -> None:
-        if self.is_connected and not self.is_frozen:
-            self.up.send(message)
-
-    # ---- versions ----------------------------------------------------------------------------------------------------
-
-    def _consider(self, event: vs.Event) -> None:
-        for command in self.have_want.handle(event):
+    def _execute(self, commands: Sequence[Command]) -> None:
+        for command in commands:
             match command:
+                case Lease():
+                    if command.lease_id not in self.engine.leases:
+                        self.engine.submit(command)
+                case Abort(lease_id=lease):
+                    self.engine.abort(lease)
+                case Dropped(lease_id=lease):
+                    self.engine.drop(lease)
+                case Prepare(is_new_hub=is_new_hub):
+                    self._prepare(drops=is_new_hub)
                 case vs.Fetch(version=version):
                     self._fetching_s = self._clock.now_s
                     self._clock.after(self._swarm.fetch_s * self.slowness, self._fetched, version)
@@ -236,11 +197,29 @@ class SimWorker:
                     self.engine.switch(version.number, resumes=self._resumes, load_s=load_s)
                     self._clock.after(load_s, self._activated, version)
                 case vs.SetTimer(at_s=at_s):
-                    self._clock.at(at_s, self._woken)
+                    self._clock.at(at_s, self._consider, vs.TimerFired(at_s))
+                case RunOver():
+                    raise AssertionError("a simulated hub does not end its run")
+                case _:
+                    if self.is_connected and not self.is_frozen:
+                        self.up.send(command)
 
-    def _woken(self) -> None:
+    def _prepare(self, *, drops: bool) -> None:
+        for lease in self.engine.leases if drops else ():
+            self.engine.drop(lease)
+        self._execute(self.session.ready(WORKER_CLASS, self.spec.slots))
+        self._begin_beats(self._swarm.heartbeat_s)
+
+    # ---- reports of the engine ---------------------------------------------------------------------------------------
+
+    def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
+        self._execute(self.session.reported(reports))
+
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    def _consider(self, event: vs.Event) -> None:
         if self.is_up:
-            self._consider(vs.TimerFired(self._clock.now_s))
+            self._execute(self.session.handle(event))
 
     def _fetched(self, version: PolicyVersion) -> None:
         if not self.is_up:
@@ -263,5 +242,5 @@ class SimWorker:
         if self.is_frozen or self.engine.version != version.number:
             self._clock.after(0.01, self._activated, version)  # the engine loads the version after its current step
             return
+        self.session.stats = EngineStats(decoded_tokens=self.engine.decoded())
         self._consider(vs.Activated(self._clock.now_s, version))
-        self._say_beat()

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 import baton.swarm.hub.hub
-import baton.swarm.worker.worker
+import baton.swarm.worker.session
 from baton.policy.tensors import weights_digest
 from baton.records.journal import StreamCursor
 from baton.rollout.controller import RolloutController
@@ -255,7 +255,7 @@ class BenchWorker:
     def is_ready(self) -> bool:
         """Whether it has its place at the hub, or has come to an end."""
         keys = {peer.key for peer in list(self._bench.hub.members.peers.values())}
-        return self.is_over or (hasattr(self, "worker") and self.worker.key in keys)
+        return self.is_over or (hasattr(self, "worker") and self.worker.session.key in keys)
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -493,15 +493,15 @@ class SwarmBench:
 @contextmanager
 def quick() -> Iterator[None]:
     """Let hub and workers be impatient, so that a test need not wait for them."""
-    known = baton.swarm.hub.hub.TICK_S, baton.swarm.worker.worker.LONGEST_WAIT_S
-    baton.swarm.hub.hub.TICK_S, baton.swarm.worker.worker.LONGEST_WAIT_S = 0.05, 0.1
+    known = baton.swarm.hub.hub.TICK_S, baton.swarm.worker.session.LONGEST_WAIT_S
+    baton.swarm.hub.hub.TICK_S, baton.swarm.worker.session.LONGEST_WAIT_S = 0.05, 0.1
     try:
         yield
     finally:
-        baton.swarm.hub.hub.TICK_S, baton.swarm.worker.worker.LONGEST_WAIT_S = known
+        baton.swarm.hub.hub.TICK_S, baton.swarm.worker.session.LONGEST_WAIT_S = known
 
 
 def hello(key: str = "", *, slots: int = 4, serves: PolicyVersion | None = None, leases: Sequence[int] = ()) -> Hello:
     """What a worker says that is ready."""
-    kind = baton.swarm.worker.worker.WorkerClass("cpu", "float32", "fake")
+    kind = baton.swarm.worker.session.WorkerClass("cpu", "float32", "fake")
     return Hello(key, kind, model_digest(MODEL), slots, serves, tuple(leases))

@@ -141,7 +141,6 @@ class Hub:
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, timeout=1.0, compress=False)
         await socket.prepare(request)
         outgoing = FrameQueue()
-        outgoing.put(self.members.welcome)
         connection = WorkerConnection(
             socket,
             request.transport,

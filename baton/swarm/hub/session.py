@@ -34,6 +34,7 @@ class HubSession:
         """The worker; None before its Hello."""
         self._members, self._grant, self._address, self._outgoing = members, grant, address, outgoing
         self._since_s, self._has_ended = members.broker.clock(), False
+        outgoing.put(members.welcome)
 
     @property
     def silence_s(self) -> float:
@@ -43,16 +44,12 @@ class HubSession:
     @property
     def is_over(self) -> bool:
         """True if no further message is read: the session has ended, or the worker was removed or has reconnected."""
-        return self._has_ended or not (self.peer is None or (self._is_member and self._is_current))
+        return self._has_ended or not (self.peer is None or self._is_joined)
 
     @property
-    def _is_member(self) -> bool:
-        return self.peer is not None and self._members.peers.get(self.peer.number) is self.peer
-
-    @property
-    def _is_current(self) -> bool:
-        """True if this is the worker's latest connection."""
-        return self.peer is not None and self.peer.outgoing is self._outgoing
+    def _is_joined(self) -> bool:
+        peer = self.peer
+        return peer is not None and self._members.peers.get(peer.number) is peer and peer.outgoing is self._outgoing
 
     def receive(self, message: FromWorker) -> None:
         """Handle a message of the worker. The driver passes an error of this method to `fail`."""
@@ -78,28 +75,29 @@ class HubSession:
     def fail(self, error: Exception) -> tuple[str, int]:
         """End the session because of an error. Return the event and the HTTP status for the audit log."""
         self._has_ended = True
-        members, peer, reject = self._members, self.peer, self._outgoing.put
+        members, peer = self._members, self.peer if self._is_joined else None
         match error:
             case ReceiveTimeout():  # the worker may join again at once
-                reject(Rejected(str(error), is_final=False))
-                if peer is not None and self._is_current:
+                self._outgoing.put(Rejected(str(error), is_final=False))
+                if peer is not None:
                     members.remove(peer.number, str(error))
                 return "silent", 0
             case Malformed():
                 members.counters.malformed += 1
                 cause = f"malformed: {str(error)[:300]}"
-                reject(Rejected(cause, is_final=False))
-                if peer is not None and self._is_member:
+                self._outgoing.put(Rejected(cause, is_final=False))
+                if peer is not None:
                     members.report_violated(peer.number, cause)
                 return "malformed", 400
             case Unwanted():
-                reject(Rejected(str(error), is_final=True))
+                self._outgoing.put(Rejected(str(error), is_final=True))
                 return "unwanted", 403
-        if peer is not None:
-            members.remove(peer.number, f"its message cannot be processed: {type(error).__name__}: {error}")
-        return "fault", 500
+            case _:
+                if peer is not None:
+                    members.remove(peer.number, f"its message cannot be processed: {type(error).__name__}: {error}")
+                return "fault", 500
 
     def close(self, *, is_stopping: bool) -> None:
         """Handle the end of the connection. is_stopping: whether the hub ends it because it stops."""
-        if self.peer is not None and self._is_current:
+        if self.peer is not None and self.peer.outgoing is self._outgoing:
             self._members.connection_lost(self.peer, is_stopping=is_stopping)

@@ -10,14 +10,11 @@ import aiohttp
 
 from baton.errors import DeadlineExceeded, Fault, WeightsFault
 from baton.swarm.messages import SILENT_HEARTBEATS, FromHub, FromWorker, Malformed, decode_from_hub, encode
+from baton.swarm.worker.session import ConnectionLost
 
 SEND_DEADLINE_S = 30.0
 FAULT_DEADLINE_S = 10.0
 """Seconds in which the hub should read a Fault and close the connection."""
-
-
-class ConnectionLost(Exception):
-    """Raised when the connection to the hub has ended. The worker may reconnect."""
 
 
 LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSError)
@@ -28,8 +25,6 @@ class HubConnection:
     """One WebSocket to the hub."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.is_open = False
-        """True if Hello has been sent; before that, reports wait in the outbox."""
         self._socket = socket
         self._outgoing: asyncio.Queue[FromWorker] = asyncio.Queue()
 

@@ -8,9 +8,8 @@
 | fetch thread  | manifests, chunks    | a verified version     | the sources          | its deadline           |
 | engine thread | leases, versions     | reports                | an action, when idle | any task with an action |
 
-The end of a connection ends the first three tasks. The engine continues, and its reports are kept until the hub
-confirms them. The worker reconnects after increasing delays. A restarted hub has another incarnation, and leases of the
-old incarnation are discarded.
+The end of a connection ends the first three tasks; the engine continues. `WorkerSession` decides; this module executes
+its commands.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,26 +26,24 @@ from typing import Any
 
 import aiohttp
 
-from baton.clock import in_thread, retry_wait_s
+from baton.clock import in_thread
 from baton.console import say
 from baton.errors import DeadlineExceeded, EngineFault, UserError, fault_of
 from baton.policy.load import device_type, dtype_here
 from baton.rollout.engine import Engine, EngineStats
 from baton.swarm import messages
+from baton.swarm import version_sync as vs
 from baton.swarm.transfer import HttpSource, fetch_model, unpack_model
 from baton.swarm.verification.verify import WorkerClass
 from baton.swarm.worker.engine_driver import EngineDriver, EngineThread
-from baton.swarm.worker.hub_connection import LOST, ConnectionLost, HubConnection
-from baton.swarm.worker.outbox import Outbox
+from baton.swarm.worker.hub_connection import LOST, HubConnection
+from baton.swarm.worker.session import CONNECT_DEADLINE_S, Command, Prepare, WorkerSession
 from baton.swarm.worker.weights_updater import WeightsUpdater
-from baton.types import Abort, Lease, PolicyVersion, Report
+from baton.types import Abort, Lease, PolicyVersion
 from baton.types import FromWorker as FromEngine
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 
-CONNECT_DEADLINE_S = 30.0
-LONGEST_WAIT_S = 30.0
-"""Maximum seconds between two attempts to connect."""
 GOODBYE_S = 10.0
 """Maximum seconds for a leaving worker to report its tokens, and again for its engine to close."""
 
@@ -81,15 +78,13 @@ class SwarmWorker:
 
     def __init__(self, options: WorkerOptions, make_engine: MakeEngine) -> None:
         self._options, self._make_engine = options, make_engine
-        self.key = ""
-        """Key that the hub has issued; kept in memory until the process ends."""
-        self._outbox = Outbox()
-        self._stats = EngineStats()
-        self._welcome: messages.Welcome | None = None
+        self.session = WorkerSession(
+            url=options.url,
+            reconnect_timeout_s=options.reconnect_timeout_s,
+            jitter=lambda: random.uniform(0.5, 1.0),
+        )
         self._connection: HubConnection | None = None
         self._fault: Exception | None = None
-        self._was_served = False
-        """True if the last connection reached Hello."""
         self._is_leaving = asyncio.Event()
         self._running: asyncio.Task[Any] | None = None
         self._engine: EngineThread | None = None
@@ -105,28 +100,22 @@ class SwarmWorker:
         # not
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
         once = aiohttp.TCPConnector(ssl=tls, force_close=True)
-        failures, last_served_s = 0, self._loop.time()
+        self.session.served_s = self._loop.time()
         async with (
             aiohttp.ClientSession(connector=kept) as self._http,
             aiohttp.ClientSession(connector=once) as self._websockets,
         ):
             near = [StoreSource(Store(self._options.store))] if self._options.store else []
-            self._updater = WeightsUpdater(self._source, near, self._activate, self._options.say)
+            self._updater = WeightsUpdater(self._source, near, self._on_weights, self._options.say)
             try:
                 while not self._is_leaving.is_set():
-                    self._was_served = False
                     try:
                         await self._serve()
                     except LOST as error:
                         self._check_engine()
                         if self._is_leaving.is_set():
                             return
-                        if self._was_served:
-                            failures, last_served_s = 0, self._loop.time()
-                        self._check_reconnect_timeout(self._loop.time() - last_served_s)
-                        failures += 1
-                        waiting_s = retry_wait_s(failures, first_s=0.5, longest_s=LONGEST_WAIT_S)
-                        waiting_s *= random.uniform(0.5, 1.0)
+                        waiting_s = self.session.lost(self._loop.time())
                         cause = str(error) or type(error).__name__
                         self._options.say(
                             f"no connection to {self._options.url} ({cause}); next attempt in {waiting_s:.1f} s"
@@ -141,11 +130,6 @@ class SwarmWorker:
                 if self._engine is not None:
                     with suppress(DeadlineExceeded):
                         await in_thread(self._engine.close, GOODBYE_S, timeout_s=3 * GOODBYE_S, who="the engine")
-
-    def _check_reconnect_timeout(self, silent_s: float) -> None:
-        timeout_s = self._options.reconnect_timeout_s
-        if timeout_s is not None and silent_s >= timeout_s:
-            raise DeadlineExceeded(f"no hub has answered at {self._options.url} for {silent_s:.0f} s; the worker ends")
 
     def leave(self) -> None:
         """Report the tokens of all leases, discard the leases, and end within `GOODBYE_S`. Called from the event
@@ -166,7 +150,7 @@ class SwarmWorker:
                     url, headers=headers, max_msg_size=8 * messages.MAX_FRAME_BYTES
                 )
         except aiohttp.WSServerHandshakeError as error:
-            if error.status in (401, 403) and self._welcome is None:
+            if error.status in (401, 403) and self.session.welcome is None:
                 raise UserError(
                     f"the hub at {self._options.url} refuses this token ({error.status}): ask its owner for a new one "
                     "(baton token create --role worker)"
@@ -174,18 +158,13 @@ class SwarmWorker:
             raise
         async with socket:
             connection = HubConnection(socket)
-            welcome = await connection.receive(CONNECT_DEADLINE_S)
-            if isinstance(welcome, messages.Rejected):
-                self._rejected(welcome)
-            if not isinstance(welcome, messages.Welcome):
-                raise ConnectionLost("the first message of the hub is not Welcome")
-            messages.check_protocol(welcome)
+            commands = await self._receive(connection)
             tasks: list[asyncio.Task[Any]] = [
                 asyncio.create_task(connection.send_all()),
-                asyncio.create_task(self._beat(connection, welcome.heartbeat_s)),
+                asyncio.create_task(self._beat(connection)),
             ]
             self._connection = connection
-            tasks.append(asyncio.create_task(self._listen(connection, welcome)))
+            tasks.append(asyncio.create_task(self._listen(connection, commands)))
             leaving: asyncio.Task[Any] = asyncio.create_task(self._is_leaving.wait())
             try:
                 await asyncio.wait([*tasks, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -205,31 +184,31 @@ class SwarmWorker:
         if self._fault is not None:
             raise EngineFault(f"the engine has failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
-    async def _listen(self, connection: HubConnection, welcome: messages.Welcome) -> None:
-        await self._prepare(welcome)
-        slots = self._options.slots or welcome.engine_settings().slots
-        connection.send(self._hello(welcome, slots))
-        connection.is_open = self._was_served = True
-        for report in self._outbox.again():
-            connection.send(report)
+    async def _receive(self, connection: HubConnection) -> Sequence[Command]:
+        message = await connection.receive(self.session.silence_s)
+        return self.session.receive(message, self._loop.time())
+
+    async def _listen(self, connection: HubConnection, commands: Sequence[Command]) -> None:
         while True:
-            self._on_hub_message(await connection.receive(welcome.heartbeat_s * messages.SILENT_HEARTBEATS))
+            for command in commands:
+                if isinstance(command, Prepare):
+                    await self._prepare(command)
+                    self._execute(self.session.ready(*self._worker_class(command.welcome)))
+                else:
+                    self._execute((command,))
+            commands = await self._receive(connection)
 
-    def _hello(self, welcome: messages.Welcome, slots: int) -> messages.Hello:
-        settings = welcome.engine_settings()
-        dtype = dtype_here(device_type(self._options.device), settings.dtype)
-        kind = WorkerClass(self._options.device, dtype, self._options.engine or settings.kind)
-        have, leases = self._updater.have, self._outbox.leases
-        return messages.Hello(self.key, kind, welcome.model_digest, slots, have, leases)
+    def _worker_class(self, welcome: messages.Welcome) -> tuple[WorkerClass, int]:
+        """Return the class and the number of slots of the engine."""
+        settings, options = welcome.engine_settings(), self._options
+        dtype = dtype_here(device_type(options.device), settings.dtype)
+        return WorkerClass(options.device, dtype, options.engine or settings.kind), options.slots or settings.slots
 
-    async def _beat(self, connection: HubConnection, every_s: float) -> None:
+    async def _beat(self, connection: HubConnection) -> None:
+        assert self.session.welcome is not None, "heartbeats begin before Welcome"
         while True:
-            connection.send(self._heartbeat())
-            await asyncio.sleep(every_s)
-
-    def _heartbeat(self) -> messages.Heartbeat:
-        now = self._updater
-        return messages.Heartbeat(now.have, self._stats, now.fetching, now.fetched_bytes, now.fault[:1000])
+            await asyncio.sleep(self.session.welcome.heartbeat_s)
+            connection.send(self.session.heartbeat())
 
     async def _leave_hub(self, connection: HubConnection) -> None:
         """Report all tokens, discard all leases, and send everything queued."""
@@ -247,57 +226,51 @@ class SwarmWorker:
         connection.send(messages.Leaving())
         await connection.drain()
 
-    # ---- messages from the hub ---------------------------------------------------------------------------------------
+    # ---- commands of the session -------------------------------------------------------------------------------------
 
     def _source(self, relay: str | None) -> HttpSource:
         """Return the source for a relay's URL, or the hub's source for None."""
         if relay is None:
             return HttpSource(self._http, self._loop, self._options.url, self._options.token)
-        secret = "" if self._welcome is None else self._welcome.relay_secret
+        welcome = self.session.welcome
+        secret = "" if welcome is None else welcome.relay_secret
         return HttpSource(self._http, self._loop, relay, secret, distance=0)
 
-    def _on_hub_message(self, message: messages.FromHub) -> None:
-        match message:
-            case Lease():
-                self._outbox.open(message.lease_id)
-                self._act_on_engine(lambda driver: driver.lease(message))
-            case Abort(lease_id=lease_id):
-                self._act_on_engine(lambda driver: driver.abort(lease_id))
-            case messages.Dropped(lease_id=lease_id):
-                self._outbox.close(lease_id)
-                self._act_on_engine(lambda driver: driver.drop(lease_id))
-            case messages.Ack(lease_id=lease_id, length=length, has_ended=has_ended):
-                self._outbox.confirm(lease_id, length, has_ended=has_ended)
-            case messages.Want():
-                self._updater.want(message)
-            case messages.Admitted(key=key):
-                self.key = key
-            case messages.HeartbeatAck():
-                pass
-            case messages.Rejected():
-                self._rejected(message)
-            case messages.RunOver():
-                self._options.say("the run is complete")
-                self.leave()
-            case messages.Welcome():
-                raise ConnectionLost("the hub sent Welcome twice")
+    def _execute(self, commands: Sequence[Command]) -> None:
+        """Execute commands other than `Prepare`."""
+        for command in commands:
+            match command:
+                case Lease():
+                    self._act_on_engine(EngineDriver.lease, command)
+                case Abort(lease_id=lease_id):
+                    self._act_on_engine(EngineDriver.abort, lease_id)
+                case messages.Dropped(lease_id=lease_id):
+                    self._act_on_engine(EngineDriver.drop, lease_id)
+                case vs.Fetch(version=version):
+                    assert self.session.want is not None, "a version is fetched that was not announced"
+                    self._updater.fetch(version, self.session.want)
+                case vs.Activate(version=version):
+                    self._activate(version, self._updater.take(version))
+                case vs.SetTimer(at_s=at_s):
+                    self._loop.call_at(at_s, self._on_weights, vs.TimerFired(at_s))
+                case messages.RunOver():
+                    self._options.say("the run is complete")
+                    self.leave()
+                case Prepare():
+                    raise AssertionError("Prepare is executed by _listen")
+                case _:
+                    if self._connection is not None:
+                        self._connection.send(command)
 
-    def _rejected(self, message: messages.Rejected) -> None:
-        if message.is_final:
-            raise UserError(f"the hub refuses this worker: {message.reason}")
-        raise ConnectionLost(message.reason)
+    def _on_weights(self, event: vs.Event) -> None:
+        self.session.fetched_bytes = self._updater.fetched_bytes
+        self._execute(self.session.handle(event))
 
-    async def _prepare(self, welcome: messages.Welcome) -> None:
-        """Build the engine that the hub describes, unless it exists. Discard the leases of another incarnation of the
-        hub."""
-        known, self._welcome = self._welcome, welcome
-        if known is not None and known.incarnation != welcome.incarnation:
-            await self._drop_all()
-        if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
-            raise UserError(
-                "the hub now serves another model or engine than this worker was built for: restart the worker"
-            )
-        if self._engine is not None:
+    async def _prepare(self, prepare: Prepare) -> None:
+        welcome, known = prepare.welcome, self._engine
+        if known is not None:
+            if prepare.is_new_hub:
+                await self._done_by(known, lambda: None if known.driver is None else known.driver.drop_all())
             return
         packed = await fetch_model(self._http, self._options.url, self._options.token, welcome.model_digest)
         base = None
@@ -316,13 +289,6 @@ class SwarmWorker:
         self._check_engine()
         self._options.say(f"ready: {welcome.run}")
 
-    async def _drop_all(self) -> None:
-        """Discard all leases without a report: leases of another incarnation may have the same ids."""
-        engine = self._engine
-        if engine is not None:
-            await self._done_by(engine, lambda: None if engine.driver is None else engine.driver.drop_all())
-        self._outbox.clear()
-
     async def _done_by(self, engine: EngineThread, action: Callable[[], None]) -> None:
         """Run an action in the engine's thread. Wait until it is done or the engine has failed."""
         done = asyncio.Event()
@@ -339,13 +305,13 @@ class SwarmWorker:
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
-    def _act_on_engine(self, action: Callable[[EngineDriver], None]) -> None:
+    def _act_on_engine(self, action: Callable[..., None], *arguments: object) -> None:
         engine = self._engine
         if engine is not None:
 
             def act() -> None:
                 assert engine.driver is not None, "the engine is used before it is built"
-                action(engine.driver)
+                action(engine.driver, *arguments)
 
             engine.do(act)
 
@@ -358,22 +324,13 @@ class SwarmWorker:
         self._loop.call_soon_threadsafe(self._take_fault, error)
 
     def _take_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
-        self._stats = stats
-        for report in reports:
-            if isinstance(report, Report):
-                self._outbox.add(report)
-            else:
-                self._outbox.close(report.lease_id)
-            self._send_message(report)
+        self.session.stats = stats
+        self._execute(self.session.reported(reports))
 
     def _take_fault(self, error: Exception) -> None:
         self._fault = error
         if self._connection is not None:
             self._connection.send(fault_of(error))
-
-    def _send_message(self, message: messages.FromWorker) -> None:
-        if self._connection is not None and self._connection.is_open:
-            self._connection.send(message)
 
     def _activate(self, version: PolicyVersion, tensors: Mapping[str, Any]) -> None:
         engine = self._engine
@@ -382,10 +339,6 @@ class SwarmWorker:
         def act() -> None:
             assert engine.driver is not None, "a version is activated before the engine is built"
             engine.report(engine.driver.switch(tensors, version))
-            self._loop.call_soon_threadsafe(self._activated, version)
+            self._loop.call_soon_threadsafe(lambda: self._on_weights(vs.Activated(self._loop.time(), version)))
 
         engine.do(act)
-
-    def _activated(self, version: PolicyVersion) -> None:
-        self._updater.activated(version)
-        self._send_message(self._heartbeat())

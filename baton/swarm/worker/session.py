@@ -1,0 +1,193 @@
+"""The decisions of a worker: the effect of each message of the hub and of each report of its engine.
+
+    hub ──Welcome──▶ Prepare ─▶ driver ──ready──▶ Hello, unconfirmed reports ─▶ hub
+    hub ──Lease, Abort, Dropped──▶ engine ──reported──▶ Report, Retry ─▶ hub
+    hub ──Want──▶ Fetch, Activate, SetTimer ─▶ driver ──handle──▶ Heartbeat ─▶ hub
+
+Uses no socket, no thread and no clock, so the live worker and the simulator use the same class. A message of the hub
+that the engine must act on is returned as a command; a message of `FromWorker` is returned to be sent.
+
+The session outlives its connections. Reports are kept until the hub confirms them. A restarted hub has another
+incarnation, and leases of the old incarnation are discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from baton.clock import retry_wait_s
+from baton.errors import DeadlineExceeded, UserError
+from baton.rollout.engine import EngineStats
+from baton.swarm import messages
+from baton.swarm import version_sync as vs
+from baton.swarm.verification.verify import WorkerClass
+from baton.swarm.worker.outbox import Outbox
+from baton.types import Abort, Lease, Report
+from baton.types import FromWorker as FromEngine
+
+CONNECT_DEADLINE_S = 30.0
+LONGEST_WAIT_S = 30.0
+"""Maximum seconds between two attempts to connect."""
+
+
+class ConnectionLost(Exception):
+    """Raised when the connection to the hub has ended. The worker may reconnect."""
+
+
+class Prepare(msgspec.Struct, frozen=True):
+    """Build the engine that the hub describes, unless it exists. Then call `ready`."""
+
+    welcome: messages.Welcome
+    is_new_hub: bool
+    """Whether the engine must discard all its leases first: leases of another incarnation may have the same ids."""
+
+
+Command = (
+    messages.FromWorker | Prepare | Lease | Abort | messages.Dropped | messages.RunOver
+    | vs.Fetch | vs.Activate | vs.SetTimer
+)  # fmt: skip
+
+
+class WorkerSession:
+    """A worker without its engine, its weights and its connections."""
+
+    def __init__(
+        self,
+        rules: vs.VersionSyncRules | None = None,
+        *,
+        url: str = "",
+        first_wait_s: float = 0.5,
+        reconnect_timeout_s: float | None = None,
+        jitter: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        """url: address of the hub. first_wait_s: delay before the first attempt to reconnect. reconnect_timeout_s: as
+        in `WorkerOptions`. jitter: returns a random factor of each delay."""
+        self.key = ""
+        """Key that the hub has issued; kept in memory until the process ends."""
+        self.welcome: messages.Welcome | None = None
+        self.want: messages.Want | None = None
+        """The last announcement of a version."""
+        self.stats = EngineStats()
+        """The engine's counters, as the driver has set them."""
+        self.fetched_bytes = 0
+        self.served_s = 0.0
+        """Time until which the hub has served this worker, at first the time of the worker's start."""
+        self.is_ready = False
+        """Whether Hello has been sent on this connection; before that, reports wait in the outbox."""
+        self.is_welcomed = False
+        """Whether Welcome has arrived on this connection."""
+        self._incarnation: str | None = None
+        """Incarnation of the hub of the engine's leases."""
+        self._outbox, self._sync, self._failures = Outbox(), vs.VersionSync(rules), 0
+        self._url, self._first_wait_s, self._reconnect_timeout_s, self._jitter = (
+            url, first_wait_s, reconnect_timeout_s, jitter,
+        )  # fmt: skip
+
+    # ---- connections -------------------------------------------------------------------------------------------------
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without a message after which the connection is considered dead."""
+        if self.welcome is None or not self.is_welcomed:
+            return CONNECT_DEADLINE_S
+        return self.welcome.heartbeat_s * messages.SILENT_HEARTBEATS
+
+    def lost(self, now_s: float) -> float:
+        """End the connection, or an attempt to connect. Return the seconds until the next attempt.
+
+        Raises DeadlineExceeded if no hub has served the worker for too long.
+        """
+        if self.is_ready:
+            self._failures, self.served_s = 0, now_s
+        self.is_ready = self.is_welcomed = False
+        silent_s = now_s - self.served_s
+        if self._reconnect_timeout_s is not None and silent_s >= self._reconnect_timeout_s:
+            raise DeadlineExceeded(f"no hub has answered at {self._url} for {silent_s:.0f} s; the worker ends")
+        self._failures += 1
+        wait_s = retry_wait_s(self._failures, first_s=self._first_wait_s, longest_s=LONGEST_WAIT_S)
+        return wait_s * self._jitter()
+
+    def ready(self, worker_class: WorkerClass, slots: int) -> list[messages.FromWorker]:
+        """Handle that the engine exists. Return the messages to send: Hello, and the reports that the hub has not
+        confirmed."""
+        assert self.welcome is not None, "an engine exists before a hub has described it"
+        self.is_ready, self._incarnation = True, self.welcome.incarnation
+        leases, digest = self._outbox.leases, self.welcome.model_digest
+        return [
+            messages.Hello(self.key, worker_class, digest, slots, self._sync.have, leases),
+            *self._outbox.again(),
+        ]
+
+    def heartbeat(self) -> messages.Heartbeat:
+        """Return the periodic message."""
+        sync = self._sync
+        fetching = None if sync.fetching is None else sync.fetching.number
+        return messages.Heartbeat(sync.have, self.stats, fetching, self.fetched_bytes, sync.last_cause[:1000])
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def receive(self, message: messages.FromHub, now_s: float) -> Sequence[Command]:
+        """Handle a message of the hub. Raises ConnectionLost, and UserError if no hub of this address can use the
+        worker."""
+        if isinstance(message, messages.Rejected):
+            if message.is_final:
+                raise UserError(f"the hub refuses this worker: {message.reason}")
+            raise ConnectionLost(message.reason)
+        if isinstance(message, messages.Welcome) == self.is_welcomed:
+            raise ConnectionLost(f"the hub sent {type(message).__name__} instead of the expected message")
+        match message:
+            case messages.Welcome():
+                return self._welcomed(message)
+            case Lease(lease_id=lease_id):
+                self._outbox.open(lease_id)
+                return (message,)
+            case messages.Dropped(lease_id=lease_id):
+                self._outbox.close(lease_id)
+                return (message,)
+            case messages.Ack(lease_id=lease_id, length=length, has_ended=has_ended):
+                self._outbox.confirm(lease_id, length, has_ended=has_ended)
+            case messages.Want(version=version):
+                self.want = message
+                return self.handle(vs.VersionWanted(now_s, version))
+            case messages.Admitted(key=key):
+                self.key = key
+            case Abort() | messages.RunOver():
+                return (message,)
+            case messages.HeartbeatAck():
+                pass
+        return ()
+
+    def _welcomed(self, welcome: messages.Welcome) -> Sequence[Command]:
+        messages.check_protocol(welcome)
+        known, self.welcome, self.is_welcomed = self.welcome, welcome, True
+        is_new_hub = self._incarnation not in (None, welcome.incarnation)
+        if is_new_hub:
+            self._outbox.clear()
+        if known is not None and (known.model_digest, known.engine) != (welcome.model_digest, welcome.engine):
+            raise UserError(
+                "the hub now serves another model or engine than this worker was built for: restart the worker"
+            )
+        return self.heartbeat(), Prepare(welcome, is_new_hub)
+
+    def reported(self, reports: Sequence[FromEngine]) -> Sequence[FromEngine]:
+        """Handle reports of the engine. Return those to send."""
+        for report in reports:
+            if isinstance(report, Report):
+                self._outbox.add(report)
+            else:
+                self._outbox.close(report.lease_id)
+        return reports if self.is_ready else ()
+
+    def handle(self, event: vs.Event) -> Sequence[Command]:
+        """Handle an event of the weights."""
+        commands: list[Command] = [*self._sync.handle(event)]
+        if isinstance(event, vs.Activated) and self.is_ready:
+            commands.append(self.heartbeat())
+        return commands
+
+    @property
+    def num_unconfirmed(self) -> int:
+        """Number of reported tokens that the hub has not confirmed."""
+        return sum(len(segment.token_ids) for report in self._outbox.again() for segment in report.segments)
