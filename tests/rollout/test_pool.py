@@ -23,7 +23,8 @@ from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
-from baton.rollout.processes.pool import EnginePool, returns_home
+from baton.rollout.processes.lease_queue import returns_home
+from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient

@@ -4,10 +4,8 @@
           ▲                   └─────▶ engine process 1 …
           └── reports ◀── all processes
 
-A lease is sent to a process only when the process has a free slot, so processes whose responses are short receive more
-leases. A further turn or a resumed trajectory returns to the process that may have kept its keys and values, unless
-that process is much busier than another one (`returns_home`). The tokens of a trajectory do not depend on which process
-generates them, because all processes have one thread and the same number of slots.
+`LeaseQueue` decides which process gets which lease. The tokens of a trajectory do not depend on which process generates
+them, because all processes have one thread and the same number of slots.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,30 +26,23 @@ from baton.records.lease_trace import LeaseTrace
 from baton.records.trace import ASIDE, TraceWriter
 from baton.rollout.engine import EngineStats
 from baton.rollout.processes import protocol
+from baton.rollout.processes.lease_queue import Handover, LeaseQueue
 from baton.rollout.transport import WorkerTransport
-from baton.types import Abort, FromHub, FromWorker, Lease, PolicyVersion, ends_lease, without_masks
+from baton.types import FromHub, FromWorker, Lease, PolicyVersion, without_masks
 
 CLOSE_GRACE_S = 2.0
 """Number of seconds in which all processes must exit; then the remaining processes are killed."""
-HOMES_PER_SLOT = 8
-"""Number of trajectories, per slot of the pool, whose last process is known."""
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
 """Function that writes tensors to a safetensors file. It is passed as an argument because this module must not import
 torch."""
 
 
-def returns_home(num_home: int, num_least: int, slots: int) -> bool:
-    """Return whether a trajectory is sent back to its last process: if the process has a free slot, and exceeds the
-    leases of the least busy process by at most a quarter of its slots."""
-    return num_home < slots and num_home - num_least <= slots // 4
-
-
 class EngineProcess:
     """A child process, with its leases and the counters from its last message."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, leases: set[int]) -> None:
         self.name = f"engine process {index}"
-        self.leases: set[int] = set()
+        self.leases = leases
         self.stats = EngineStats()
         self.socket, self.process = start_child("engine", threads=1, max_frame_bytes=protocol.MAX_FRAME_BYTES)
         self.pid = self.process.pid
@@ -115,12 +105,10 @@ class EnginePool(WorkerTransport):
         """Maximum number of seconds until all processes serve a new version."""
         self._trace = trace or LeaseTrace(TraceWriter())
         self.directory = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
-        self._queue: deque[Lease] = deque()
-        self._homes: dict[str, EngineProcess] = {}
-        """Name of a trajectory → its last process, in the order in which they were sent."""
+        self._queue = LeaseQueue([self._slots] * count)
         self.processes: list[EngineProcess] = []
         try:
-            self.processes = [EngineProcess(index) for index in range(count)]
+            self.processes = [EngineProcess(index, leases) for index, leases in enumerate(self._queue.leases)]
             for process in self.processes:
                 process.send(msgspec.structs.replace(start, scratch=str(self.directory)))
             self._await_serving(start.version)
@@ -142,25 +130,13 @@ class EnginePool(WorkerTransport):
         return [process.socket for process in self.processes]
 
     def send(self, message: FromHub) -> None:
-        match message:
-            case Lease() if message.trajectory.num_tokens:  # before trajectories that have not begun
-                begun = sum(bool(lease.trajectory.num_tokens) for lease in self._queue)
-                self._queue.insert(begun, message)
-            case Lease():
-                self._queue.append(message)
-            case Abort(lease_id=lease_id):
-                waiting = next((lease for lease in self._queue if lease.lease_id == lease_id), None)
-                # sent although it will be aborted, because the scheduler expects a report of each abort and only an
-                # engine sends reports
-                if waiting is not None:
-                    self._queue.remove(waiting)
-                    self._hand_over(self.processes[0], waiting)
-                for process in self.processes:
-                    if lease_id in process.leases:
-                        process.send(message)
+        if isinstance(message, Lease):
+            self._queue.add(message)
+        else:
+            self._hand_over(self._queue.abort(message))
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
-        self._assign_waiting()
+        self._hand_over(self._queue.assign())
         for process in self._ready(0.0 if self._inbox else timeout_s):
             heard = process.receive()
             assert not isinstance(heard, protocol.Serving), (
@@ -168,7 +144,7 @@ class EnginePool(WorkerTransport):
             )
             if heard is not None:
                 self._on_progress(process, heard)
-        self._assign_waiting()
+        self._hand_over(self._queue.assign())
         messages, self._inbox = self._inbox, []
         return messages
 
@@ -195,34 +171,14 @@ class EnginePool(WorkerTransport):
         self.processes = []
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _assign_waiting(self) -> None:
-        """Send waiting leases to their last process, or to the process with the most free slots.
-
-        New leases of one group are sent to the same process while that process has free slots, because the process then
-        prefills their common prompt only once.
-        """
-        while self._queue:
-            process = min(self.processes, key=lambda p: len(p.leases))
-            if len(process.leases) >= self._slots:
-                return
-            group_id = self._queue[0].trajectory.group_id
-            while self._queue and len(process.leases) < self._slots:
-                if self._queue[0].trajectory.group_id != group_id:
-                    break
-                lease = self._queue.popleft()
-                name, is_begun = lease.trajectory.name, bool(lease.trajectory.num_tokens)
-                home = self._homes.pop(name, process) if is_begun else process
-                if not returns_home(len(home.leases), len(process.leases), self._slots):
-                    home = process
-                self._homes[name] = home
-                if len(self._homes) > HOMES_PER_SLOT * self.slots:
-                    del self._homes[next(iter(self._homes))]
-                self._hand_over(home, lease)
-
-    def _hand_over(self, process: EngineProcess, lease: Lease) -> None:
-        process.send(without_masks(lease))
-        process.leases.add(lease.lease_id)
-        self._trace.on_lease(lease, process.name, self._slots)
+    def _hand_over(self, messages: Sequence[Handover]) -> None:
+        for index, message in messages:
+            process = self.processes[index]
+            if isinstance(message, Lease):
+                process.send(without_masks(message))
+                self._trace.on_lease(message, process.name, self._slots)
+            else:
+                process.send(message)
 
     def _ready(self, timeout_s: float) -> Sequence[EngineProcess]:
         by_socket = {process.socket: process for process in self.processes}
@@ -256,4 +212,4 @@ class EnginePool(WorkerTransport):
         self._inbox += progress.messages
         for message in progress.messages:
             self._trace.on_report(message)
-        process.leases.difference_update(m.lease_id for m in progress.messages if ends_lease(m))
+        self._queue.ended(self.processes.index(process), progress.messages)

@@ -1,0 +1,91 @@
+"""Decides which engine of a pool gets which lease. Uses no socket and no clock, so `EnginePool` and the simulator use
+the same class.
+
+A lease is sent to an engine only when the engine has a free slot, so engines whose responses are short receive more
+leases. A further turn or a resumed trajectory goes before trajectories that have not begun. It returns to the engine
+that may have kept its keys and values, unless that engine is much busier than another one (`returns_home`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.types import Abort, FromHub, FromWorker, Lease, ends_lease
+
+HOMES_PER_SLOT = 8
+"""Number of trajectories, per slot of the pool, whose last engine is known."""
+Handover = tuple[int, FromHub]
+"""Index of an engine, and the message to send to it."""
+
+
+def returns_home(num_home: int, num_least: int, slots: int) -> bool:
+    """Return whether a trajectory is sent back to its last engine: if the engine has a free slot, and exceeds the
+    leases of the least busy engine by at most a quarter of its slots."""
+    return num_home < slots and num_home - num_least <= slots // 4
+
+
+class LeaseQueue:
+    """The leases of a pool: those that wait for a slot, and those of each engine."""
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        """slots: number of slots of each engine."""
+        self.leases: list[set[int]] = [set() for _ in slots]
+        """Leases of each engine."""
+        self._slots = slots
+        self._begun: dict[int, Lease] = {}
+        self._new: dict[int, Lease] = {}
+        self._homes: dict[str, int] = {}
+        """Name of a trajectory → its last engine, in the order in which they were sent."""
+
+    def add(self, lease: Lease) -> None:
+        """Add a lease, which waits until `assign` returns it."""
+        (self._begun if lease.trajectory.num_tokens else self._new)[lease.lease_id] = lease
+
+    def abort(self, abort: Abort) -> list[Handover]:
+        """Return the messages that abort a lease. A lease that waits is sent to an engine first, because the scheduler
+        expects a report of each abort and only an engine sends reports."""
+        number = abort.lease_id
+        found: list[Handover] = []
+        if (waiting := self._begun.pop(number, None) or self._new.pop(number, None)) is not None:
+            found.append(self._hand_over(0, waiting))
+        return [*found, *((engine, abort) for engine, leases in enumerate(self.leases) if number in leases)]
+
+    def assign(self) -> list[Handover]:
+        """Return the waiting leases for which there are free slots, each with its engine.
+
+        Leases of one group are sent to the same engine while that engine has free slots, because the engine then
+        prefills their common prompt only once.
+        """
+        found: list[Handover] = []
+        group_id = least = -1
+        while waiting := self._begun or self._new:
+            number, lease = next(iter(waiting.items()))
+            if lease.trajectory.group_id != group_id or not self._num_free(least):
+                group_id, least = lease.trajectory.group_id, max(range(len(self._slots)), key=self._num_free)
+                if not self._num_free(least):
+                    break
+            del waiting[number]
+            found.append(self._hand_over(self._home(lease, least), lease))
+        return found
+
+    def _home(self, lease: Lease, least: int) -> int:
+        """Return the engine that gets a lease. least: the least busy engine."""
+        name, is_begun = lease.trajectory.name, lease.trajectory.num_tokens > 0
+        home = self._homes.pop(name, least) if is_begun else least
+        if not returns_home(len(self.leases[home]), len(self.leases[least]), self._slots[home]):
+            home = least
+        self._homes[name] = home
+        if len(self._homes) > HOMES_PER_SLOT * sum(self._slots):
+            del self._homes[next(iter(self._homes))]
+        return home
+
+    def _num_free(self, engine: int) -> int:
+        return self._slots[engine] - len(self.leases[engine])
+
+    def _hand_over(self, engine: int, lease: Lease) -> Handover:
+        self.leases[engine].add(lease.lease_id)
+        return engine, lease
+
+    def ended(self, engine: int, reports: Sequence[FromWorker]) -> None:
+        """Free the slots of the leases that these reports of an engine end."""
+        self.leases[engine].difference_update(report.lease_id for report in reports if ends_lease(report))
