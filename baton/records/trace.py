@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from baton.clock import Clock
 from baton.files import append, writing
 
 ASIDE = -1
@@ -210,16 +211,17 @@ class StageTimer:
 
     trace: TraceWriter = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)
+    now_s: Clock = time.monotonic
 
     @contextmanager
     def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
         """Add the duration of the context to a stage. span: name of the span in the trace, if it is not the name of the
         stage."""
-        begin_s = time.monotonic()
+        begin_s = self.now_s()
         try:
             yield
         finally:
-            end_s = time.monotonic()
+            end_s = self.now_s()
             self.seconds[name] = self.seconds.get(name, 0.0) + end_s - begin_s
             self.trace.span(span or name, "trainer", 0, begin_s, end_s, step=step)
 

@@ -13,7 +13,6 @@ versions. The controller has no thread of its own: it makes progress only while 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,7 +101,7 @@ class RolloutController:
         player: EpisodePlayer | None = None,
     ) -> None:
         """player: the multi-turn episodes; None without multi-turn tasks."""
-        self._worker, self.rules = worker, rules
+        self._worker, self.rules, self._now_s = worker, rules, worker.clock
         self._prompts, self._scorer, self._sampling, self._journal = prompts, scorer, sampling, journal
         self._player = player
         self._groups: dict[int, _Group] = {}
@@ -574,9 +573,6 @@ class RolloutController:
     def _complete(self, group: _Group) -> Group:
         members = tuple(group.scored[index] for index in range(len(group.members)))
         return Group(group.issued.group_id, group.issued.prompt, members)
-
-    def _now_s(self) -> float:
-        return time.monotonic()
 
 
 def _episodes_over(carried: OpenGroup) -> dict[int, ScoredTrajectory]:

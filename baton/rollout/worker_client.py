@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.clock import Clock
 from baton.errors import DeadlineExceeded, UserError
 from baton.frames import FrameSocket, ready
 from baton.rollout.transport import WorkerTransport
@@ -38,9 +39,10 @@ class WorkerClient:
         *,
         max_context_tokens: int | None = None,
         stop: StopRequest | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """stall_timeout_s: maximum time without progress. max_context_tokens: of the worker's engine, if known."""
-        self.transport = transport
+        self.transport, self.clock = transport, clock
         self.stop = stop or StopRequest()
         """A stop request ends every wait for the worker."""
         self.set_aside: list[WorkRevoked] = []
@@ -77,7 +79,7 @@ class WorkerClient:
     def begin_wait(self) -> None:
         """Start measuring the time without progress at zero."""
         self._stats, self._is_empty = self.transport.stats(), not self.transport.slots
-        self._waited_s, self._looked_s = 0.0, time.monotonic()
+        self._waited_s, self._looked_s = 0.0, self.clock()
 
     def receive(
         self,
@@ -96,7 +98,7 @@ class WorkerClient:
         names, consumed only for the error.
         """
         messages = self._messages(timeout_s, beside)
-        is_empty, now_s = not self.transport.slots, time.monotonic()
+        is_empty, now_s = not self.transport.slots, self.clock()
         self._waited_s += min(now_s - self._looked_s, MAX_COUNTED_WAIT_S)
         self._looked_s = now_s
         if messages or is_empty != self._is_empty or not num_waiting:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.errors import DeadlineExceeded, EngineFault, UserError
-from baton.rollout import worker_client
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.eval_rollout import EvalGroup, EvalRollout
@@ -64,9 +62,11 @@ class Disturbed(LocalTransport):
 class Clock:
     """The time that a sweep sees."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(worker_client, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    def __call__(self) -> float:
+        return self.now_s
 
     def advance(self, seconds: float) -> None:
         self.now_s += seconds
@@ -154,11 +154,11 @@ def test_an_abort_that_nobody_asked_for_is_a_fault() -> None:
         grown(Silent(lambda lease: [Report(lease.lease_id, 0, (), is_aborted=True)]))
 
 
-def test_a_worker_that_never_reports_is_named_with_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+def test_a_worker_that_never_reports_is_named_with_those_who_wait() -> None:
+    clock = Clock()
     worker = Silent(each_wait=lambda: clock.advance(4.0))
     with pytest.raises(DeadlineExceeded) as caught:
-        grown(worker, stall_timeout_s=10.0)
+        grown(worker, stall_timeout_s=10.0, clock=clock)
     assert clock.now_s == 12.0, "at the first look after 10 s"
     assert "worker seven has made no progress" in str(caught.value)
     assert "12 trajectories wait" in str(caught.value)
@@ -193,8 +193,8 @@ def test_a_prompt_without_room_for_a_response_is_refused_before_anything_is_sent
     assert worker.receive(0) == []
 
 
-def test_a_slow_worker_that_makes_tokens_without_a_due_report_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+def test_a_slow_worker_that_makes_tokens_without_a_due_report_is_not_stalled() -> None:
+    clock = Clock()
 
     class Slow(LocalTransport):
         def receive(self, timeout_s: float) -> list[FromWorker]:
@@ -203,5 +203,6 @@ def test_a_slow_worker_that_makes_tokens_without_a_due_report_is_not_stalled(mon
 
     settings = EngineSettings(slots=16, max_context_tokens=64, report_every_tokens=1000)
     port = Slow(FakeEngine(settings, PolicyVersion("a", VERSION), lambda group_id, sample_index: 26))
-    assert len(grown(port, 30, stall_timeout_s=10.0)) == 12  # 26 steps of 4 s pass before anything is reported
+    # 26 steps of 4 s pass before anything is reported
+    assert len(grown(port, 30, stall_timeout_s=10.0, clock=clock)) == 12
     assert clock.now_s >= 26 * 4.0

@@ -326,6 +326,7 @@ class SwarmBench:
         lease_rules: Mapping[str, Any] | None = None,
         worker_supervisor: WorkerSupervisor | None = None,
         listen: ListenAddress | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 3, "group_size": 3, **values})
@@ -379,7 +380,7 @@ class SwarmBench:
             no_worker_timeout_s,
         )
         self.judges, self.source = Judges(), Prompts()
-        worker = WorkerClient(self.port, stall_timeout_s, max_context_tokens=CONTEXT)
+        worker = WorkerClient(self.port, stall_timeout_s, max_context_tokens=CONTEXT, clock=clock)
         sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), noise_seed=1)
         self.controller = RolloutController(worker, self.rules, self.source, self.judges, sampling)
         self.version = 0

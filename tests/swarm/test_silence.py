@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,6 @@ from typer.testing import CliRunner
 
 from baton.cli.token import token_app
 from baton.errors import UserError
-from baton.rollout import worker_client
 from baton.rollout.worker_client import MAX_COUNTED_WAIT_S, WorkerClient
 from baton.swarm.auth import Role
 from baton.swarm.messages import encode
@@ -96,10 +94,9 @@ class Port:
         return []
 
 
-def test_a_pause_of_the_run_itself_is_no_stall(monkeypatch):
+def test_a_pause_of_the_run_itself_is_no_stall():
     now_s = 0.0
-    monkeypatch.setattr(worker_client, "time", SimpleNamespace(monotonic=lambda: now_s))
-    worker = WorkerClient(Port(), stall_timeout_s=30.0)
+    worker = WorkerClient(Port(), stall_timeout_s=30.0, clock=lambda: now_s)
     for _ in range(4):
         now_s += 1000.0  # stopped, and continued
         worker.receive(1.0, 1, ["0/0"])

@@ -9,13 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from swarm_bench import BenchWorker, SwarmBench, quick, wait_until
 
 from baton.errors import DeadlineExceeded, EngineFault
-from baton.rollout import worker_client
 from baton.swarm import transport as port_module
 
 pytestmark = pytest.mark.timing
@@ -156,11 +154,11 @@ def test_a_run_waits_longer_for_workers_to_come_than_for_those_that_are_there_an
     bench.wait_for_said("workers have joined again")
 
 
-def test_workers_that_are_all_gone_are_named_when_patience_ends(make, monkeypatch):
+def test_workers_that_are_all_gone_are_named_when_patience_ends(make):
     """Time stands still for the run until its only worker is gone."""
     times = itertools.repeat(0.0)
-    monkeypatch.setattr(worker_client, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    bench = make("async", stall_timeout_s=10.0, lease_rules={"heartbeat_timeout_s": 600.0})
+    rules = {"heartbeat_timeout_s": 600.0}
+    bench = make("async", stall_timeout_s=10.0, clock=lambda: next(times), lease_rules=rules)
     (worker,) = bench.join(1, token_s=0.05)
     bench.begin()
 
