@@ -23,6 +23,7 @@ import numpy as np
 
 from baton.cost.generate import scanned_tokens
 from baton.records.trace import Tracer
+from baton.rollout.engine import OWN_NOISE
 from baton.simulator.clock import VirtualClock
 from baton.simulator.counted_tokens import counted_segment
 from baton.simulator.inputs import EngineSpec
@@ -52,6 +53,8 @@ class SimulatedLease:
     """Number of response tokens of the complete trajectory."""
     version: int
     is_exact: bool
+    origin: int = 0
+    """Origin of the tokens that the engine generates."""
     grown: list[tuple[int, int]] = field(default_factory=list)
     """(version, number of tokens) of segments that are not reported yet."""
     end_step: int = -1
@@ -88,6 +91,9 @@ class SimEngine:
     ) -> None:
         self.name, self.slots, self.busy = spec.name, spec.slots, EngineTime()
         self.version: int | None = None
+        self.wrong = 0
+        """Origin of the tokens of further leases; 0 while the engine generates correct tokens."""
+        self._has_own_noise = spec.kind in OWN_NOISE
         self._clock, self._speed, self._owner, self._tracer = clock, spec.speed, owner, tracer
         self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s
         self._shares_prefill, self._class_cost = shares_prefill, spec.class_cost
@@ -130,6 +136,7 @@ class SimEngine:
             lease.sampling.max_new_tokens,
             lease.version,
             lease.is_exact,
+            lease.lease_id + 1 if self._has_own_noise else self.wrong,
         )
         self._waiting.append(row)
         if not self._width or len(self._waiting) + self._width <= self.slots:
@@ -330,7 +337,7 @@ class SimEngine:
         offset = at = row.tokens - sum(count for _, count in row.grown)
         segments = []
         for version, count in row.grown:
-            segments.append(counted_segment(at, count, version))
+            segments.append(counted_segment(at, count, version, row.origin))
             at += count
         row.grown = []
         if row.lease not in self._dropping:

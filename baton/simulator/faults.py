@@ -9,9 +9,9 @@ for_s = 60.0
 ```
 
 Kinds: `crash`, `hang` (no progress and no messages for for_s), `slow` (by factor), `leave` (reports its tokens, then
-ends), `join` (adds a worker like `worker`), `restart` (the controller stops and resumes after for_s), `partition`
-(messages are delayed until it ends, fetches fail), and `storm` (messages: loss, duplicate, reorder, delay_s; fetches:
-corrupt).
+ends), `join` (adds a worker like `worker`), `wrong` (generates other tokens than other workers for for_s; 0: always),
+`restart` (the controller stops and resumes after for_s), `partition` (messages are delayed until it ends, fetches
+fail), and `storm` (messages: loss, duplicate, reorder, delay_s; fetches: corrupt).
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from baton.errors import UserError
 from baton.settings import Settings
 from baton.simulator.seeds import choices
 
-Kind = Literal["crash", "hang", "slow", "join", "leave", "restart", "partition", "storm"]
+Kind = Literal["crash", "hang", "slow", "join", "leave", "restart", "partition", "storm", "wrong"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+DRAWN = KINDS[:-1]
+"""Kinds from which random faults are drawn by default: those that can happen to a correct worker."""
 
 
 class FaultSettings(Settings):
@@ -75,7 +77,7 @@ class RandomSettings(Settings):
     """Number of faults."""
     until_s: float = Field(gt=0)
     """Virtual time before which all drawn faults begin."""
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[Kind, ...] = DRAWN
     """Kinds of fault to draw from."""
 
 

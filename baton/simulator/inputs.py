@@ -24,6 +24,8 @@ class EngineSpec:
     weight: float = 1.0
     """Throughput of a slot according to the plan, relative to the other engines."""
     num_gpus: int = 1
+    kind: str = "embedded"
+    """Kind of engine. Engines with noise of their own generate other tokens under each lease."""
     class_cost: float | None = None
     """Cost of one more length class in a decode step, in positions. A row attends over the longest context of its class
     (`cost/generate.py: scanned_tokens`). None: every row attends over its own context."""

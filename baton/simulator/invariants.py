@@ -89,6 +89,8 @@ class InvariantChecker:
                 own.state = TrajectoryState.SCORING
                 length = self._world.script.length(g, s)
                 self.check(own.num_tokens == length, "append only", f"{g}/{s} ends at {own.num_tokens}, not {length}")
+                if self._rules.mode == "sync":
+                    self.check(self._world.has_one_origin((g, s)), "append only", f"{g}/{s} mixes tokens of two leases")
             case ro.LeaseEnded(group_id=g, sample_index=s):
                 own = self._own[g, s]
                 self.check(own.state is TrajectoryState.LEASED, "conservation", f"{g}/{s} ended while {own.state.name}")
@@ -282,6 +284,8 @@ class _LeaseTableChecker:
         self._reported = self._committed = 0
         self._wasted: Counter[str] = Counter()
         self._leases: set[int] = set()
+        self._grown: Counter[int] = Counter()
+        """Lease → number of reported tokens."""
         self._lengths: dict[int, int] = {}
         """Task → number of committed tokens."""
         self._aborted: set[int] = set()
@@ -293,8 +297,12 @@ class _LeaseTableChecker:
                 self._lengths[task] = count
             case ev.TaskAborted(task=task):
                 self._aborted.add(task)
-            case ev.LeaseProgressed(num_tokens=count):
+            case ev.LeaseProgressed(lease=lease, num_tokens=count):
                 self._reported += count
+                self._grown[lease] += count
+            case ev.TaskRevoked(task=task):
+                self._lengths.pop(task, None)
+                self._aborted.discard(task)
             case ev.WorkerJoined(worker=worker, at_s=at_s) | ev.WorkerSeen(worker=worker, at_s=at_s):
                 self._heard_s[worker] = at_s
             case _:
@@ -314,6 +322,10 @@ class _LeaseTableChecker:
             case ev.FinishTask(task=task) | ev.ReturnTask(task=task):
                 del self._lengths[task]
                 self._aborted.discard(task)
+            case ev.ReplaceTokens(task=task, lease=lease):  # the replacement is committed as a whole
+                del self._lengths[task]
+                self._aborted.discard(task)
+                self._committed += self._grown[lease]
             case ev.DiscardTokens(cause=cause, num_tokens=count):
                 self._wasted[cause] += count
             case _:
@@ -327,9 +339,11 @@ class _LeaseTableChecker:
         for task in table.tasks():
             if task.number not in self._lengths or len(task.leases) > 2:
                 must(False, "leases", f"task {task.number} is leased {len(task.leases)} times, or has ended")
-            if not restarts:
-                for lease in (*task.leases, *task.returned):
+            for lease in (*task.leases, *task.returned):
+                if not restarts:
                     open_ += lease.length - task.committed
+                elif task.origin not in (None, lease.origin):
+                    open_ += lease.length - lease.base
         same = self._reported == self._committed + self._wasted.total() + open_
         must(
             same,

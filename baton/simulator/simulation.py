@@ -13,6 +13,7 @@ runs and which groups form a batch, is the same code as in a live run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import TrackedGroup, TrajectoryState
 from baton.simulator.clock import VirtualClock
-from baton.simulator.counted_tokens import new_trajectory
+from baton.simulator.counted_tokens import CountedTokens, new_trajectory
 from baton.simulator.inputs import Setting
 from baton.simulator.result import RunRecord, SimulatedStep
 from baton.simulator.scorer import SimulatedScorer
@@ -76,11 +77,12 @@ class Simulation:
         self._key_of: dict[int, Key] = {}
         self._lease_of: dict[Key, int] = {}
         self._trajectories: dict[Key, Trajectory] = {}
-        """The trajectories that are running or aborted."""
-        self._made: dict[int, dict[int, int]] = {}
-        """Group id → version → number of tokens."""
+        """The trajectories that are running, aborted or being scored."""
+        self._made: dict[int, list[Counter[int]]] = {}
+        """Group id → version → number of tokens of each trajectory. Groups of delivered batches are absent."""
         self._next_lease = 0
-        self._batch: tuple[int, ...] | None = None
+        self._batch: dict[int, Counter[int]] | None = None
+        """Group id of the delivered batch → version → number of tokens."""
         self._is_training = False
         self._wanted_s = 0.0
         self._moved_s = 0.0
@@ -161,15 +163,16 @@ class Simulation:
             case ro.Assign():
                 self._assign(command)
             case ro.Open(group_id=group_id):
-                self._made[group_id] = {}
+                self._made[group_id] = [Counter() for _ in range(self.rules.group_size)]
             case ro.AbortTrajectory(group_id=group_id, sample_index=sample_index):
                 lease = self._lease_of.get((group_id, sample_index))
                 if lease is not None:
                     self.port.send(Abort(lease))
             case ro.Restart(group_id=group_id, sample_index=sample_index):
                 self._trajectories.pop((group_id, sample_index), None)
+                self._made[group_id][sample_index].clear()
             case ro.Deliver(group_ids=group_ids):
-                self._batch = group_ids
+                self._batch = {group_id: sum(self._made.pop(group_id), Counter()) for group_id in group_ids}
                 self._train_when_free()
             case ro.Load(version=version):
                 self.port.load(version)
@@ -192,13 +195,20 @@ class Simulation:
         """Handle a message of the transport."""
         match message:
             case Report():
-                self._on_report(message)
+                if message.lease_id in self._key_of:  # else its trajectory was revoked
+                    self._on_report(message)
             case Retry(lease_id=lease):
-                self._lease_ended(lease)
+                if lease in self._key_of:
+                    self._lease_ended(lease)
             case WorkLost(cause=cause, num_tokens=num_tokens):
                 self.dispatch(ro.TokensLost(self.clock.now_s, cause, num_tokens))
-            case WorkRevoked():
-                raise AssertionError("no trajectory is revoked: all workers generate the same tokens")
+            case WorkRevoked(group_id=group_id, sample_index=sample_index, cause=cause):
+                running = self._lease_of.get((group_id, sample_index))
+                if running is not None:
+                    self.port.send(Abort(running))
+                    self._release_lease(running)
+                if group_id in self._made:
+                    self.dispatch(ro.Revoked(self.clock.now_s, group_id, sample_index, cause))
 
     def _on_report(self, report: Report) -> None:
         key = self._key_of[report.lease_id]
@@ -207,12 +217,10 @@ class Simulation:
             self._trajectories[key] = self._trajectories[key].extended(report.segments)
         for segment in report.segments:
             version, num_tokens = segment.policy_version, len(segment.token_ids)
-            made = self._made[key[0]]
-            made[version] = made.get(version, 0) + num_tokens
+            self._made[key[0]][key[1]][version] += num_tokens
             self.dispatch(ro.TokensReceived(self.clock.now_s, *key, version, num_tokens))
         if report.finish_reason is not None:
             self._release_lease(report.lease_id)
-            del self._trajectories[key]
             self.dispatch(ro.Finished(self.clock.now_s, *key))
             self._train_when_free()
             self._ask_judges(key)
@@ -237,16 +245,23 @@ class Simulation:
         return key
 
     def _ask_judges(self, key: Key) -> None:
-        lineage = self.lineage
+        lineage, trajectory = self.lineage, self._trajectories[key]
         if not self.setting.judges.latency_s:
-            self._judged(lineage, key)
+            self._judged(lineage, key, trajectory)
         else:
-            self._judges.submit(lambda: self._judged(lineage, key))
+            self._judges.submit(lambda: self._judged(lineage, key, trajectory))
 
-    def _judged(self, lineage: int, key: Key) -> None:
-        if lineage == self.lineage:
+    def _judged(self, lineage: int, key: Key, trajectory: Trajectory) -> None:
+        if lineage == self.lineage and self._trajectories.get(key) is trajectory:  # else it was revoked
+            del self._trajectories[key]
             self._moved_s = self.clock.now_s
             self.dispatch(ro.Rewarded(self.clock.now_s, *key, self.script.reward(*key)))
+
+    def has_one_origin(self, key: Key) -> bool:
+        """Return whether all tokens of a finished trajectory have one origin."""
+        columns = [segment.token_ids for segment in self._trajectories[key].segments]
+        origins = {column.origin if isinstance(column, CountedTokens) else -1 for column in columns}
+        return len(origins) == 1 and -1 not in origins
 
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
@@ -261,16 +276,15 @@ class Simulation:
         idle until the next request."""
         if self._batch is None or (self.rules.mode != "async" and self.scheduler.num_leased):
             return
-        group_ids, self._batch = self._batch, None
+        batch, self._batch = self._batch, None
         size, script = self.rules.group_size, self.script
         lengths: list[int] = []
-        made: dict[int, int] = {}
-        for group_id in group_ids:
+        made: Counter[int] = Counter()
+        for group_id, counts_of_group in batch.items():
             prompt = script.prompt(group_id)
             # the trainer computes whole trajectories, even if some tokens are masked
             lengths += [prompt + script.length(group_id, index) for index in range(size)]
-            for version, num_tokens in self._made.pop(group_id).items():
-                made[version] = made.get(version, 0) + num_tokens
+            made += counts_of_group
         seconds = self.setting.train.step_s(lengths)
         slowdown = self.setting.train_slowdown if self.rules.mode == "async" else 1.0
         if self.rules.mode == "async" and self.setting.engine_slowdown > 1:
@@ -323,10 +337,7 @@ class Simulation:
         delivered = self.version + (self._is_training or self._batch is not None)
         self.lineage += 1
         replay_s = sum(self._since_checkpoint)
-        if self._batch is not None:  # the batch is recorded, but its training has not begun
-            for group_id in self._batch:
-                self._made.pop(group_id)
-            self._batch = None
+        self._batch = None  # it is recorded, but its training has not begun
         self.record.restarted(now_s, old.ledger)
         groups = sorted((self._kept(group) for group in old.groups()), key=lambda group: group.group_id)
         self._key_of, self._lease_of, self._is_training = {}, {}, False
@@ -341,11 +352,10 @@ class Simulation:
                 self.record.lose("restart", member.num_tokens)
                 member.forget()
                 self._trajectories.pop((group.group_id, member.sample_index), None)
-        self._made[group.group_id] = {}
-        for member in group.members:
+        self._made[group.group_id] = [Counter() for _ in group.members]
+        for member, counts in zip(group.members, self._made[group.group_id], strict=True):
             for version, count in member.versions:
-                made = self._made[group.group_id]
-                made[version] = made.get(version, 0) + count
+                counts[version] += count
         return group
 
     def _resume(self, lineage: int, version: int, next_group_id: int, groups: list[TrackedGroup]) -> None:

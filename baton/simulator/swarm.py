@@ -324,6 +324,10 @@ class FaultInjector:
                 self._slow(worker, fault.factor)
                 if fault.for_s:
                     clock.after(fault.for_s, self._slow, worker, 1.0)
+            case "wrong":
+                worker.engine.wrong = 1 + self._swarm.workers.index(worker)
+                if fault.for_s:
+                    clock.after(fault.for_s, setattr, worker.engine, "wrong", 0)
             case "crash" | "leave":
                 worker.die() if fault.kind == "crash" else worker.leave()
                 if fault.for_s:

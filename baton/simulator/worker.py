@@ -20,8 +20,6 @@ from baton.swarm.verification.verify import WorkerClass
 from baton.swarm.worker.session import Command, ConnectionLost, Prepare, WorkerSession
 from baton.types import Abort, FromWorker, Lease, PolicyVersion
 
-WORKER_CLASS = WorkerClass("simulated", "float32", "embedded")
-
 
 class WorkerHost(Protocol):
     """The hub and the network from a worker's point of view."""
@@ -207,7 +205,7 @@ class SimWorker:
     def _prepare(self, *, drops: bool) -> None:
         for lease in self.engine.leases if drops else ():
             self.engine.drop(lease)
-        self._execute(self.session.ready(WORKER_CLASS, self.spec.slots))
+        self._execute(self.session.ready(WorkerClass("simulated", "float32", self.spec.kind), self.spec.slots))
         self._begin_beats(self._swarm.heartbeat_s)
 
     # ---- reports of the engine ---------------------------------------------------------------------------------------

@@ -97,6 +97,12 @@ def random_case(number: int) -> tuple[Setting, RunOptions]:
         swarm=SwarmSpec(leases, report_every_s=1.0, heartbeat_s=1.0, fetch_s=0.3),
     )
     faults = draw_faults(choices(number, "faults"), RandomSettings(faults=draw.randint(0, 12), until_s=UNTIL_S))
+    if draw.random() < 0.5:  # engines of two kinds, of which one has noise of its own; a worker with wrong tokens
+        kinds = (draw.choice(("embedded", "vllm")) for _ in setting.engines)
+        own = tuple(replace(spec, kind=kind) for spec, kind in zip(setting.engines, kinds, strict=True))
+        setting = replace(setting, engines=own)
+        for_s = draw.choice((0.0, 5.0))
+        faults.append(FaultSettings(kind="wrong", at_s=round(draw.random() * UNTIL_S / 2, 3), for_s=for_s))
     return setting, RunOptions(number, [*faults, FaultSettings(kind="join", at_s=HELP_S)], laws=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.simulator.counted_tokens import counted_segment, new_trajectory
+from baton.simulator.counted_tokens import ORIGIN, CountedTokens, counted_segment, new_trajectory
 from baton.types import Segment, Trajectory
 
 
@@ -21,6 +21,20 @@ def test_a_counted_trajectory_grows_and_divides_like_one_with_ids() -> None:
     assert counted.behavior_logprobs == real.behavior_logprobs
     parts = counted.segments_between(5, 7)
     assert [(list(part.token_ids), part.policy_version) for part in parts] == [([5], 0), ([6], 2)]
+
+
+def test_tokens_of_two_origins_differ_and_keep_their_positions() -> None:
+    begun = new_trajectory(0, 0, prompt=1).extended((counted_segment(0, 4, 0),))
+    same, other = (begun.extended((counted_segment(4, 3, 0, origin),)) for origin in (0, 5))
+    assert same.ids_between(0, 4) == other.ids_between(0, 4)
+    assert same.ids_between(4, 7) == [4, 5, 6] != other.ids_between(4, 7)
+    assert other.ids_between(4, 7) == [5 * ORIGIN + place for place in (4, 5, 6)]
+    (column,) = (segment.token_ids for segment in same.segments)
+    assert isinstance(column, CountedTokens)
+    assert column.origin == 0
+    again = other.extended((counted_segment(7, 2, 1, 5), counted_segment(9, 1, 1, 0)))
+    assert again.num_tokens == 10
+    assert again.ids_between(8, 10) == [5 * ORIGIN + 8, 9]
 
 
 def test_tokens_that_do_not_follow_cannot_be_appended() -> None:

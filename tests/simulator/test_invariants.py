@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from baton.simulator.faults import FaultSettings
 from baton.simulator.request import broken_law
 from baton.simulator.run import RunOptions, simulate
 from baton.swarm import lease_events as ev
+from baton.swarm.lease_broker import LeaseBroker
 from baton.swarm.leases import LeaseRules, LeaseTable
 
 
@@ -200,11 +202,38 @@ def test_what_is_shown_is_no_more_than_is_needed() -> None:
 
 def test_the_quarantine_of_a_correct_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's check refuses tokens of a version that it has not published."""
-    monkeypatch.setattr(engine, "counted_segment", lambda start, num, version: counted_segment(start, num, version + 9))
+    late = lambda start, num, version, origin: counted_segment(start, num, version + 9, origin)  # noqa: E731
+    monkeypatch.setattr(engine, "counted_segment", late)
     violation = broken_law(swarm("async"), RunOptions(0, random_case(0)))
     assert violation is not None
     assert violation.law == "workers"
     assert "newest" in violation.sentence()
+
+
+WRONG = [FaultSettings(kind="wrong", at_s=0.0, worker="w0"), FaultSettings(kind="crash", at_s=2.0, worker="w0")]
+
+
+def test_tokens_that_contradict_each_other_are_generated_again() -> None:
+    """A worker generates other tokens than its class, and crashes; who takes over generates correct ones."""
+    record = simulate(swarm("sync"), RunOptions(0, WRONG, laws=True))
+    assert record.lost["contradicted"] > 0
+
+
+def test_a_hub_that_does_not_compare_tokens_mixes_them_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeaseBroker, "_agrees", lambda self, progress, start: True)
+    violation = broken_law(swarm("sync"), RunOptions(0, WRONG))
+    assert violation is not None
+    assert violation.law == "append only"
+    assert "mixes tokens of two leases" in violation.sentence()
+
+
+def test_an_engine_with_noise_of_its_own_replaces_what_another_began() -> None:
+    of = swarm("sync")
+    own = tuple(replace(spec, kind=kind) for spec, kind in zip(of.engines, ("vllm", "embedded", "vllm"), strict=True))
+    lost = Counter()
+    for seed in range(4):
+        lost += simulate(replace(of, engines=own), RunOptions(seed, random_case(seed), laws=True)).lost
+    assert lost["overtaken"] > 0
 
 
 def test_without_a_bug_nothing_is_found() -> None:
