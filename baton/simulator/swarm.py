@@ -246,7 +246,7 @@ class Swarm:
 
     # ---- methods of WorkerHost ---------------------------------------------------------------------------------------
 
-    def connect(self, worker: SimWorker) -> bool:
+    def try_connect(self, worker: SimWorker) -> bool:
         name = worker.spec.name
         if self.is_down or (self.trouble is not None and self.trouble.is_apart(name)):
             return False

@@ -24,7 +24,7 @@ from baton.types import Abort, FromWorker, Lease, PolicyVersion
 class WorkerHost(Protocol):
     """The hub and the network from a worker's point of view."""
 
-    def connect(self, worker: SimWorker) -> bool:
+    def try_connect(self, worker: SimWorker) -> bool:
         """Connect a worker to the hub. Return whether this has succeeded."""
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
@@ -139,7 +139,7 @@ class SimWorker:
         if self.is_frozen:
             self._clock.after(1.0, self._connect)
             return
-        self.is_connected = self._around.connect(self)
+        self.is_connected = self._around.try_connect(self)
         if not self.is_connected:
             self._connect_later()
 
