@@ -7,7 +7,7 @@
 Uses no socket, no thread and no clock, so the live worker and the simulator use the same class. A message of the hub
 that the engine must act on is returned as a command; a message of `FromWorker` is returned to be sent.
 
-The session outlives its connections. Reports are kept until the hub confirms them. A restarted hub has another
+The session survives its connections. Reports are kept until the hub confirms them. A restarted hub has another
 incarnation, and leases of the old incarnation are discarded.
 """
 
