@@ -155,7 +155,7 @@ class SimWorker:
 
     def _say_beat(self) -> None:
         self.session.stats = EngineStats(decoded_tokens=self.engine.decoded())
-        self._execute((self.session.heartbeat(),))
+        self._run_commands((self.session.heartbeat(),))
 
     # ---- messages from the hub ---------------------------------------------------------------------------------------
 
@@ -173,9 +173,9 @@ class SimWorker:
         except ConnectionLost:
             self.cut()
             return
-        self._execute(commands)
+        self._run_commands(commands)
 
-    def _execute(self, commands: Sequence[Command]) -> None:
+    def _run_commands(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
                 case Lease():
@@ -205,19 +205,19 @@ class SimWorker:
     def _prepare(self, *, drops: bool) -> None:
         for lease in self.engine.leases if drops else ():
             self.engine.drop(lease)
-        self._execute(self.session.ready(WorkerClass("simulated", "float32", self.spec.kind), self.spec.slots))
+        self._run_commands(self.session.ready(WorkerClass("simulated", "float32", self.spec.kind), self.spec.slots))
         self._begin_beats(self._swarm.heartbeat_s)
 
     # ---- reports of the engine ---------------------------------------------------------------------------------------
 
     def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
-        self._execute(self.session.reported(reports))
+        self._run_commands(self.session.reported(reports))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
     def _consider(self, event: vs.Event) -> None:
         if self.is_up:
-            self._execute(self.session.handle(event))
+            self._run_commands(self.session.handle(event))
 
     def _fetched(self, version: PolicyVersion) -> None:
         if not self.is_up:

@@ -193,9 +193,9 @@ class SwarmWorker:
             for command in commands:
                 if isinstance(command, Prepare):
                     await self._prepare(command)
-                    self._execute(self.session.ready(*self._worker_class(command.welcome)))
+                    self._run_commands(self.session.ready(*self._worker_class(command.welcome)))
                 else:
-                    self._execute((command,))
+                    self._run_commands((command,))
             commands = await self._receive(connection)
 
     def _worker_class(self, welcome: messages.Welcome) -> tuple[WorkerClass, int]:
@@ -236,7 +236,7 @@ class SwarmWorker:
         secret = "" if welcome is None else welcome.relay_secret
         return HttpSource(self._http, self._loop, relay, secret, distance=0)
 
-    def _execute(self, commands: Sequence[Command]) -> None:
+    def _run_commands(self, commands: Sequence[Command]) -> None:
         """Execute commands other than `Prepare`."""
         for command in commands:
             match command:
@@ -264,7 +264,7 @@ class SwarmWorker:
 
     def _on_weights(self, event: vs.Event) -> None:
         self.session.fetched_bytes = self._updater.fetched_bytes
-        self._execute(self.session.handle(event))
+        self._run_commands(self.session.handle(event))
 
     async def _prepare(self, prepare: Prepare) -> None:
         welcome, known = prepare.welcome, self._engine
@@ -325,7 +325,7 @@ class SwarmWorker:
 
     def _take_reports(self, reports: list[FromEngine], stats: EngineStats) -> None:
         self.session.stats = stats
-        self._execute(self.session.reported(reports))
+        self._run_commands(self.session.reported(reports))
 
     def _take_fault(self, error: Exception) -> None:
         self._fault = error
