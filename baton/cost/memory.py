@@ -7,6 +7,7 @@ A trainer rank passes through phases. Each holds the state and some working memo
     head      state, kept activations, the head's gradient, pieces of logits
     blocks    state, kept activations, one block: gathered weights, activations, gradients
     tables    state, gradients of embedding and head
+    update    state and the new moments of a tensor in float32, if moments have 8 bits
     publish   state and a copy of the weights, in a process that publishes itself
 
 A checkpoint is written tensor by tensor, so it is not a phase.
@@ -39,6 +40,8 @@ PRODUCT_ROWS = 8192
 """Rows of the head's gradient that are computed at a time on CUDA in bfloat16 (`policy/head.py`)."""
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
 """Bytes per trained parameter: float32 master weight, float32 gradient, two float32 moments."""
+PACKED_MOMENTS_BYTES = 2 * (1 + 4 / 256)
+"""Bytes of two moments in 8 bits, with a float32 scale per 256 values."""
 GPU_CONTEXT_BYTES = 1.5e9
 """Assumed: CUDA context, NCCL's buffers, workspaces of cuBLAS and attention."""
 RUNTIME_BYTES = 0.7e9
@@ -91,6 +94,8 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the trained adapter; 0 if all weights are trained."""
     base_bytes: float = 4.0
     """Bytes of a frozen weight under an adapter."""
+    moments_bytes: float = MOMENTS_BYTES
+    """Bytes of the two moments of a trained parameter."""
     has_critic: bool = False
     """Whether a separate critic is trained."""
     reference_bytes: float = 0.0
@@ -227,6 +232,8 @@ def rank_phases(
             "backward pass of the embedding", (*state, later, gathered, Term("gradient of the embedding", of_tables))
         ),
     ]
+    if how.moments_bytes < MOMENTS_BYTES:  # its largest tensor is the embedding, or the head
+        found.append(Phase("update", (*state, Term("new moments in float32", MOMENTS_BYTES * head))))
     trained = how.adapter_params / model.num_layers if how.adapter_params else layer
     at_once = 0.0 if how.adapter_params else tables + model.other_params
     if how.published_bytes:
@@ -259,7 +266,7 @@ def _state(model: ModelSpec, how: RankShape, first: Array, last: Array) -> tuple
         return Term(name, *(num_bytes * sum(part) / ranks for part in zip(*models, strict=True)))
 
     found = [held("weights", WEIGHT_BYTES, shards), held("gradients", GRADIENT_BYTES, whole)]
-    found.append(held("moments", MOMENTS_BYTES, shards))
+    found.append(held("moments", how.moments_bytes, shards))
     frozen = how.reference_bytes + (how.base_bytes if how.adapter_params else 0.0)
     if frozen:
         found.append(Term("frozen weights", frozen * others / shards, frozen * layer / shards))

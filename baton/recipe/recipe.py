@@ -172,6 +172,7 @@ class Recipe(Settings):
             "vllm": self.engine.vllm.parts if self.engine.kind == "vllm" else ("default",),
             "workers": ("swarm" if swarm.is_on else "processes" if self.engine.processes else "in_process",),
             "trainer": (next(name for name, is_so in shapes.items() if is_so),),
+            "optimizer": (trainer.optimizer,),
             "head": (self.model.head_dtype,),
             "sampling": ("truncated" if self.rollout.max_kept else "whole",),
             "weights": ("full" if self.lora is None else "lora",),

@@ -242,6 +242,7 @@ def _steps(recipe: Recipe) -> list[tuple[str, str, Any]]:
         *[("engine", "slots", slots) for slots in halves],
         ("rollout", "placement", "colocated" if can_share else None),
         ("engine", "dtype", None if engine.dtype == "bfloat16" else "bfloat16"),
+        ("trainer", "optimizer", "adamw8bit" if trainer.ranks == 1 and recipe.lora is None else None),
         ("", "lora", LoraSettings() if recipe.lora is None else None),
     ]
 
@@ -254,5 +255,5 @@ def _with(recipe: Recipe, steps: Sequence[tuple[str, str, Any]]) -> Recipe:
 
 
 def _named(section: str, key: str, value: Any) -> str:
-    shown = {True: "true", "colocated": '"colocated"', "bfloat16": '"bfloat16"'}.get(value, value) if section else None
+    shown = "true" if value is True else f'"{value}"' if isinstance(value, str) else value
     return f"[{key}]" if not section else f"{section}.{key} = {shown}"

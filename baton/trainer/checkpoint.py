@@ -154,8 +154,11 @@ def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[s
         stored = StoredTensors.in_files(sorted(shards.glob("*.safetensors")) if place is shards else [place])
         found = {}
         for name, shape in stored.shapes.items():
-            like = parameters.get(name.partition("/")[2])
-            if like is None or shape not in ((), tuple(like.shape)):
+            key, _, parameter = name.partition("/")
+            like = parameters.get(parameter)
+            if like is not None and "." in key:  # of 8 bits, which only a trainer without ranks has
+                found[name] = stored.whole(name).to(like.device)
+            elif like is None or shape not in ((), tuple(like.shape)):
                 found[name] = torch.empty(shape, device="meta")
             else:
                 found[name] = stored.like(name, like if shape else torch.empty(()), like.device)

@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from baton.cost.memory import Phase, RankShape, adapter_params, fitting_logits, rank_phases
+from baton.cost.memory import (
+    MOMENTS_BYTES,
+    PACKED_MOMENTS_BYTES,
+    Phase,
+    RankShape,
+    adapter_params,
+    fitting_logits,
+    rank_phases,
+)
 from baton.errors import UserError
 from baton.policy.settings import LoraSettings
 from baton.specs.model import ModelSpec, model_spec
@@ -72,6 +80,7 @@ def trainer_phases(
             whole_gradients=not settings.shard_gradients,
             adapter_params=adapter,
             base_bytes=value_bytes,
+            moments_bytes=PACKED_MOMENTS_BYTES if settings.optimizer == "adamw8bit" else MOMENTS_BYTES,
             has_critic=algorithm.advantage == "gae" and algorithm.critic == "separate",
             reference_bytes=value_bytes if has_reference else 0.0,
             on_cpu=on_cpu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
@@ -107,14 +108,19 @@ def check_critic(head: Head | None, model: PreTrainedModel, algorithm: Algorithm
 
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    """Enable activation checkpointing and compilation as configured. Raises UserError if they are not supported."""
+    """Enable activation checkpointing and compilation as configured. Raises UserError if they, or the optimiser, are
+    not supported."""
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:
-        _check_compiler(model.device)
+        _check_compiler("trainer.compile", model.device)
         compile_blocks(model)
+    if settings.optimizer == "adamw8bit":
+        if find_spec("torchao") is None:
+            raise UserError("trainer.optimizer: 'adamw8bit' needs torchao: run `pip install 'baton-rl[optimizer]'`")
+        _check_compiler("trainer.optimizer = 'adamw8bit'", model.device)
 
 
-def _check_compiler(device: torch.device) -> None:
+def _check_compiler(key: str, device: torch.device) -> None:
     if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
-        raise UserError("trainer.compile needs a C++ compiler, but neither g++ nor clang++ was found on the PATH")
+        raise UserError(f"{key} needs a C++ compiler, but neither g++ nor clang++ was found on the PATH")

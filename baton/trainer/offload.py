@@ -90,7 +90,9 @@ class Offload:
             yield from model.buffers()
         for optimizer in self._optimizers:
             for moments in optimizer.state.values():
-                yield from (value for value in moments.values() if isinstance(value, Tensor))
+                for value in moments.values():
+                    packed = [getattr(value, name) for name in getattr(value, "tensor_attrs", ())]  # torchao's
+                    yield from packed or ([value] if isinstance(value, Tensor) else [])
 
     def _host(self, tensor: Tensor) -> Tensor:
         """Return host memory for a tensor. The memory of the last offload is reused if it fits."""

@@ -10,7 +10,7 @@ import torch
 
 from baton.errors import UserError
 from baton.policy.sharding import by_mesh, whole
-from baton.trainer.settings import Decay
+from baton.trainer.settings import Decay, OptimizerName
 
 
 def learning_rate(
@@ -41,8 +41,13 @@ def check_schedule(section: str, *, warmup_steps: int, decay: Decay, total_steps
 
 
 def make_optimizer(
-    parameters: Mapping[str, torch.nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
-) -> torch.optim.AdamW:
+    parameters: Mapping[str, torch.nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    name: OptimizerName = "adamw",
+) -> torch.optim.Optimizer:
     """Return AdamW over `parameters`. Weight decay applies to tensors of two or more dimensions."""
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     others = [p for p in parameters.values() if p.ndim < 2]
@@ -51,6 +56,11 @@ def make_optimizer(
         for kind, decay in ((matrices, weight_decay), (others, 0.0))
         for group in by_mesh(kind)
     ]
+    if name == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        found: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas)
+        return found
     # The fused kernel (CPU and CUDA only) passes over memory once; elsewhere torch chooses.
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters.values())
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None)
@@ -80,17 +90,24 @@ def clip_gradients(
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update."""
-    found = {}
+    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update. A moment of
+    8 bits is two tensors, `<moment>.codes` and `<moment>.scale`."""
+    found: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         for key, tensor in optimizer.state.get(parameter, {}).items():
-            found[f"{key}/{name}"] = tensor.detach()
+            if hasattr(tensor, "codes"):
+                found |= {f"{key}.codes/{name}": tensor.codes, f"{key}.scale/{name}": tensor.scale}
+            else:
+                found[f"{key}/{name}"] = tensor.detach()
     return found
 
 
@@ -108,7 +125,10 @@ def load_optimizer_tensors(
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition("/")
-        if name not in parameters or (tensor.ndim and tensor.shape != parameters[name].shape):
+        is_packed, has_shape = "." in key, bool(tensor.ndim) and not key.endswith(".scale")
+        if is_packed and isinstance(optimizer, torch.optim.AdamW):
+            raise UserError(f"the optimizer state holds {full_name}, of 8 bits: resume with its trainer.optimizer")
+        if name not in parameters or (has_shape and tensor.shape != parameters[name].shape):
             raise UserError(
                 f"the optimizer state holds {full_name} of shape {tuple(tensor.shape)}, which matches no parameter of "
                 "this model; resume with the model and the trained layers of the checkpoint"
@@ -117,5 +137,17 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    state["state"] = {index: by_name[name] for index, name in enumerate(ordered) if name in by_name}
+    state["state"] = {index: _with_packed(by_name[name]) for index, name in enumerate(ordered) if name in by_name}
     optimizer.load_state_dict(state)
+
+
+def _with_packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the state of a parameter, with the codes and scales of each moment as one tensor of torchao."""
+    found = {key: tensor for key, tensor in tensors.items() if "." not in key}
+    for key in [key.removesuffix(".codes") for key in tensors if key.endswith(".codes")]:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        codes, is_signed = tensors[f"{key}.codes"], key == "exp_avg"
+        qmap = OptimState8bit.zeros((256,), is_signed, 256, codes.device).qmap
+        found[key] = OptimState8bit(codes, tensors[f"{key}.scale"], qmap, is_signed, torch.float32)
+    return found

@@ -10,11 +10,16 @@ from baton.policy.settings import DTypeChoice
 from baton.settings import Settings
 
 Decay = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adamw8bit"]
 
 
 class TrainerSettings(Settings):
     """[trainer] Optimisation of the policy."""
 
+    optimizer: OptimizerName = "adamw"
+    """AdamW with moments in float32, or in 8 bits with a scale per 256 values (torchao: `baton-rl[optimizer]`), which
+    saves 6 of 16 bytes per parameter. Tensors below 4,096 values keep float32. torch compiles its update at the first
+    step, which on a CPU requires a C++ compiler."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -31,7 +36,7 @@ class TrainerSettings(Settings):
     """Maximum Euclidean norm of an update's gradient; larger gradients are scaled down. `inf` disables clipping."""
     dtype: DTypeChoice = "auto"
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
-    Master weights and optimiser state are always float32. Matrix products in float32 use TF32 on CUDA."""
+    Master weights are always float32. Matrix products in float32 use TF32 on CUDA."""
     compile: bool = False
     """Compile the model's blocks with torch; packed rows, too. On a CPU, steps are about a third faster (half in
     bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler. The compiled kernels depend on

@@ -56,7 +56,9 @@ def make_learners(
     return [
         Learner(
             parameters,
-            make_optimizer(parameters, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay),
+            make_optimizer(
+                parameters, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, name=settings.optimizer
+            ),
             lr,
         )
         for parameters, lr in groups

@@ -8,6 +8,7 @@ import pytest
 
 from baton.cost.memory import (
     MAX_LOGITS,
+    PACKED_MOMENTS_BYTES,
     PRODUCT_ROWS,
     EngineShape,
     RankShape,
@@ -95,6 +96,16 @@ def test_a_process_without_ranks_gathers_nothing_and_autocast_copies_the_weights
     assert _phase("publication", shape) == pytest.approx(state + 2 * PARAMS)
     assert "checkpoint" not in [phase.name for phase in rank_phases(MODEL, shape)], "it is written tensor by tensor"
     assert "publication" not in [phase.name for phase in rank_phases(MODEL, SHAPE)]
+
+
+def test_moments_in_eight_bits_are_a_byte_and_a_scale_per_256_values() -> None:
+    """Two codes and two float32 scales per 256 values: 2.03125 instead of 8 bytes. An update adds the new moments of
+    the largest tensor, the head, in float32."""
+    alone = RankShape(tokens=300)
+    packed = msgspec.structs.replace(alone, moments_bytes=PACKED_MOMENTS_BYTES)
+    before, after = (largest(rank_phases(MODEL, shape), 10) for shape in (alone, packed))
+    assert float(before.bytes(10) - after.bytes(10)) == pytest.approx((8 - 2.03125) * PARAMS)
+    assert _phase("update", packed) == pytest.approx((8 + 2.03125) * PARAMS + 8 * TABLE)
 
 
 def test_an_adapter_trains_few_parameters_on_frozen_weights() -> None:
