@@ -23,6 +23,7 @@ from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter, merge_adapter
 from baton.policy.head import use_float32_head
 from baton.policy.settings import DTypeChoice, DTypeName, dtype_on
+from baton.policy.stages import is_float32
 from baton.policy.stored_tensors import StoredTensors, stored_model
 from baton.policy.tensors import policy_tensors
 from baton.policy.threads import keep_positions_exact
@@ -200,6 +201,9 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"the model's configuration does not give a causal LM: {first_line(error)}") from error
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_float32(model, name):  # as `from_pretrained` does
+            tensor.data = tensor.data.float()
     _fit_head(model, "auto")
     keep_positions_exact(model)
     model.to(device)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ rotary embeddings and everything else that a family needs, and parameters keep t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -64,6 +64,12 @@ class StageModel:
     def owner_of(self, name: str) -> int:
         """Return the first stage that has a tensor of the model."""
         return next(stage for prefix, stage in self._owners.items() if name.startswith(prefix))
+
+
+def is_float32(model: PreTrainedModel, name: str) -> bool:
+    """Return whether the class of a model keeps a tensor in float32 when other weights are bfloat16."""
+    kept: Collection[str] = model._keep_in_fp32_modules_strict or ()
+    return any(f".{part}." in f".{name}." for part in kept)
 
 
 def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -363,15 +363,15 @@ def write_gathered(
     tensors: Mapping[str, torch.Tensor],
     put: Callable[[str, torch.Tensor], None] | None,
     gather: Gather,
-    dtype: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> str:
-    """Gather tensors one after another, cast floating-point ones to `dtype`, and pass them to `put`.
+    """Gather tensors one after another, cast them to `dtypes`, and pass them to `put`.
 
     Returns their digest, or "" without `put`. Collective: all ranks must pass the same names in the same order.
     """
     identities = []
     for name, tensor in tensors.items():
-        full = gather(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+        full = gather(name, tensor if dtypes is None else tensor.to(dtypes[name]))
         if put is not None:
             full = full.cpu()
             put(name, full)

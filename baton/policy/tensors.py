@@ -13,7 +13,7 @@ from baton.clock import in_order
 from baton.errors import EngineFault
 from baton.policy.adapters import adapter_tensors, has_adapters, raw_tensors
 from baton.policy.digest import Identity, identity_digest
-from baton.policy.stages import all_tensors
+from baton.policy.stages import all_tensors, is_float32
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -37,13 +37,24 @@ def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return adapter_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 
-def as_published(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return copies of tensors for publication. Floating-point tensors are cast to `dtype`."""
+def published_dtypes(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which each tensor is published: floating-point ones in `dtype`, except those that the model's
+    class keeps in float32, such as the bias by which DeepSeek-V3's router chooses experts."""
+    return {
+        name: t.dtype if not t.is_floating_point() else torch.float32 if is_float32(model, name) else dtype
+        for name, t in tensors.items()
+    }
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
-    return dict(zip(tensors, in_order(cast, tensors.values(), tensor_bytes), strict=True))
+def as_published(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors for publication (`published_dtypes`)."""
+
+    def cast(name: str) -> torch.Tensor:
+        return tensors[name].detach().to(dtypes[name], copy=True)
+
+    return dict(zip(tensors, in_order(cast, tensors, lambda name: tensor_bytes(tensors[name])), strict=True))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
 from baton.policy.sharding import box_of, local
 from baton.policy.stored_tensors import TensorFile, write_gathered
-from baton.policy.tensors import as_published, published_tensors, trained_tensors, weights_digest
+from baton.policy.tensors import as_published, published_dtypes, published_tensors, trained_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.trainer.alarms import Alarms
 from baton.trainer.algorithm import AlgorithmSettings
@@ -252,10 +252,11 @@ class LocalTrainer:
     def publish(self) -> PublishedWeights:
         """Return a copy of the current weights, or of the adapter alone, on the trainer's device.
 
-        Floating-point tensors are cast to `publish_dtype` before the digest is taken, so the digest identifies the
-        tensors that engines hold.
+        Tensors are cast (`published_dtypes`) before the digest is taken, so the digest identifies the tensors that
+        engines hold.
         """
-        tensors = as_published(published_tensors(self.model), self._publish_dtype)
+        tensors, dtypes = self._published()
+        tensors = as_published(tensors, dtypes)
         self._stamp(weights_digest(tensors))
         return PublishedWeights(self._version, tensors)
 
@@ -264,14 +265,18 @@ class LocalTrainer:
 
         Collective: all ranks must call it. Raises OSError.
         """
-        tensors, dtype = published_tensors(self.model), self._publish_dtype
+        tensors, dtypes = self._published()
         if self._parallel.is_first:
-            specs = {name: (dtype if t.is_floating_point() else t.dtype, t.shape) for name, t in tensors.items()}
-            with TensorFile(path, specs) as file:
-                self._stamp(write_gathered(tensors, file.put, self._parallel.whole, dtype))
+            with TensorFile(path, {name: (dtypes[name], tensor.shape) for name, tensor in tensors.items()}) as file:
+                self._stamp(write_gathered(tensors, file.put, self._parallel.whole, dtypes))
         else:
-            self._stamp(write_gathered(tensors, None, self._parallel.whole, dtype))
+            self._stamp(write_gathered(tensors, None, self._parallel.whole, dtypes))
         return self._version
+
+    def _published(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
+        """Return the tensors to publish, and the dtype of each."""
+        tensors = published_tensors(self.model)
+        return tensors, published_dtypes(self.model, tensors, self._publish_dtype)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint (format: `checkpoint.py`), atomically in a single process.

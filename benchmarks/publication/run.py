@@ -120,7 +120,8 @@ def train(rate: str, directory: Path) -> None:
 
 def as_bf16(file: Path) -> dict[str, torch.Tensor]:
     """The weights of one version as they are published."""
-    return as_published(load_file(file), torch.bfloat16)
+    tensors = load_file(file)
+    return as_published(tensors, dict.fromkeys(tensors, torch.bfloat16))
 
 
 def larger(params: int, density: float) -> list[dict[str, torch.Tensor]]:

@@ -1,8 +1,20 @@
 """Mixtures of experts are trained like any other model, and their routing can be held over a train step."""
 
+import shutil
+
 import pytest
 import torch
-from trainer_cases import VOCAB, are_bit_equal, make_trainer, parameters, random_batch, tiny_model, tiny_tokenizer
+from torch._dynamo.utils import counters
+from trainer_cases import (
+    SMOOTH,
+    VOCAB,
+    are_bit_equal,
+    make_trainer,
+    parameters,
+    random_batch,
+    tiny_model,
+    tiny_tokenizer,
+)
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -12,6 +24,7 @@ from transformers import (
 )
 
 from baton.errors import EngineFault, UserError
+from baton.policy.load import load_model, load_skeleton
 from baton.policy.routing import RoutingReplay, num_bytes, routers_of
 from baton.policy.settings import LoraSettings
 from baton.rollout.engine import EngineSettings
@@ -241,6 +254,52 @@ def test_experts_beyond_256_take_two_bytes_and_an_unknown_expert_is_refused():
 
 
 # ---- the engine's routing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_step_replays_the_choices_of_its_start():
+    found = []
+    for how in ({}, {"moe_replay": "proximal"}, {"moe_replay": "proximal", "compile": True}):
+        counters.clear()
+        trainer = make_trainer(qwen(), num_epochs=3, **SMOOTH, **how)
+        trainer.step(random_batch(1))
+        found.append(parameters(trainer))
+    assert counters["stats"]["calls_captured"] > 100, "the blocks' operations are in compiled graphs"
+    free, replayed, compiled = (torch.cat([p.flatten() for p in each.values()]) for each in found)
+    assert (free - replayed).abs().max() > 1e-4, "without replay, later updates choose other experts"
+    assert (compiled - replayed).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("is_skeleton", [False, True])
+def test_a_bias_that_the_model_keeps_in_float32_is_published_in_float32(tmp_path, is_skeleton):
+    """The router's product is zero, so the bias alone chooses. In bfloat16, all four values would be 1."""
+    model = family("deepseek_v3", n_group=1, topk_group=1)
+    bias = torch.tensor([1.0, 1.001, 1.003, 1.002])
+    for name, tensor in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(bias)
+        elif name.endswith("mlp.gate.weight"):
+            tensor.zero_()
+    model.save_pretrained(tmp_path)
+    weights = make_trainer(model, publish_dtype=torch.bfloat16).publish()
+    assert {str(t.dtype) for name, t in weights.tensors.items() if "e_score" not in name} == {"torch.bfloat16"}
+    how = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    served = load_skeleton(tmp_path, **how, attention="sdpa") if is_skeleton else load_model(str(tmp_path), **how)
+    for name, tensor in served.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.zero_()  # what is published must replace it
+    settings = EngineSettings(slots=16, max_context_tokens=48, dtype="bfloat16")
+    engine = EmbeddedEngine(served, tiny_tokenizer(), settings, PolicyVersion("first", 0), (1,))
+    engine.load_weights(weights.tensors, weights.version)
+    chosen = []
+    for side in (model, served):
+        with torch.no_grad(), RoutingReplay(side).recorded() as routing:
+            side(input_ids=torch.arange(2, 9)[None], use_cache=False)
+        chosen.append({name: experts.sort(1).values for name, experts in routing.items()})
+    assert are_bit_equal(*chosen)
+    for experts in chosen[0].values():
+        assert experts.tolist() == [sorted(bias.topk(experts.shape[1]).indices.tolist())] * len(experts)
 
 
 def generated(model, *, report_routing=True, num=6):

@@ -78,6 +78,7 @@ def make_trainer(
     reference: PreTrainedModel | None = None,
     lora: LoraSettings | None = None,
     version: PolicyVersion = FIRST,
+    publish_dtype: torch.dtype = torch.float32,
     **settings: object,
 ) -> LocalTrainer:
     """Settings of the algorithm and of the trainer, by name."""
@@ -90,6 +91,7 @@ def make_trainer(
         temperature=temperature,
         total_steps=10,
         version=version,
+        publish_dtype=publish_dtype,
         max_new_tokens=max_new_tokens,
         max_staleness=max_staleness,
         reference=reference,
