@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -105,11 +105,23 @@ def _float32_linear(head: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor
 
 
 def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 output of a linear layer. On CUDA, bfloat16 factors need no float32 copies."""
-    if states.device.type != "cuda" or states.dtype is torch.float32 or torch.is_grad_enabled():
+    """Return the float32 output of a linear layer. On a device with such products, bfloat16 factors need no float32
+    copies."""
+    if states.dtype is torch.float32 or torch.is_grad_enabled() or not has_wide_products(states.device):
         return linear(states.float(), weight.float(), None if bias is None else bias.float())
     found = torch.mm(states.reshape(-1, states.shape[-1]), weight.T, out_dtype=torch.float32)
     return (found if bias is None else found + bias.float()).view(*states.shape[:-1], -1)
+
+
+@cache
+def has_wide_products(device: torch.device) -> bool:
+    """Return whether a device multiplies bfloat16 matrices to float32. A CPU does not, nor do some builds for ROCm."""
+    factor = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.mm(factor, factor, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 def find_head(model: PreTrainedModel) -> Head | None:
@@ -349,8 +361,7 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
     if hidden.dtype is torch.float32:
         total_VH.addmm_(of_products.T, hidden)
         return
-    # A CPU has no kernel with a float32 result.
-    wider: Any = {"out_dtype": torch.float32} if hidden.device.type == "cuda" else {}
+    wider: Any = {"out_dtype": torch.float32} if has_wide_products(hidden.device) else {}
     for begin in range(0, len(total_VH), PRODUCT_ROWS):
         rows = slice(begin, begin + PRODUCT_ROWS)
         total_VH[rows] += torch.mm(of_products[:, rows].T, hidden, **wider)

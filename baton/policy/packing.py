@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -165,8 +166,10 @@ def _attend(
         with torch.autocast("cpu", enabled=False):
             return _by_rows(module, query.float(), key.float(), value.float(), attention_mask, shapes, kwargs)
     shares = any(len(shape) > 1 for shape in shapes)
-    if tokens is not None and not shares and torch.is_autocast_enabled(query.device.type) and (kernel := _kernel()):
-        return _by_kernel(kernel, query, key, value, tokens, kwargs)
+    if tokens is not None and not shares and torch.is_autocast_enabled(query.device.type):
+        heads = query.shape[1], key.shape[1], query.shape[3]
+        if (kernel := _kernel(query.device, heads, torch.get_autocast_dtype(query.device.type))) is not None:
+            return _by_kernel(kernel, query, key, value, tokens, kwargs)
     return _by_rows(module, query, key, value, attention_mask, shapes, kwargs)
 
 
@@ -252,10 +255,22 @@ def _by_kernel(
     return output[None], None
 
 
-def _kernel() -> Any:
-    """Return torch's variable-length attention, or None for a torch version before 2.11."""
+@cache
+def _kernel(device: torch.device, heads: tuple[int, int, int], dtype: torch.dtype) -> Any:
+    """Return torch's variable-length attention, or None if this torch or this device does not compute it, forward and
+    backward. `heads`: number of query heads, of key heads, and their size."""
+    ends = torch.tensor([0, 8], dtype=torch.int32, device=device)
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
+
+        with torch.enable_grad():
+            given = [torch.zeros(8, n, heads[2], dtype=dtype, device=device, requires_grad=True) for n in heads[:2]]
+            found: Any = varlen_attn(
+                *(given[0], given[1], given[1], ends, ends, 8, 8),
+                window_size=(-1, 0),
+                enable_gqa=heads[0] != heads[1],
+            )
+            torch.autograd.grad(found.sum(), given)
+    except (ImportError, RuntimeError, TypeError, ValueError):
         return None
     return varlen_attn

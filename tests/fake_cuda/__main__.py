@@ -1,4 +1,4 @@
-"""Run the cases on the emulated device: `python -m tests.fake_cuda GUARD.so RESULTS.json`."""
+"""Run the cases on the emulated device: `python -m tests.fake_cuda GUARD.so RESULTS.json [hip]`."""
 
 import ctypes
 import sys
@@ -8,4 +8,4 @@ if __name__ == "__main__":
     ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch looks for CUDA
     from tests.fake_cuda.cases import main
 
-    main(Path(sys.argv[2]))
+    main(Path(sys.argv[2]), is_hip="hip" in sys.argv[3:])

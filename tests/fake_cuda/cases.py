@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -41,14 +41,15 @@ EXTRA: dict[str, dict[str, Any]] = {
 """Settings of [algorithm] that add passes or operations."""
 
 
-def main(results: Path) -> None:
+def main(results: Path, *, is_hip: bool) -> None:
+    """With `is_hip`, as a build for ROCm, and only the presets `grpo` and `ppo`."""
     logging.disable()  # alarms: these batches have invented log-probabilities
-    install()
+    install(is_hip=is_hip)
     set_up_threads(1, deterministic=True)  # deterministic mode refuses operations; everything must run in it
     found: dict[str, Any] = {}
     with Dispatch():
         found["emulation"] = {name: tried(case) for name, case in CONTROLS.items()}
-        found["steps"] = steps()
+        found["steps"] = steps(("grpo", "ppo") if is_hip else (*PRESETS, *EXTRA))
         found["passes"] = {name: tried(partial(passes, **settings)) for name, settings in PASSES.items()}
         found["decode"] = tried(decode)
     results.write_text(json.dumps(found))
@@ -101,6 +102,9 @@ CONTROLS: dict[str, Callable[[], Any]] = {
     "numpy": lambda: torch.ones(2, device="cuda").numpy(),
     "generator": lambda: torch.ones(2, device="cuda").uniform_(generator=torch.Generator()),
     "running sum": lambda: torch.ones(2, device="cuda").cumsum(0),
+    "wide product": lambda: (
+        torch.mm(*[torch.ones(2, 2, dtype=torch.bfloat16, device="cuda")] * 2, out_dtype=torch.float32).dtype.itemsize
+    ),
     "indexed writes": indexed_writes,
     "tf32 error": tf32_error,
     "rotary error": lambda: rotary_error(is_kept_exact=False),
@@ -109,10 +113,10 @@ CONTROLS: dict[str, Callable[[], Any]] = {
 """Uses that CUDA refuses or rounds, by name: the emulated device must show each."""
 
 
-def steps() -> dict[str, Any]:
-    """Run a train step of every preset in every shape: packed or padded, recomputed or not, all weights or adapters."""
+def steps(names: Sequence[str]) -> dict[str, Any]:
+    """Run a train step of each preset in every shape: packed or padded, recomputed or not, all weights or adapters."""
     found = {}
-    kinds = {**{name: {"name": name} for name in PRESETS}, **EXTRA}
+    kinds: dict[str, dict[str, Any]] = {name: EXTRA.get(name, {"name": name}) for name in names}
     for settings in kinds.values():  # the batch has two groups, and more updates run the same code
         settings["num_minibatches"] = min(2, AlgorithmSettings(**settings).num_minibatches)
         settings["num_epochs"] = min(2, AlgorithmSettings(**settings).num_epochs)

@@ -30,6 +30,8 @@ REFUSED = {"put_", "put", "histc", "nll_loss2d_forward", "kthvalue", "cumsum", "
 """Operations without a deterministic implementation on CUDA; `cumsum` only of floating-point numbers."""
 SLOW = {"index_copy", "index_copy_"}
 """Indexed writes that are about fifteen launches instead of one in deterministic mode."""
+LACKING: dict[str, str] = {}
+"""Operations that the device does not have, and the beginning of the error."""
 INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
@@ -159,8 +161,12 @@ REPLACED: Sequence[tuple[Any, str, Callable[[Any], Any]]] = (
 computed again."""
 
 
-def install() -> None:
-    """Make torch use the emulated device where it would ask CUDA."""
+def install(*, is_hip: bool = False) -> None:
+    """Make torch use the emulated device where it would ask CUDA. `is_hip`: as a build of torch for ROCm, without the
+    kernels that such builds may lack."""
+    if is_hip:
+        torch.version.hip, torch.version.cuda = "6.4", None
+        LACKING.update({"_varlen_attn": "attention", "mm.dtype": "gemm input type at::BFloat16 and output type float"})
     values: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
@@ -231,6 +237,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return tree_map(_moved, func(*args, **{**kwargs, "device": CPU}))
     if device is not None and not _is_cuda(device):  # such as zeros_like(…, device="cpu")
         return func(*tree_map(_held, args), **kwargs)
+    overload = func.name().split("::")[1]
+    if (lacking := LACKING.get(overload) or LACKING.get(name)) is not None:
+        raise RuntimeError(f"{lacking} is not supported for ROCm")
     _check(name, args, leaves)
     if name == "_varlen_attn":
         return _packed_attention(*args)

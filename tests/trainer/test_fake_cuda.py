@@ -29,9 +29,9 @@ WAITS = {"packed": 0, "padded": 1, "packed, recomputed": 0, "packed, lora": 0, "
 microbatch. They may only become smaller."""
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ran on the emulated device, in a process of its own."""
+@pytest.fixture(scope="module", params=["cuda", "hip"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ran on the emulated device, in a process of its own; with "hip" as a build of torch for ROCm."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("the emulated device needs a C++ compiler (g++)")
@@ -42,9 +42,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", abi, *folders, str(SOURCE), "-o", str(guard)]
     subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True, timeout=500)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-m", "tests.fake_cuda", str(guard), str(results)]
+    run = [sys.executable, "-m", "tests.fake_cuda", str(guard), str(results), request.param]
     subprocess.run(run, check=True, cwd=ROOT, env=environment, timeout=1500)
-    return json.loads(results.read_text())
+    return {**json.loads(results.read_text()), "kind": request.param}
 
 
 @pytest.mark.timeout(2400)
@@ -57,6 +57,8 @@ def test_the_emulated_device_refuses_what_cuda_refuses(found: dict[str, Any]) ->
         "running sum": "does not have a deterministic implementation",
     }.items():
         assert sentence in emulation[name]["error"]
+    if found["kind"] == "hip":
+        assert "not supported for ROCm" in emulation["wide product"]["error"]
     assert emulation["indexed writes"] == 1
     assert emulation["tf32 error"] == 1.0  # 4097 has 13 bits
 
@@ -71,7 +73,7 @@ def test_every_preset_trains_packed_and_padded_recomputed_and_not_all_weights_an
 ) -> None:
     steps = found["steps"]
     assert {name: step["error"] + step["where"] for name, step in steps.items() if "error" in step} == {}
-    assert len(steps) >= 8 * 14
+    assert len(steps) >= 8 * (14 if found["kind"] == "cuda" else 2)
     for name, step in steps.items():
         assert step["is_packed"] == ("always" in name), name
         assert step["devices"] == ["cuda:0"], name
@@ -83,7 +85,8 @@ def test_every_preset_trains_packed_and_padded_recomputed_and_not_all_weights_an
 def test_launches_and_waits_do_not_become_more(found: dict[str, Any], name: str) -> None:
     one = found["decode"] if name == "decode" else found["passes"][name]
     assert one.get("error", "") == ""
-    assert 0 < one["launches_per_layer"] <= LAUNCHES[name]
+    if found["kind"] == "cuda" or not name.startswith("packed"):  # without the kernel, a launch for each row
+        assert 0 < one["launches_per_layer"] <= LAUNCHES[name]
     assert sum(one["waits"].values()) <= WAITS[name], one["waits"]
 
 
