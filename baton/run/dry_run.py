@@ -154,7 +154,8 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
 def choices_with(recipe: Recipe, config: PretrainedConfig) -> dict[str, tuple[str, ...]]:
     """Return the run's values on the axes of `support.toml`, including its architecture and this machine's platform."""
     device = torch_device(recipe.model.device).type
-    return {**recipe.choices(), "architecture": (str(config.model_type),), "platform": (device,)}
+    platform = "rocm" if device == "cuda" and torch.version.hip else device
+    return {**recipe.choices(), "architecture": (str(config.model_type),), "platform": (platform,)}
 
 
 def _max_positions(config: PretrainedConfig) -> int | None:
@@ -180,11 +181,18 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
     if not fits(recipe):
         processes = processes_of(recipe, model, on_cpu=on_cpu, layout=layout_of(recipe))
         raise UserError(explain(processes, free, str(device), change_that_fits(recipe, fits)))
-    if recipe.rollout.is_colocated and not on_cpu:
+    if on_cpu:
+        return
+    uses: dict[str, float] = {}
+    if recipe.rollout.is_colocated:
         phases = rank_phases_of(recipe, model, on_cpu=False)
-        needed, host = sleeping_bytes(phases, model.num_layers), available_bytes(torch.device("cpu"))
-        if needed > host:
-            raise UserError(
-                f'rollout.placement: got "colocated", but the sleeping trainer needs {gib(needed)} and the host has '
-                f"{gib(host)} free; use a smaller model or [lora]"
-            )
+        uses['the sleeping trainer (rollout.placement = "colocated")'] = sleeping_bytes(phases, model.num_layers)
+    for process in processes_of(recipe, model, on_cpu=False, layout=layout_of(recipe)):
+        if process.on_host:
+            uses["the unwritten checkpoint (checkpoint.background = true)"] = process.num_bytes
+    host = available_bytes(torch.device("cpu"))
+    if sum(uses.values()) > host:
+        needs = " and ".join(f"{name} needs {gib(num_bytes)}" for name, num_bytes in uses.items())
+        raise UserError(
+            f"{needs} of host memory, of which {gib(host)} are free; change this key, use a smaller model, or [lora]"
+        )

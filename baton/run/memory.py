@@ -53,6 +53,8 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     parts: tuple[MemoryPart, ...]
     gpus: tuple[tuple[int, ...], ...] = ()
     """The GPUs of each of the equal processes; empty on a CPU, and on other machines."""
+    on_host: bool = False
+    """Whether the memory is the host's, also beside GPUs."""
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +156,7 @@ def processes_of(
     if has_engine and apart:
         name = "the engine" if apart == 1 else f"each of {apart} engines"
         found.append(_process(name, engine_gpus or apart, generation, layers, on_cpu=on_cpu))
-    if recipe.checkpoint.background and on_cpu:  # beside GPUs it is in the host's memory, which is not counted
+    if recipe.checkpoint.background:
         shares = (recipe.trainer.shard_size or recipe.trainer.data_ranks) * recipe.trainer.tensor_parallel
         kept = [
             shares * float(term.bytes(count))
@@ -163,7 +165,8 @@ def processes_of(
             if term.name in ("weights", "moments")
         ]
         part = MemoryPart("weights and moments", math.ceil(sum(kept)), False)
-        found.append(ProcessMemory("the unwritten checkpoint", 1, "checkpoint", (part,)))
+        name = "the unwritten checkpoint" if on_cpu else "the unwritten checkpoint in host memory"
+        found.append(ProcessMemory(name, 1, "checkpoint", (part,), on_host=True))
     if recipe.swarm.is_on and on_cpu:
         values = model.params if recipe.lora is None else adapter_params(model, recipe.lora.rank)
         version = _published_bytes(recipe, on_cpu=on_cpu) * float(values)
@@ -198,6 +201,7 @@ def sleeping_bytes(phases: Sequence[Phase], layers: int) -> float:
 def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
     """Return the bytes that processes need together on a CPU, or on the GPU where they need most. If the GPUs are
     unknown, processes of the same kind have a GPU each, and the first GPU holds one process of every kind."""
+    processes = [process for process in processes if on_cpu or not process.on_host]
     if any(process.gpus for process in processes):
         gpus = {gpu for process in processes for each in process.gpus for gpu in each}
         return max(sum(p.num_bytes for p in processes for each in p.gpus if gpu in each) for gpu in gpus)
@@ -221,7 +225,10 @@ def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
     while steps and not fits(_with(recipe, taken)):
         taken.append(steps.pop(0))
     if not fits(_with(recipe, taken)):
-        return "no key of the recipe changes this: use a smaller model, trainer.ranks on more devices, or more memory"
+        return (
+            "no key of the recipe changes this: use a smaller model, trainer.ranks or workers ([swarm]) on more "
+            "devices, or more memory"
+        )
     for step in list(taken):  # leave out what later changes made unnecessary
         if fits(_with(recipe, [other for other in taken if other is not step])):
             taken.remove(step)

@@ -93,7 +93,8 @@ class Sizes:
     def __init__(self, pid: int) -> None:
         self._root = pid
         self.peaks: dict[str, dict[str, int]] = {}
-        """Command → bytes: the largest resident set, and its anonymous, file and shared part in the largest sample."""
+        """Command → bytes: the largest resident set, its anonymous, file and shared part in the largest sample, and the
+        largest sample without pages of files."""
 
     def sample(self) -> None:
         parents, found = {}, {}
@@ -113,6 +114,7 @@ class Sizes:
                 if (total := sum(sizes.values()) - sizes["VmHWM"]) > known["sampled"]:
                     known.update(sizes, sampled=total)
                 known["VmHWM"] = max(known["VmHWM"], sizes["VmHWM"])
+                known["without_files"] = max(known.get("without_files", 0), sizes["RssAnon"] + sizes["RssShmem"])
 
     def _descendants(self, parents: dict[int, int]) -> set[int]:
         found = {self._root}
@@ -154,15 +156,15 @@ def main() -> None:
         command = [sys.executable, "-m", "baton", "train", str(base), "--overwrite", *overrides]
         code, peaks = run(command, options.scratch / "log.txt")
         rows = [row for row in rows if (row["model"], row["case"]) != (model, name)]
-        for process, (key, peak) in zip(
-            told, sorted(peaks.items(), key=lambda item: item[0] != "trainer"), strict=True
-        ):
+        own = [item for item in peaks.items() if item[0] in ("trainer", "baton engine")]  # not those that only start
+        for process, (key, peak) in zip(told, sorted(own, key=lambda item: item[0] != "trainer"), strict=True):
             row = {"model": model, "case": name, "process": process.name, "command": key, "keys": keys}
             row |= {"parameters": params, "exit_code": code, "peak": peak, "told": process.num_bytes}
             row |= {"phase": process.phase, "parts": {part.name: part.num_bytes for part in process.parts}}
             rows.append({**row, **machine()})
             print(
-                f"{model}, {name}, {process.name}: exit {code}, measured {peak['VmHWM'] / 1e9:.2f} GB, told "
+                f"{model}, {name}, {process.name}: exit {code}, measured {peak['VmHWM'] / 1e9:.2f} GB, without files "
+                f"{peak['without_files'] / 1e9:.2f}, told "
                 f"{process.num_bytes / 1e9:.2f} ({process.num_bytes / peak['VmHWM']:.2f})",
                 flush=True,
             )

@@ -97,7 +97,7 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, float]:
         clock.CODERS = threads  # type: ignore[misc]
     random = torch.Generator().manual_seed(0)
     trained = {f"layer{i}": torch.randn(params // 24 // 4096, 4096, generator=random) * 0.02 for i in range(24)}
-    first = as_published(trained, torch.bfloat16)
+    first = as_published(trained, dict.fromkeys(trained, torch.bfloat16))
     versions = [first]
     for _ in range(2):
         after = {name: tensor.clone() for name, tensor in versions[-1].items()}

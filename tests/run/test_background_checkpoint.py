@@ -17,7 +17,7 @@ from baton.errors import DeadlineExceeded, StorageFault
 from baton.files import memory_directory, verify
 from baton.run import loop as loop_module
 from baton.run import resume
-from baton.run.memory import processes_of
+from baton.run.memory import needed_bytes, processes_of
 from baton.specs.model import ModelSpec, model_spec
 from baton.swarm.serial_executor import SerialExecutor
 from baton.trainer.checkpoint import list_checkpoints
@@ -136,3 +136,9 @@ def test_the_dry_run_counts_twelve_bytes_for_each_parameter_that_waits(tmp_path:
     (found,) = [p for p in processes_of(wanted, model, on_cpu=True) if p.name == "the unwritten checkpoint"]
     assert found.num_bytes == pytest.approx(12 * model.params, rel=1e-3)
     assert not [p for p in processes_of(recipe(tmp_path, "sync"), model, on_cpu=True) if p.name == found.name]
+    beside = processes_of(wanted, model, on_cpu=False)  # beside GPUs it needs the host's memory, and none of theirs
+    (on_host,) = [p for p in beside if p.on_host]
+    assert (on_host.name, on_host.num_bytes) == ("the unwritten checkpoint in host memory", found.num_bytes)
+    assert needed_bytes(beside, on_cpu=False) == needed_bytes(
+        processes_of(recipe(tmp_path, "sync"), model, on_cpu=False), on_cpu=False
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
-from baton.run import assemble
+from baton.recipe.support import experimental_parts
+from baton.run import assemble, dry_run
 from baton.run.devices import DeviceLayout, divide, environment_with, layout_of, visible
 from baton.run.memory import needed_bytes, processes_of
 from baton.specs.model import read_model
@@ -109,6 +112,130 @@ def test_gpus_that_are_not_there_are_refused(
     pretend(num_gpus)
     with pytest.raises(UserError, match=message):
         layout_of(recipe(small, tmp_path, *overrides))
+
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "tie_word_embeddings": False,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+QWEN_14B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "tie_word_embeddings": False,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+QWEN_32B = {**QWEN_14B, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+ELSEWHERE = ["engine.kind=vllm", "swarm.serve=127.0.0.1:0"]
+SHARDED = ["trainer.activation_checkpointing=true", "trainer.shard_gradients=true"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_gpus", "free_gb", "overrides", "sentence"),
+    [
+        # 7.616e9 parameters: weights 4 P = 28.4 GiB, moments 8 P = 56.7 GiB. Activations of 8,192 tokens, per token and
+        # layer 26 · 3584 + 10 · (3584 + 512) + 8 · 18944 bytes, and 16 · 3584 of the last norm: 61.5 GiB
+        (
+            QWEN_7B,
+            1,
+            24,
+            [],
+            r"with the engine needs 2.. GiB .*activations 61.5 GiB, moments 56.7 GiB, weights 28.4 GiB"
+            r"\), but 22.4 GiB are free on cuda: no key of the recipe changes this: .* workers \(\[swarm\]\) on more",
+        ),
+        # frozen weights 2 P = 14.2 GiB; with checkpointing a token keeps 2 bytes of its input in each layer
+        (
+            QWEN_7B,
+            1,
+            24,
+            ["lora.rank=16", *ELSEWHERE],
+            r"frozen weights 14.2 GiB.*but 22.4 GiB are free on cuda: with "
+            r"trainer.activation_checkpointing = true it fits",
+        ),
+        (QWEN_7B, 1, 24, ["lora.rank=16", "trainer.activation_checkpointing=true", *ELSEWHERE], None),
+        # 14.768e9 parameters on 8 ranks: whole gradients 4 P = 55 GiB, moments P = 13.8 GiB
+        (
+            QWEN_14B,
+            8,
+            80,
+            ["trainer.ranks=8", *ELSEWHERE],
+            r"each of 8 trainer ranks needs 177 GiB .*gradients 55 GiB, "
+            r"moments 13.8 GiB\), but 74.5 GiB .*with trainer.activation_checkpointing = true and "
+            r"trainer.shard_gradients = true it fits",
+        ),
+        (QWEN_14B, 8, 80, ["trainer.ranks=8", *SHARDED, *ELSEWHERE], None),
+        # 32.762e9 parameters on 16 ranks: whole gradients 122 GiB
+        (
+            QWEN_32B,
+            16,
+            80,
+            ["trainer.ranks=16", *ELSEWHERE],
+            r"each of 16 trainer ranks needs 352 GiB .*gradients 122 "
+            r"GiB, moments 15.3 GiB\).*trainer.shard_gradients = true it fits",
+        ),
+        (QWEN_32B, 16, 80, ["trainer.ranks=16", *SHARDED, *ELSEWHERE], None),
+        # weights and moments: 12 P = 366 GiB
+        (
+            QWEN_32B,
+            16,
+            80,
+            ["trainer.ranks=16", *SHARDED, *ELSEWHERE, "checkpoint.background=true"],
+            r"the unwritten checkpoint \(checkpoint.background = true\) needs 366 GiB of host memory, of which 93.1",
+        ),
+    ],
+)
+def test_the_sentence_for_a_large_model(
+    shape: dict[str, Any],
+    num_gpus: int,
+    free_gb: int,
+    overrides: list[str],
+    sentence: str | None,
+    small: Any,
+    tmp_path: Path,
+    pretend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the dry run says, by the law: no GPU of this size is there."""
+    pretend(num_gpus)
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    free = {"cuda": free_gb * 10**9, "cpu": 100 * 10**9}
+    monkeypatch.setattr(dry_run, "available_bytes", lambda device: free[device.type])
+    wanted = recipe(
+        *(small, tmp_path, f"model.path={tmp_path}", "engine.max_context_tokens=4096", "rollout.max_new_tokens=2048"),
+        *("trainer.max_tokens_per_microbatch=8192", "rollout.batch_groups=128", "rollout.group_size=8"),
+        *("algorithm.num_minibatches=1", "engine.slots=64", *overrides),
+    )
+    if sentence is None:
+        dry_run.check_room(wanted, is_here=True)
+        return
+    with pytest.raises(UserError, match=sentence):
+        dry_run.check_room(wanted, is_here=True)
+
+
+def test_a_build_for_rocm_is_a_platform_of_its_own(
+    small: Any, tmp_path: Path, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(1)
+    config = AutoConfig.for_model("qwen3")
+    assert dry_run.choices_with(recipe(small, tmp_path), config)["platform"] == ("cuda",)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    choices = dry_run.choices_with(recipe(small, tmp_path), config)
+    assert choices["platform"] == ("rocm",)
+    assert any("rocm" in part for part in experimental_parts(choices))
 
 
 def test_an_index_counts_the_gpus_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:

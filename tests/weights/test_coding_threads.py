@@ -74,7 +74,7 @@ def stored(root: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> dic
         Fetcher([StoreSource(store)]),
     )
     for number, tensors in enumerate(versions()):
-        cast = as_published(tensors, torch.bfloat16)
+        cast = as_published(tensors, dict.fromkeys(tensors, torch.bfloat16))
         version = PolicyVersion("run", number, weights_digest(cast))
         publisher.publish(cast, version)
         found = follower.fetch(version, deadline_s=60)
