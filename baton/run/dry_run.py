@@ -180,7 +180,8 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
 
     if not fits(recipe):
         processes = processes_of(recipe, model, on_cpu=on_cpu, layout=layout_of(recipe))
-        raise UserError(explain(processes, free, str(device), change_that_fits(recipe, fits)))
+        own = [process for process in processes if on_cpu or not process.on_host]
+        raise UserError(explain(own, free, str(device), change_that_fits(recipe, fits)))
     if on_cpu:
         return
     uses: dict[str, float] = {}
@@ -189,10 +190,11 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
         uses['the sleeping trainer (rollout.placement = "colocated")'] = sleeping_bytes(phases, model.num_layers)
     for process in processes_of(recipe, model, on_cpu=False, layout=layout_of(recipe)):
         if process.on_host:
-            uses["the unwritten checkpoint (checkpoint.background = true)"] = process.num_bytes
+            uses[process.name] = process.num_bytes
     host = available_bytes(torch.device("cpu"))
     if sum(uses.values()) > host:
         needs = " and ".join(f"{name} needs {gib(num_bytes)}" for name, num_bytes in uses.items())
         raise UserError(
-            f"{needs} of host memory, of which {gib(host)} are free; change this key, use a smaller model, or [lora]"
+            f"{needs}, but {gib(host)} are free in host memory; use a smaller model or [lora], or neither "
+            'checkpoint.background nor rollout.placement = "colocated"'
         )

@@ -156,6 +156,11 @@ def processes_of(
     if has_engine and apart:
         name = "the engine" if apart == 1 else f"each of {apart} engines"
         found.append(_process(name, engine_gpus or apart, generation, layers, on_cpu=on_cpu))
+    in_hub = recipe.swarm.is_on and on_cpu  # counted below
+    if recipe.lora is None and not in_hub and (ranks > 1 or recipe.engine.processes):  # other processes map its file
+        part = MemoryPart("weights", math.ceil(_published_bytes(recipe, on_cpu=on_cpu) * model.params), False)
+        where = "the published version" if on_cpu else "the published version in host memory"
+        found.append(ProcessMemory(where, 1, "publication", (part,), on_host=True))
     if recipe.checkpoint.background:
         shares = (recipe.trainer.shard_size or recipe.trainer.data_ranks) * recipe.trainer.tensor_parallel
         kept = [

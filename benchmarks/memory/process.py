@@ -152,7 +152,9 @@ def main() -> None:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             params = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        told = processes_of(recipe, spec_of(config, params), on_cpu=True)
+        told = [
+            process for process in processes_of(recipe, spec_of(config, params), on_cpu=True) if not process.on_host
+        ]
         command = [sys.executable, "-m", "baton", "train", str(base), "--overwrite", *overrides]
         code, peaks = run(command, options.scratch / "log.txt")
         rows = [row for row in rows if (row["model"], row["case"]) != (model, name)]

@@ -137,8 +137,9 @@ def test_the_dry_run_counts_twelve_bytes_for_each_parameter_that_waits(tmp_path:
     assert found.num_bytes == pytest.approx(12 * model.params, rel=1e-3)
     assert not [p for p in processes_of(recipe(tmp_path, "sync"), model, on_cpu=True) if p.name == found.name]
     beside = processes_of(wanted, model, on_cpu=False)  # beside GPUs it needs the host's memory, and none of theirs
-    (on_host,) = [p for p in beside if p.on_host]
-    assert (on_host.name, on_host.num_bytes) == ("the unwritten checkpoint in host memory", found.num_bytes)
+    (on_host,) = [p for p in beside if p.name == "the unwritten checkpoint in host memory"]
+    assert on_host.on_host
+    assert on_host.num_bytes == found.num_bytes
     assert needed_bytes(beside, on_cpu=False) == needed_bytes(
         processes_of(recipe(tmp_path, "sync"), model, on_cpu=False), on_cpu=False
     )
