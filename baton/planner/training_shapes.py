@@ -59,7 +59,7 @@ class Shapes(msgspec.Struct, frozen=True):
 
 
 class LayerBalance(msgspec.Struct, frozen=True):
-    """The layers of pipelines and the resulting times, [candidates] each."""
+    """How the candidates divide the layers over pipeline stages, and the resulting times. All arrays: [candidates]."""
 
     pace_s: Floats
     """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""

@@ -177,7 +177,7 @@ class WeightsAndBiases:
         except wandb.errors.Error as error:
             raise UserError(
                 f"Weights & Biases did not start: {str(error).strip()} "
-                "Or set WANDB_MODE=offline to keep its files on disk, or remove wandb from [log]"
+                "To run without it, set WANDB_MODE=offline, which keeps its files on disk, or remove wandb from [log]"
             ) from error
         # the x-axis is a metric of its own, because W&B's step must not decrease, but a resumed run writes steps again
         self._run.define_metric("step")

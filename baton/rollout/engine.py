@@ -212,7 +212,7 @@ class Engine(Protocol):
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights immediately. Running leases continue under the new version.
 
-        A lease that requires exactly another version is aborted if it runs, and refused with `Retry` if it waits.
+        A lease that is bound to another version is aborted if it is running, and refused with `Retry` if it waits.
         """
 
     @property

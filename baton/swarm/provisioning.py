@@ -48,7 +48,7 @@ class Provisioning:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of the time in which the trainer waits, as the rule predicts; None without measurements."""
+        """Predicted fraction of the time that the trainer spends waiting; None without measurements."""
         slack_s = self.slack_s
         if slack_s is None:
             return None

@@ -98,7 +98,7 @@ class LocalStorage:
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             raise StorageFault(
-                f"{path} cannot be written ({error.strerror or error}); no published version needs it"
+                f"{path} cannot be written ({error.strerror or error}); no published version uses it"
             ) from error
         self._unsettled.add(path.parent)
 
@@ -151,7 +151,7 @@ class RemoteStorage:
         try:
             self._within(f"writing {name}", write, len(data))
         except OSError as error:
-            raise StorageFault(f"{path} cannot be written ({error}); no published version needs it") from error
+            raise StorageFault(f"{path} cannot be written ({error}); no published version uses it") from error
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
         def read() -> bytes:
