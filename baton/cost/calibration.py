@@ -27,11 +27,13 @@ class AchievedSettings(Settings):
     """A value of the catalogue of achieved rates."""
 
     value: float
+    """The value that plans use, in the unit of its table."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]
     """`derived`: computed from measurements of other models or GPU types."""
     source: str
+    """Publication and place in it."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
