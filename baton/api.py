@@ -173,7 +173,9 @@ def _tree(
     elif played or tests:
         tasks = [{"name": "episodes", **played}] if played else []
     else:
-        raise UserError("data: got None, but only an environment makes its own problems")
+        raise UserError(
+            "data: got None, but without an environment the problems come from data; pass data or environment"
+        )
     tree = {
         "run": dict(run),
         "model": {"path": str(model)},

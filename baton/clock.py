@@ -148,4 +148,4 @@ def _result(future: Future[R]) -> R:
     except TimeoutError as error:
         if future.done():
             raise
-        raise DeadlineExceeded(f"a part of a version was not coded or stored within {_ITEM_S:.0f} s") from error
+        raise DeadlineExceeded(f"encoding or storing a part of the weights took longer than {_ITEM_S:.0f} s") from error

@@ -98,7 +98,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:
         name = getattr(function, "__name__", repr(function))
         said = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-        raise UserError(f"tool {name!r} needs type hints and a docstring with Args: {said}") from error
+        raise UserError(f"tool {name!r} needs type hints and a docstring with a section 'Args:' ({said})") from error
     return _schemas[known]
 
 

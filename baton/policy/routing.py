@@ -100,8 +100,8 @@ class RoutingReplay:
         """Convert the choices that an engine reported for tokens at `places` to a Routing of shape [num_places, k] per
         router, with −1 at all other places.
 
-        Where the engine reported empty bytes, the routers choose. Raises EngineFault for bytes that do not match this
-        model's routers.
+        Where the engine reported empty bytes, the trainer's routers choose the experts. Raises EngineFault for bytes
+        that do not match this model's routers.
         """
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         counts = [router.top_k for router in self._routers.values()]

@@ -163,7 +163,7 @@ class EngineSettings(Settings):
         if self.kind != "embedded" and self.processes:
             raise ValueError(
                 f'processes: got {self.processes}, but an engine of kind = "{self.kind}" starts its own processes; '
-                "remove the key, and start one worker per engine for several engines (baton worker --engine)"
+                "remove the key; to run several engines, start a worker for each (baton worker --engine)"
             )
         if self.row_attention and self.dtype != "bfloat16":
             raise ValueError(f'row_attention: got true, but it requires dtype = "bfloat16", not "{self.dtype}"')

@@ -60,7 +60,7 @@ class TokenizedPrompts:
 
 
 def response_of(finished: Finished, tokenizer: Tokenizer) -> Response:
-    """Return the text of a trajectory; of a multi-turn episode its turns and observations, as messages."""
+    """Return the text of a trajectory, or the turns and observations of a multi-turn episode as messages."""
     if isinstance(finished, Trajectory):
         return tokenizer.text(finished.token_ids)
     assert finished.episode is not None

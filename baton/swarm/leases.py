@@ -205,7 +205,7 @@ class LeaseTable:
         return self._leases[lease].recalled_s is not None
 
     def is_comparable(self, lease: int) -> bool:
-        """Return whether a valid lease must generate the same tokens that its task has committed."""
+        """Return whether this lease generates the same tokens as those committed for its task, unless it is invalid."""
         return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------

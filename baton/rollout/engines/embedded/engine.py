@@ -95,7 +95,7 @@ class EmbeddedEngine(SlotEngine):
 
         Keys and values outside the slots are kept only if leases since the last load accept newer versions.
 
-        A lease that requires exactly another version is aborted if it runs, and refused with `Retry` if it waits.
+        A lease that is bound to another version is aborted if it is running, and refused with `Retry` if it waits.
         Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
         assert not self.network.is_resting, "weights cannot be loaded into a sleeping engine: call wake_up first"
