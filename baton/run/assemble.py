@@ -25,6 +25,7 @@ from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.changes import with_current_keys
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe, TaskRecipe
+from baton.recipe.shipped import find
 from baton.recipe.support import experimental_parts
 from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
@@ -432,9 +433,11 @@ def evaluate_model(
 
     Without `samples`, the recipe determines the number of responses to each prompt of a test set; otherwise it is 1.
 
-    `path` is a run's directory (its latest checkpoint is evaluated), a checkpoint or any model directory. Without
-    `recipe_path`, the tasks are those of the run. Raises UserError if there is no recipe or no checkpoint.
+    `path` is a run's directory (its latest checkpoint is evaluated), a checkpoint, any model directory, or
+    `models/quickstart`, which is shipped. Without `recipe_path`, the tasks are those of the run. Raises UserError if
+    there is no recipe or no checkpoint.
     """
+    path = find(path) if path.parts[:1] == ("models",) else path
     run = next((p for p in (path, *path.parents[:3]) if (p / "run.json").is_file()), None)
     if recipe_path is None and run is None:
         raise UserError(f"{path} is not part of a run, so its tasks are unknown: give a recipe with --recipe")
