@@ -60,8 +60,9 @@ def test_engine_and_trainer_agree_over_the_kept_tokens_and_a_killed_run_resumes(
     finished(wanted, resume=True)
     rows = steps_of(wanted)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for row in rows:
-        assert row["policy/logprob_diff_max"] <= 1e-4
+    compared = [row["policy/logprob_diff_max"] for row in rows if "policy/logprob_diff_max" in row]
+    assert compared, "in `partial`, a batch may have no token of the newest version, but not every batch"
+    assert max(compared) <= 1e-4
     if mode == "sync":
         unbroken = recipe(tiny_model, tmp_path / "unbroken", **changes)
         finished(unbroken, resume=False)

@@ -31,7 +31,7 @@ class FakeLlm:
     errored = False
     output_handler = None
 
-    async def generate(self, prompt: Any, params: Any, key: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, key: str, lora_request: Any) -> AsyncIterator[Any]:
         self.asked.append(params)
         for begin in range(10, 10 + params.max_tokens, 2):
             ids = [begin, begin + 1][: 10 + params.max_tokens - begin]
