@@ -57,3 +57,16 @@ def test_an_abort_follows_its_lease_also_while_that_waits() -> None:
     assert queue.abort(Abort(2)) == [(0, third), (0, Abort(2))]
     assert queue.abort(Abort(3)) == [], "it has ended"
     assert assigned(queue) == []
+
+
+def test_an_engine_that_was_sent_an_aborted_lease_beyond_its_slots_gets_no_more() -> None:
+    queue = LeaseQueue([1])
+    for number in range(4):
+        queue.add(lease(number, group=number))
+    assert assigned(queue) == [(0, 0)]
+    queue.abort(Abort(1))
+    assert assigned(queue) == [], "two leases, one slot"
+    queue.ended(0, [finished(1)])
+    assert assigned(queue) == []
+    queue.ended(0, [finished(0)])
+    assert assigned(queue) == [(2, 0)]

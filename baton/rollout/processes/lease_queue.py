@@ -60,9 +60,9 @@ class LeaseQueue:
         group_id = least = -1
         while waiting := self._begun or self._new:
             number, lease = next(iter(waiting.items()))
-            if lease.trajectory.group_id != group_id or not self._num_free(least):
+            if lease.trajectory.group_id != group_id or self._num_free(least) <= 0:
                 group_id, least = lease.trajectory.group_id, max(range(len(self._slots)), key=self._num_free)
-                if not self._num_free(least):
+                if self._num_free(least) <= 0:
                     break
             del waiting[number]
             found.append(self._hand_over(self._home(lease, least), lease))
@@ -80,6 +80,7 @@ class LeaseQueue:
         return home
 
     def _num_free(self, engine: int) -> int:
+        """Return the number of free slots. It is negative after an abort of a lease that had to be sent first."""
         return self._slots[engine] - len(self.leases[engine])
 
     def _hand_over(self, engine: int, lease: Lease) -> Handover:
