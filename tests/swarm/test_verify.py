@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import msgspec
@@ -424,6 +425,12 @@ def test_of_an_engine_with_its_own_noise_logprobs_alone_are_judged():
     assert {judge([one], embedded).test for one in scores} == {"draw"}
     others = grow(engine(near(policy(), 0.02)), given)
     assert {judge([rescored(g, a)], tolerance).test for g, a in zip(given, others, strict=True)} == {"logprob"}
+
+
+def test_a_wrong_mask_of_an_engine_with_its_own_noise_is_named_however_far_its_draws_are():
+    forged = dataclasses.replace(made([0.0] * 3, [9.0] * 3), mask_gaps=(0.0, 3.0, 0.0))
+    found = judge([forged], Calibration().tolerance(VLLM))
+    assert "is 3 nats away from the sampling mask of top-k and top-p" in found.reason
 
 
 def test_greedy_tokens_must_be_the_likeliest_whatever_the_noise():

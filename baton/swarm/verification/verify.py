@@ -201,7 +201,7 @@ def _wild_token(
         )
     elif not gap <= tolerance.wild * tolerance.draw_gap:
         test = "draw"
-        is_of_mask = bool(rescored.mask_gaps) and rescored.mask_gaps[i] > rescored.draw_gaps[i]
+        is_of_mask = bool(rescored.mask_gaps) and gap == _scale(rescored.temperature) * rescored.mask_gaps[i]
         what = "sampling mask of top-k and top-p" if is_of_mask else "token that its draw selects"
         said = f"is {gap:.3g} nats away from the {what}; tolerance {tolerance.draw_gap:.2g}"
     elif rescored.draw_gaps[i] > 0 and rescored.tail_masses[i] < tolerance.tail:
