@@ -240,9 +240,8 @@ class Swarm:
     def restart(self) -> None:
         """Stop the hub and cut every connection."""
         self.is_down = True
-        for worker in self.alive():
-            if worker.is_connected:
-                worker.cut()
+        for worker in self.workers:
+            worker.cut()
 
     # ---- methods of WorkerHost ---------------------------------------------------------------------------------------
 

@@ -85,14 +85,13 @@ class SimWorker:
         self._disconnect()
 
     def leave(self) -> None:
-        """Report all tokens, send `Leaving`, and end the process."""
-        if not self.is_up:
+        """Report all tokens, send `Leaving`, and end the process. The hub then closes the connection."""
+        if not (self.is_up and self.is_connected) or self.is_frozen:
+            self.die()
             return
-        if self.is_connected and not self.is_frozen:
-            self.engine.flush()
-            self.up.send(Leaving())
-        self.is_up = self.is_connected = False
-        self._around.lost(self.engine.unreported())
+        self.engine.flush()
+        self.up.send(Leaving())
+        self.is_up = False
         self.engine.stop()
         self.engine.abandon()
 
