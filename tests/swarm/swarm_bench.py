@@ -57,7 +57,7 @@ from baton.swarm.verification.checks import ReportLimits, check_report
 from baton.swarm.verification.policy import InspectionSettings, QuarantineRecord, SegmentAuthor, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.service import VerificationService
-from baton.swarm.verification.verify import Calibration
+from baton.swarm.verification.verify import Calibration, WorkerClass
 from baton.swarm.worker.worker import SwarmWorker, WorkerOptions
 from baton.types import (
     FinishReason,
@@ -196,7 +196,19 @@ class Wire:
         for writer in self._writers:
             writer.transport.abort()
 
+    async def close(self) -> None:
+        """Break every connection, and wait for its end."""
+        self._server.close()
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:
@@ -243,7 +255,7 @@ class BenchWorker:
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  # shown to the test
             self.error = error
         finally:
-            self.wire.cut()
+            await self.wire.close()
             self.is_over = True
 
     def make_engine(self, welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> ScriptedEngine:
@@ -504,5 +516,5 @@ def quick() -> Iterator[None]:
 
 def hello(key: str = "", *, slots: int = 4, serves: PolicyVersion | None = None, leases: Sequence[int] = ()) -> Hello:
     """What a worker says that is ready."""
-    kind = baton.swarm.worker.session.WorkerClass("cpu", "float32", "fake")
+    kind = WorkerClass("cpu", "float32", "fake")
     return Hello(key, kind, model_digest(MODEL), slots, serves, tuple(leases))

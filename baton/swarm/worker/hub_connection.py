@@ -15,8 +15,6 @@ from baton.swarm.worker.session import ConnectionLost
 SEND_DEADLINE_S = 30.0
 FAULT_DEADLINE_S = 10.0
 """Seconds in which the hub should read a Fault and close the connection."""
-
-
 LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSError)
 """Errors after which the worker reconnects."""
 

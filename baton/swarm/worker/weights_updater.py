@@ -53,6 +53,12 @@ class WeightsUpdater:
         self._fetches.add(task)
         task.add_done_callback(self._fetches.discard)
 
+    async def close(self) -> None:
+        """Cancel the running fetches. Their threads may continue, and their results are discarded."""
+        for task in self._fetches:
+            task.cancel()
+        await asyncio.gather(*self._fetches, return_exceptions=True)
+
     def take(self, version: PolicyVersion) -> Mapping[str, Any]:
         """Return the tensors of the version that was fetched last."""
         return self._fetched.pop(version)

@@ -127,6 +127,7 @@ class SwarmWorker:
                 if not self._is_leaving.is_set():
                     raise
             finally:
+                await self._updater.close()
                 if self._engine is not None:
                     with suppress(DeadlineExceeded):
                         await in_thread(self._engine.close, GOODBYE_S, timeout_s=3 * GOODBYE_S, who="the engine")
