@@ -23,7 +23,7 @@ from baton.planner.solve import make_plan
 from baton.planner.what_if import marginals
 from baton.recipe.shipped import find
 from baton.recipe.workload import read_cluster, read_settings, read_workload
-from baton.specs.cluster import Cluster
+from baton.specs.cluster import Cluster, gpu_types
 from baton.specs.model import read_model
 from baton.specs.plan import Method, read_plan, write_plan
 from baton.views.pages.template import check_page
@@ -77,7 +77,9 @@ def plan(
         check_page(Path(html))
     existing = Cluster("none", (), ()) if cluster is None else read_cluster(find(cluster))
     measured = None if calibration is None else read_settings(CalibrationSettings, find(calibration))
-    calibrated = calibrate((node.gpu for node in existing.nodes), measured)
+    given = None if offers is None else read_settings(OffersSettings, find(offers))
+    gpus = [node.gpu for node in existing.nodes] if given is None else gpu_types(given.gpu).values()
+    calibrated = calibrate(gpus, measured)
     inputs = Inputs(
         cluster=without_nodes(existing, lost) if lost else existing,
         model=read_model(find(model)),
@@ -89,8 +91,7 @@ def plan(
     if running is not None:
         found = replan(inputs, read_plan(Path(running)), slack=slack, time_limit_s=time_limit)
         result = PlanResult(found.chosen.plan, inputs, replanned=found)
-    elif offers is not None:
-        given = read_settings(OffersSettings, find(offers))
+    elif given is not None:
         if budget is not None:
             choice = rent_for_budget(inputs, given, budget, time_limit_s=time_limit)
         else:

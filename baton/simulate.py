@@ -63,12 +63,10 @@ def simulate(
     Raises UserError for mistakes, and for a run that makes no progress.
     """
     work = None if workload is None else read_workload(find(workload))
-    measured = None
-    if calibration is not None:
-        measured = read_settings(CalibrationSettings, find(calibration)).build()
+    measured = None if calibration is None else read_settings(CalibrationSettings, find(calibration))
     source: SettingSource
     if recipe is not None and plan is None:
-        source = RecipeSource(Path(recipe), measured, work)
+        source = RecipeSource(Path(recipe), None if measured is None else measured.build(), work)
     elif plan is None or recipe is not None:
         raise UserError("give exactly one of --plan (GPUs of a plan) and --recipe (this machine)")
     else:
@@ -76,7 +74,8 @@ def simulate(
         if model is None or work is None:
             raise UserError("--plan needs --model and --workload: give the model and the workload of the plan")
         links = None if cluster is None else read_cluster(find(cluster))
-        source = PlanSource(planned, read_model(find(model)), work, measured or calibrate().at(), links)
+        calibrated = calibrate([] if links is None else [node.gpu for node in links.nodes], measured)
+        source = PlanSource(planned, read_model(find(model)), work, calibrated.at(), links)
     given = [f"{key}={json.dumps(value)}" for key, value in config.items()] if isinstance(config, Mapping) else config
     recorded = recorded_groups(Path(workload)) if workload is not None and Path(workload).is_dir() else ()
     is_detailed = faults is not None or laws

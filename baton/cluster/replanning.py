@@ -87,13 +87,14 @@ class Replanner:
     def _options(self, machines: Sequence[Machine]) -> tuple[ReplanOption, ...]:
         types = {stage.gpu for stage in self.plan.training.stages} | {replica.gpu for replica in self.plan.replicas}
         described = describe(machines, name=self.plan.cluster, base=self._base, with_cpus=CPU in types)
-        recipe = self.recipe
+        recipe, cluster = self.recipe, described.settings.build()
         path = recipe.fleet.calibration
+        measured = None if path is None else load_recipe(CalibrationSettings, Path(path))
         inputs = Inputs(
-            cluster=described.settings.build(),
+            cluster=cluster,
             model=read_model(Path(recipe.model.path)),
             work=workload_of(recipe),
-            efficiencies=calibrate(own=None if path is None else load_recipe(CalibrationSettings, Path(path))).at(),
+            efficiencies=calibrate((node.gpu for node in cluster.nodes), measured).at(),
             cross_types=False,
         )
         return replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.cost.efficiency import CalibrationSettings, Efficiencies
+from baton.cost.efficiency import CalibrationSettings, Efficiencies, Efficiency
 from baton.settings import Settings
 from baton.specs.cluster import GB, TERA, Gpu, gpu_types
 
@@ -80,12 +80,14 @@ class GpuCalibration(msgspec.Struct, frozen=True):
     """A user's measurements, which have no range. They replace the parameters of their GPU types."""
 
     def at(self, pick: Callable[[Parameter], float] = lambda parameter: parameter.value) -> Efficiencies:
-        """Return the efficiencies with `pick` of each parameter."""
-        found = {}
-        for gpu in self.gpus:
+        """Return the efficiencies with `pick` of each parameter. A CPU has no published values."""
+
+        def of(gpu: str) -> Efficiency:
             values = {each.key: pick(each) for each in self.parameters if each.gpu in ("", gpu)}
-            found[gpu] = self.own.default.model_copy(update=values)
-        return Efficiencies(self.own.default, {**found, **self.own.by_gpu})
+            return self.own.default.model_copy(update=values)
+
+        found = {"CPU": self.own.default, **{gpu: of(gpu) for gpu in self.gpus}}
+        return Efficiencies(of(""), {**found, **self.own.by_gpu})
 
 
 @cache
@@ -98,8 +100,9 @@ def achieved() -> dict[str, dict[str, AchievedSettings]]:
     }
 
 
-def calibrate(extra: Iterable[Gpu] = (), own: CalibrationSettings | None = None) -> GpuCalibration:
-    """Return the calibration of the catalogue's GPU types and of `extra`, which may have other peaks.
+def calibrate(extra: Iterable[Gpu], own: CalibrationSettings | None = None) -> GpuCalibration:
+    """Return the calibration of the catalogue's GPU types and of `extra`, which may have other peaks: the GPUs of the
+    cluster or of the offers.
 
     A GPU type that `own` names has no published values; the keys of its [default] replace those of all other types.
     """

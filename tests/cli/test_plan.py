@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from baton.cli import main as cli
 from baton.errors import UserError
+from baton.plan import plan as make_plan
 from baton.planner.rental import OffersSettings
 from baton.recipe.load import load_recipe
 from baton.recipe.workload import read_workload
@@ -244,3 +245,10 @@ def test_questions_that_do_not_go_together_are_refused(files: Path) -> None:
 def test_without_the_solver_the_remedy_is_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.planner.integer.find_spec", lambda _: None)
     assert "pip install 'baton-rl[plan]'" in mistake(files)
+
+
+def test_the_peak_of_a_rented_gpu_changes_no_achieved_rate(files: Path) -> None:
+    offers = files / "offers.toml"
+    offers.write_text(OFFERS + "[gpu.H100]\nbf16_tflops = 2000\n")
+    found = make_plan(MODEL, files / "work.toml", offers=offers, budget=20)
+    assert found.inputs.efficiencies.of("H100").train * 2000 == pytest.approx(422.6)
