@@ -69,7 +69,7 @@ def certainty(
         plan.tokens_per_s * unchanged_s / step_s(inputs, plan, calibration.at(pick)) for pick in (WORST, VALUE, BEST)
     )
     parameters = _used(inputs, calibration)
-    change, tried = _nearest(inputs, plan, calibration, parameters, WORST if is_robust else VALUE, time_limit_s)
+    change, tried = _nearest(inputs, calibration, parameters, WORST if is_robust else VALUE, time_limit_s)
     return Certainty((worst, value, best), trains(plan), change, tried, len(parameters))
 
 
@@ -117,23 +117,23 @@ def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
 
 
 def _nearest(
-    inputs: Inputs,
-    plan: Plan,
-    calibration: GpuCalibration,
-    parameters: list[Parameter],
-    base: Pick,
-    time_limit_s: float,
+    inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, time_limit_s: float
 ) -> tuple[TrainerChange | None, int]:
-    """Return the parameter whose least change makes other GPU types train, and how many parameters were tried."""
+    """Return the parameter whose least change makes other GPU types train in the best plan, and how many parameters
+    were tried."""
     if len(inputs.cluster.gpu_types) == 1:
         return None, len(parameters)
-    started, now = time.monotonic(), trains(plan)
+    started = time.monotonic()
     best: tuple[float, TrainerChange] | None = None
 
-    def at(parameter: Parameter, value: float) -> tuple[str, ...]:
-        given = calibration.at(lambda each: value if each is parameter else base(each))
-        return trains(make_plan(msgspec.structs.replace(inputs, efficiencies=given), time_limit_s=5.0))
+    def found_with(efficiencies: Efficiencies) -> tuple[str, ...]:
+        return trains(make_plan(msgspec.structs.replace(inputs, efficiencies=efficiencies), time_limit_s=5.0))
 
+    def at(parameter: Parameter, value: float) -> tuple[str, ...]:
+        return found_with(calibration.at(lambda each: value if each is parameter else base(each)))
+
+    # not the trainers of the given plan, which may prefer few moves (`replan`) or come from a longer search
+    now = found_with(inputs.efficiencies)
     for tried, parameter in enumerate(parameters):
         if time.monotonic() - started > time_limit_s:
             return best[1] if best else None, tried

@@ -60,6 +60,15 @@ def test_the_parameter_that_decides_who_trains_is_named_with_its_value() -> None
         assert trains(make_plan(msgspec.structs.replace(of, efficiencies=moved))) == expected
 
 
+def test_a_plan_that_is_not_the_best_has_no_parameter_that_decides_who_trains() -> None:
+    calibration = GpuCalibration(("Fast", "Slow"), (parameter("Fast", "decode", 0.7, 0.69, 0.71),), OWN)
+    of = asked(calibration)
+    slow = Efficiencies(OWN.default, {"Fast": OWN.default.model_copy(update={"step_overhead_s": 0.1})})
+    kept = make_plan(msgspec.structs.replace(of, efficiencies=slow))
+    assert trains(kept) != trains(make_plan(of))  # as a replanned plan, which keeps the trainer on its GPUs
+    assert certainty(of, kept, calibration, is_robust=False, time_limit_s=60).change is None
+
+
 def test_no_other_plan_has_a_better_worst_case_than_the_robust_one() -> None:
     ranges = (parameter("Fast", "step_overhead_s", 1e-3, 5e-4, 0.1), parameter("Slow", "train", 0.4, 0.3, 0.5))
     calibration = GpuCalibration(("Fast", "Slow"), ranges, OWN)
