@@ -1,7 +1,7 @@
 """What `baton plan` answers for AReaL-Hex's clusters by the command of docs/planner.md, without --rates: which GPUs
 train and generate, and the throughput relative to 24 H800.
 
-python -m benchmarks.areal_hex.planned [--out benchmarks/areal_hex/results/planned.json]     # half a minute
+python -m benchmarks.areal_hex.planned [--out benchmarks/areal_hex/results/planned.json]     # about a minute
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import argparse
 import json
 from pathlib import Path
 
+import msgspec
+
 from baton.cost.calibration import calibrate
+from baton.plan import plan
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.recipe.workload import read_workload
@@ -39,13 +42,23 @@ def rows(size: str, *, crossing: bool) -> list[dict[str, object]]:
     for place, gpus in enumerate([(24, 0), *CLUSTERS]):
         of = cluster(*gpus)
         given = calibrate(node.gpu for node in of.nodes).at()
-        plan = make_plan(Inputs(of, model, work, given, cross_types=crossing))
-        base_tokens_per_s = base_tokens_per_s or plan.tokens_per_s
+        made = make_plan(Inputs(of, model, work, given, cross_types=crossing))
+        base_tokens_per_s = base_tokens_per_s or made.tokens_per_s
         measured = MEASURED[size][place - 1] / HOMOGENEOUS[size][0] if place else 1.0
-        parts = {name: getattr(plan.breakdown, f"{name}_s") for name in ("step", "sync", "rollout", "train")}
-        row = {"model": size, "cluster": plan.cluster, "types_may_mix": crossing, "measured": measured}
-        found.append({**row, "ratio": plan.tokens_per_s / base_tokens_per_s, **roles(plan), "seconds": parts})
+        parts = {name: getattr(made.breakdown, f"{name}_s") for name in ("step", "sync", "rollout", "train")}
+        row = {"model": size, "cluster": made.cluster, "types_may_mix": crossing, "measured": measured}
+        found.append({**row, "ratio": made.tokens_per_s / base_tokens_per_s, **roles(made), "seconds": parts})
     return found
+
+
+def ranges(size: str) -> list[dict[str, object]]:
+    """Return how sure the usual and the robust plan on 8 + 48 are."""
+    of, model = WORKLOAD.with_name("areal-hex-56.toml"), HERE / "models" / f"r1-distill-qwen-{size}"
+    results = {robust: plan(model, WORKLOAD, of, robust=robust) for robust in (False, True)}
+    return [
+        {"model": size, "robust": robust, **roles(result.plan), "certainty": msgspec.to_builtins(result.certainty)}
+        for robust, result in results.items()
+    ]
 
 
 def main() -> None:
@@ -57,7 +70,9 @@ def main() -> None:
     for row in found:
         print(f"{row['model']:5} {row['cluster']:18} mixed {row['types_may_mix']!s:6}", end="")
         print(f"{row['ratio']:5.2f} measured {row['measured']:.2f}  {row['trains']} train, {row['generates']} generate")
-    out.write_text(json.dumps({"rows": found, "machine": machine()}, indent=1) + "\n")
+    sure = ranges("7b")
+    print(json.dumps(sure, indent=1))
+    out.write_text(json.dumps({"rows": found, "ranges": sure, "machine": machine()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
