@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -13,7 +12,6 @@ from typing import Protocol
 
 import msgspec
 
-from baton.clock import Clock
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -139,7 +137,6 @@ class Loop:
     turns: DeviceSharing | None = None
     """Object that switches the device between trainer and engine; None if they do not share a device."""
     clock: StageTimer = field(default_factory=StageTimer)
-    now_s: Clock = time.monotonic
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters at the end of the last train step."""
     has_begun: bool = False
@@ -263,7 +260,7 @@ class Loop:
         return f"the last good checkpoint is {there}" if there else "there is no checkpoint yet"
 
     def _step(self) -> None:
-        begin_s = self.now_s()
+        begin_s = self.clock.now_s()
         step = self.state.step + 1
         groups, counted = self._recorded(step) or self._next_batch(step)
         if self.turns is not None:
@@ -286,7 +283,7 @@ class Loop:
         self.state = msgspec.structs.replace(
             self.state, step=step, next_group_id=place.next_group_id, position=place.position
         )
-        values |= counted | self._performance(groups, counted, self.now_s() - begin_s)
+        values |= counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
         values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
         self.metrics.write(step, values)
         self.clock.trace.flush()
@@ -402,7 +399,7 @@ class Loop:
         if self.saved_step == self.state.step or not self.state.step:
             return
         self._finish_saving()
-        begin_s, step = self.now_s(), self.state.step
+        begin_s, step = self.clock.now_s(), self.state.step
         self.journal.settle()
         self.metrics.flush()
         write = self.save_checkpoint(self.state)
@@ -411,7 +408,7 @@ class Loop:
             self.unwritten = step, self.writer.submit(write)
         else:
             self._written(step, write())
-        self.clock.trace.span("checkpoint", "trainer", 0, begin_s, self.now_s(), step=step)
+        self.clock.trace.span("checkpoint", "trainer", 0, begin_s, self.clock.now_s(), step=step)
 
     def _finish_saving(self) -> None:
         """Wait until the unwritten checkpoint, if there is one, is on disk. Raises the error of writing it."""
