@@ -201,12 +201,15 @@ def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory
 def _ordered(
     members: Sequence[tuple[Group, ScoredTrajectory]], order: str | None
 ) -> list[tuple[Group, ScoredTrajectory]]:
-    """Return trajectories sorted by reward (unscored trajectories last) or by length. Ties keep their order."""
+    """Return trajectories sorted by reward (unscored trajectories last) or by length.
+
+    Trajectories with equal rewards are sorted by sample index, so that those of one prompt are not adjacent.
+    """
     match order:
-        case "best":
-            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, -m[1].judgement.reward))
-        case "worst":
-            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, m[1].judgement.reward))
+        case "best" | "worst":
+            sign = -1 if order == "best" else 1
+            members = sorted(members, key=lambda m: m[1].trajectory.sample_index)
+            return sorted(members, key=lambda m: (not m[1].judgement.is_judged, sign * m[1].judgement.reward))
         case "longest":
             return sorted(members, key=lambda m: -m[1].num_policy_tokens)
         case _:

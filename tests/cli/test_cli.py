@@ -193,6 +193,8 @@ def test_show_reads_what_was_kept(small: Any) -> None:
     assert {t["step"] for t in everything} == {2}
     best = json.loads(invoke("show", small.run, "--step", 2, "--sort", "best", "-n", 16, "--json")[0])
     assert [t["reward"] for t in best] == sorted((t["reward"] for t in everything), reverse=True)
+    place = [(-t["reward"], t["sample_index"]) for t in best]
+    assert place == sorted(place), "equal rewards: first one response to each prompt"
     longest = json.loads(invoke("show", small.run, "--step", 2, "--sort", "longest", "-n", 1, "--json")[0])
     assert longest[0]["num_tokens"] == max(t["num_tokens"] for t in everything)
     group = everything[4]["group_id"]
