@@ -46,9 +46,10 @@ class PromptLengths(msgspec.Struct, frozen=True):
                 f"{self.max_tokens} are allowed"
             )
         else:
+            held_out = f"{self.held_out} distinct problems" if self.held_out else "none"
             text = (
-                f"{self.task}: {self.rows} rows with {self.held_out} distinct held-out problems; the longest "
-                f"prompt has {self.longest_tokens} tokens, {self.max_tokens} are allowed"
+                f"{self.task}: {self.rows} rows, {held_out} held out; the longest prompt has {self.longest_tokens} "
+                f"tokens, {self.max_tokens} are allowed"
             )
         return text if not self.too_long else f"{text}; {self.too_long} prompts are too long and are skipped"
 

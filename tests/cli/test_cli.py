@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -117,7 +118,7 @@ def test_a_dry_run_prints_how_many_rows_a_file_has_and_its_longest_prompt(small:
     longest = len(hf(templated, add_special_tokens=False)["input_ids"])
     printed, _ = invoke("train", recipe, f"run.directory={tmp_path / 'runs'}", "--dry-run")
     (line,) = [line for line in printed.splitlines() if line.startswith("task        mine: ")]
-    assert "mine: 20 rows with " in line
+    assert re.search(r"mine: 20 rows, ([1-9]\d* distinct problems|none) held out; ", line)
     assert f"the longest prompt has {longest} tokens, 63 are allowed" in line
     assert "basic_arithmetic: generated; the longest of " in printed
 

@@ -110,12 +110,15 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: b
     """Print the estimated memory and work of a recipe; with `keys`, also print the resolved recipe."""
     made_for = "" if needs.max_positions is None else f", at most {needs.max_positions:,} positions"
     free = "" if needs.available_bytes is None else f"{_size(needs.available_bytes)} are free on {needs.device}"
+    evaluated = (
+        f"{needs.held_out_prompts} prompts of the test sets"
+        if recipe.eval.task
+        else f"{needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})"
+    )
     lines = [
         f"model       {recipe.model.path}, {needs.parameters:,} parameters{made_for}",
         *(f"task        {prompts}" for prompts in needs.prompts),
-        f"evaluation  {needs.held_out_prompts} held-out prompts (eval.num_prompts = {recipe.eval.num_prompts})"
-        if recipe.eval.enabled
-        else "evaluation  none (eval.enabled = false)",
+        f"evaluation  {evaluated if recipe.eval.enabled else 'none (eval.enabled = false)'}",
         *(f"memory      {_memory(process)}" for process in needs.processes),
         *([f"GPUs        {needs.gpus}"] if needs.gpus else []),
         f"            {free or 'for other machines, whose free memory is not known here'}",
