@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from baton.types import FailureCause, FinishReason, Group, RewardResult, ScoredTrajectory
@@ -108,6 +109,14 @@ def first_impression(groups: Sequence[Group]) -> list[str]:
         found.append(f"warning: {same}: {_reason(scored)}")
     elif _share_without_answer(scored) == 1.0:
         found.append(f"warning: the rewards differ, but {_NO_ANSWER.format(100)}")
+    wrong = [m for m in scored if not m.judgement.is_correct and m.episode is None]
+    silent = [m.judgement.reward for m in wrong if m.judgement.answer is None]
+    tried = [m.judgement.reward for m in wrong if m.judgement.answer is not None]
+    if silent and tried and 2 * len(wrong) > len(scored) and mean(silent) > mean(tried):
+        found.append(
+            f"warning: wrong responses get more reward without an answer ({mean(silent):.3g} on average) than with one "
+            f"({mean(tried):.3g}), so the model may learn not to answer; make the reward without an answer the lowest"
+        )
     cut = _share_cut(scored)
     if cut > 0.5 and not _is_cut_before_answer(scored):
         found.append(f"warning: {100 * cut:.0f} % of the responses are cut at rollout.max_new_tokens; raise this limit")

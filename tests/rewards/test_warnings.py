@@ -99,6 +99,12 @@ def test_a_first_impression_says_what_will_not_work() -> None:
     assert "100 % are cut at rollout.max_new_tokens before they state an answer" in both
     (_, unread) = first_impression([group(0.2, 0.7, answer=None)])
     assert unread.startswith("warning: the rewards differ, but 100 % state no answer")
+    (_, silence) = first_impression([group(0.0, 0.1, 1.0), group(0.2, 0.2, answer=None)])
+    assert silence.startswith(
+        "warning: wrong responses get more reward without an answer (0.2 on average) than with one (0.05)"
+    )
+    assert len(first_impression([group(0.3, 0.1, 1.0), group(0.2, 0.2, answer=None)])) == 1  # 0.2 without and with one
+    assert len(first_impression([group(0.0, 1.0, 1.0, 1.0), group(0.2, 1.0)])) == 1  # most are right
     assert first_impression([group(None, None)]) == []
     (_, single) = first_impression([group(0.0), group(0.0)])
     assert single.startswith("warning: all responses to all prompts have the same reward")
