@@ -45,6 +45,16 @@ def assert_as_if_nothing_was(run: Swarm, unbroken: Outcome) -> None:
     assert not lost, "a token of an older version was trained on in sync"
 
 
+def train_until_a_worker_is_killed(run: Swarm) -> None:
+    """Start the run with two workers, and kill the first one while it holds leases, after the first train step."""
+    run.train()
+    victim = run.joined(faults=SLOW)
+    run.joined(faults=SLOW)
+    run.await_step(1)
+    run.caught_at_work(victim, 0)
+    victim.kill()
+
+
 # ---- workers ---------------------------------------------------------------------------------------------------------
 
 
@@ -52,12 +62,7 @@ def test_a_worker_killed_at_work_and_one_that_joins_leave_the_run_as_it_was(
     model: Path, tmp_path: Path, unbroken: Outcome
 ) -> None:
     with swarm(tmp_path, model) as run:
-        run.train()
-        victim = run.joined(faults=SLOW)
-        run.joined(faults=SLOW)
-        run.await_step(1)
-        run.caught_at_work(victim, 0)
-        victim.kill()
+        train_until_a_worker_is_killed(run)
         run.worker()
         assert_as_if_nothing_was(run, unbroken)
         assert "worker#0: sent no message for 5 s" in run.trainer.said()
@@ -71,12 +76,7 @@ def test_sampling_masks_of_workers_train_as_those_of_an_engine_beside_the_traine
     """In `sync` to the bit, although one worker is killed. All that the workers report is verified and found honest."""
     changes = {"rollout__top_p": 0.9, "rollout__mode": mode, "inspection__share": 1.0, "inspection__trusted_share": 1.0}
     with swarm(tmp_path / "swarm", model, **changes) as run:
-        run.train()
-        victim = run.joined(faults=SLOW)
-        run.joined(faults=SLOW)
-        run.await_step(1)
-        run.caught_at_work(victim, 0)
-        victim.kill()
+        train_until_a_worker_is_killed(run)
         run.finish()
         found = outcome(run.run)
         assert "quarantined" not in run.trainer.said()
@@ -147,12 +147,7 @@ def test_workers_killed_in_async_cost_no_finished_trajectory_and_no_group_is_tra
 ) -> None:
     shape = {"rollout__mode": "async", "rollout__max_staleness": 2}
     with swarm(tmp_path, model, **shape) as run:
-        run.train()
-        victim = run.joined(faults=SLOW)
-        run.joined(faults=SLOW)
-        run.await_step(1)
-        run.caught_at_work(victim, 0)
-        victim.kill()
+        train_until_a_worker_is_killed(run)
         run.joined(faults=SLOW)
         run.finish()
         lost = re.findall(
