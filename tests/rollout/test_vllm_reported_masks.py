@@ -1,8 +1,11 @@
-"""vLLM's sampling masks, through a fake of the fields that the client reads: what vLLM 0.32's source says, no more."""
+"""vLLM's sampling masks and its silence, through a fake of the fields that the client reads: what vLLM 0.32's source
+says, no more."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.clock import Clock
 from baton.errors import EngineFault, UserError
 from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
@@ -28,11 +32,14 @@ class FakeLlm:
 
     asked: list[Any]
     masks: Any = lambda token: [token - 5, token]
+    is_silent: bool = False
     errored = False
     output_handler = None
 
     async def generate(self, prompt: Any, params: Any, key: str, lora_request: Any) -> AsyncIterator[Any]:
         self.asked.append(params)
+        if self.is_silent:
+            await asyncio.Event().wait()
         for begin in range(10, 10 + params.max_tokens, 2):
             ids = [begin, begin + 1][: 10 + params.max_tokens - begin]
             masks = None if self.masks is None else SimpleNamespace(token_ids=[self.masks(i) for i in ids])
@@ -72,13 +79,14 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLlm:
 def make(llm: FakeLlm) -> Iterator[Callable[..., VllmEngine]]:
     made: list[VllmEngine] = []
 
-    def build(*, return_sampling_mask: bool = True) -> VllmEngine:
+    def build(*, return_sampling_mask: bool = True, clock: Clock = time.monotonic) -> VllmEngine:
         keys = {"return_sampling_mask": return_sampling_mask}
         settings = EngineSettings(kind="vllm", slots=8, max_context_tokens=32, vllm=keys)
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=64))
         model = SimpleNamespace(config=config, state_dict=lambda keep_vars: {})
         skeleton: Any = SimpleNamespace(model=model, end_ids=(1,), text=str)
-        made.append(VllmEngine(VllmClient({}, answer_timeout_s=30.0), skeleton, None, settings, PolicyVersion("r", 0)))
+        client = VllmClient({}, answer_timeout_s=30.0)
+        made.append(VllmEngine(client, skeleton, None, settings, PolicyVersion("r", 0), clock))
         return made[-1]
 
     yield build
@@ -131,6 +139,23 @@ def test_an_engine_with_masks_refuses_all_else_and_one_without_refuses_truncatio
             engine.submit(lease(other))
     with pytest.raises(UserError, match=r"only temperature is allowed, or for training engine\.vllm\.return_sampling"):
         make(return_sampling_mask=False).submit(lease(TRUNCATED))
+
+
+def test_a_silent_vllm_is_an_error_once_its_requests_have_waited_for_the_timeout(
+    make: Callable[..., VllmEngine], llm: FakeLlm
+) -> None:
+    now_s, llm.is_silent = [0.0], True
+    engine = make(clock=lambda: now_s[0])
+    timeout_s = EngineSettings(kind="vllm").vllm.answer_timeout_s
+    now_s[0] = 2 * timeout_s
+    assert engine.step() == [], "without a request there is nothing to wait for"
+    engine.submit(lease(TRUNCATED))
+    assert engine.step() == [], "the wait begins with the request"
+    now_s[0] += timeout_s
+    assert engine.step() == []
+    now_s[0] += 1.0
+    with pytest.raises(EngineFault, match=r"generated no token for \d+ s, with 1 trajectories running"):
+        engine.step()
 
 
 def test_a_recipe_must_ask_vllm_for_masks_and_sglang_is_refused() -> None:

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from baton.clock import Clock
 from baton.errors import EngineFault, UserError
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import EngineClient, EngineRequest, GeneratedTokens, RequestLost
@@ -62,6 +63,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         read_base: ReadBase | None,
         settings: EngineSettings,
         version: PolicyVersion,
+        clock: Clock = time.monotonic,
     ) -> None:
         """client: client of a program that serves `version`. The program can run as many requests as the settings have
         slots. read_base: needed if versions are adapters."""
@@ -76,7 +78,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """Label of the weights that the program has now; empty before the first load."""
         self._outbox: list[FromWorker] = []
         """Messages that methods other than `step` have produced. The next `step` returns them."""
-        self._heard_s = time.monotonic()
+        self._clock, self._active_s = clock, clock()
+        """Time of the last token, started request or loaded version."""
 
     def submit(self, lease: Lease) -> None:
         """Queue a lease. Raises UserError if the prompt leaves no room for a token, or if top-p or top-k is set in an
@@ -125,7 +128,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._table.switch(version)
         self._outbox += self._abort_rows()
         self._client.resume()
-        self._heard_s = time.monotonic()
+        self._active_s = self._clock()
 
     @property
     def mask_dtype(self) -> str | None:
@@ -148,7 +151,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         reports: list[FromWorker] = []
         steps: Counter[str] = Counter()
         for said in self._client.take(timeout_s):
-            self._heard_s = time.monotonic()
+            self._active_s = self._clock()
             running = self.running.get(said.key)
             if running is None:
                 # the lease has already ended in the table, because of a stop string, the token budget or an abort
@@ -245,5 +248,5 @@ class ExternalEngine(SlotEngine, Generic[Client]):
                 )
             )
         if requests:
-            self._heard_s = time.monotonic()
+            self._active_s = self._clock()
             self._client.begin(requests)

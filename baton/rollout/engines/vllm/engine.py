@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -104,10 +103,10 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
-        heartbeat_timeout_s = self._settings.vllm.answer_timeout_s
-        if self.running and time.monotonic() - self._heard_s > heartbeat_timeout_s:
+        timeout_s = self._settings.vllm.answer_timeout_s
+        if self.running and self._clock() - self._active_s > timeout_s:
             raise EngineFault(
-                f"vLLM has generated no token for {heartbeat_timeout_s:.0f} s, with {len(self.running)} trajectories "
+                f"vLLM has generated no token for {timeout_s:.0f} s, with {len(self.running)} trajectories "
                 "running (engine.vllm.answer_timeout_s)"
             )
         return reports
