@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 
 import aiohttp
@@ -63,8 +62,9 @@ class HubConnection:
 
     async def drain(self) -> None:
         """Wait until all messages are sent, the connection is closed, or the deadline has passed."""
-        begin_s = time.monotonic()
-        while not (self._outgoing.empty() or self._socket.closed) and time.monotonic() - begin_s < SEND_DEADLINE_S:
-            await asyncio.sleep(0.01)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                while not (self._outgoing.empty() or self._socket.closed):
+                    await asyncio.sleep(0.01)
         # the queue becomes empty before the last frame is written to the socket
         await asyncio.sleep(0.05)
