@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,6 +38,21 @@ def test_the_checksum_is_that_of_the_formula_across_pieces(monkeypatch):
     expected = sum((w - 65536 * (w > 32767)) * (2 * i + 1) for i, w in enumerate(words)) * 0x9E3779B97F4A7C15 % 2**64
     tensor = torch.tensor(words, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     assert int(checksum(tensor)) % 2**64 == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_checksum_on_a_cpu_starts_no_threads_of_torch():
+    """On a busy machine, the threads would wait for each other at each of its many small operations."""
+    program = """
+import os, torch
+from baton.weights.direct.stream import checksum
+torch.set_num_threads(3)
+words = torch.empty(2**18, dtype=torch.int16)
+before = len(os.listdir("/proc/self/task"))
+checksum(words)
+assert len(os.listdir("/proc/self/task")) == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def version() -> OutgoingVersion:
