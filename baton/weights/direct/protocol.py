@@ -91,8 +91,6 @@ class RunPhase(msgspec.Struct, frozen=True, gc=False):
     phase: Phase
     version: PolicyVersion | None = None
     """The version to send; None in `connect`."""
-    base: PolicyVersion | None = None
-    """The whole version that the replica had before `announce`, to which a difference can be sent."""
 
 
 class CloseGroup(msgspec.Struct, frozen=True, gc=False):
@@ -140,7 +138,6 @@ class ReplicaState:
     """Phase that runs; None if the replica is idle or waits for a new attempt."""
     has: PolicyVersion | None = None
     """The version that the replica serves; None if its weights are not whole."""
-    base: PolicyVersion | None = None
     sending: PolicyVersion | None = None
     deadline_s: float | None = None
     """When the running phase has failed, or when the delay after a failure ends."""
@@ -209,9 +206,9 @@ class DirectSync:
     def _run(self, name: str, phase: Phase, at_s: float) -> Command:
         state = self.replicas[name]
         if phase == "announce":
-            state.sending, state.base, state.has = self.want, state.has, None
+            state.sending, state.has = self.want, None
         state.phase, state.deadline_s = phase, at_s + self.rules.of_phase(phase)
-        return RunPhase(name, state.generation, phase, state.sending, state.base)
+        return RunPhase(name, state.generation, phase, state.sending)
 
     def _after(self, name: str, state: ReplicaState, phase: Phase, at_s: float) -> list[Command]:
         match phase:
@@ -223,7 +220,7 @@ class DirectSync:
                 return [self._run(name, "commit", at_s)]
             case "commit":
                 state.has, state.failures, state.last_cause = state.sending, 0, ""
-                state.phase = state.deadline_s = state.sending = state.base = None
+                state.phase = state.deadline_s = state.sending = None
         return []
 
     def _expired(self, name: str, state: ReplicaState, at_s: float) -> list[Command]:
@@ -236,7 +233,7 @@ class DirectSync:
         """Abort the communicator, and wait before building another one."""
         closed = CloseGroup(name, state.generation)
         state.generation, state.phase, state.failures = self._next_generation(), None, state.failures + 1
-        state.sending, state.base, state.last_cause = None, None, cause
+        state.sending, state.last_cause = None, cause
         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
         state.deadline_s = at_s + retry_wait_s(state.failures, first_s=first_s, longest_s=longest_s)
         return [closed]

@@ -57,12 +57,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 class Bucket:
     """Consecutive tensors of a version, which are described, sent and loaded as one unit."""
 
-    index: int
-    count: int
-    """Number of buckets of the version."""
-    names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
-    """Tensors to send. Of a difference: indices and values of each tensor, in turn."""
     info: Mapping[str, Any]
     """Description: plain values, with the names that vLLM's transfer engines use."""
 
@@ -90,7 +85,7 @@ class OutgoingVersion:
             "shapes": [list(tensor.shape) for tensor in tensors],
             "bucket": {"index": index, "count": count, "checksums": checksums(tensors)},
         }
-        return Bucket(index, count, tuple(names), tensors, info)
+        return Bucket(tensors, info)
 
 
 class IncomingVersion:

@@ -61,13 +61,13 @@ def version() -> OutgoingVersion:
 
 def receive(incoming: IncomingVersion, bucket) -> None:
     incoming.expect(bucket.info["names"], bucket.info["bucket"])
-    incoming.loaded(list(zip(bucket.names, bucket.tensors, strict=True)))
+    incoming.loaded(list(zip(bucket.info["names"], bucket.tensors, strict=True)))
     incoming.end_bucket()
 
 
 def test_buckets_hold_all_tensors_once_in_order_within_their_size():
     buckets = version().buckets
-    assert [bucket.names for bucket in buckets] == [("w0", "w1"), ("w2", "w3"), ("w4",)]
+    assert [bucket.info["names"] for bucket in buckets] == [["w0", "w1"], ["w2", "w3"], ["w4"]]
     incoming = IncomingVersion()
     incoming.begin()
     for bucket in buckets:
