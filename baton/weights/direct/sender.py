@@ -199,7 +199,7 @@ class DirectSender:
                 with self._changed:
                     state = self._sync.replicas.get(replica)
                     if self._is_closed or state is None or state.generation != generation:
-                        built.close()
+                        begin(built.close)
                     else:
                         self._groups[replica, generation] = built
             case "announce":
