@@ -75,17 +75,17 @@ def begin(call: Callable[[], T]) -> Future[T]:
     """Start a call in a new daemon thread; return the future of its result."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    Thread(target=run, name="call", daemon=True).start()
+    Thread(target=_run, args=(call, future), name="call", daemon=True).start()
     return future
+
+
+def _run(call: Callable[[], T], future: Future[T]) -> None:
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001  # raised again where the future is awaited
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
@@ -129,15 +129,14 @@ def in_order(
     threads = CODERS if threads is None else threads
     waiting: deque[Future[R]] = deque()
     for item in items:
-        call = partial(work, item)
-        if num_bytes(item) < _LARGE or threads < 1:
-            while waiting:
-                yield _result(waiting.popleft())
-            yield call()
-            continue
         if len(waiting) == threads:
             yield _result(waiting.popleft())
-        waiting.append(begin(call))
+        call = partial(work, item)
+        if num_bytes(item) < _LARGE:
+            waiting.append(Future())
+            _run(call, waiting[-1])
+        else:
+            waiting.append(begin(call))
     while waiting:
         yield _result(waiting.popleft())
 

@@ -119,3 +119,16 @@ def test_the_error_of_an_item_is_raised_where_its_result_is_due(size):
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(ValueError, match="item 2"):
         next(results)
+
+
+def test_small_items_between_large_ones_do_not_serialize_them():
+    """As in a model, where norms lie between matrices."""
+    barrier = threading.Barrier(3)
+
+    def work(size: int) -> int:
+        if size > 1:
+            barrier.wait(60)  # three large items are in threads at once, or this test fails
+        return size
+
+    sizes = [2**20, 1, 2**20, 1, 2**20, 1] * 2
+    assert list(in_order(work, sizes, lambda size: size, threads=5)) == sizes
