@@ -72,7 +72,6 @@ METHODS: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_TRANSFER}/base.py", "VLLMWeightSyncClient.finish_weight_update"): ("weight_version",),
     (f"{_TRANSFER}/base.py", "TrainerWeightTransferEngine.send_weights"): (),
     (f"{_TRANSFER}/base.py", "TrainerWeightTransferEngine.shutdown"): (),
-    ("model_executor/model_loader/checkpoint_weight_patch.py", "load_checkpoint_weight_patches"): ("model", "patches"),
     ("model_executor/model_loader/reload/layerwise.py", "initialize_layerwise_reload"): ("model",),
     ("model_executor/model_loader/reload/layerwise.py", "finalize_layerwise_reload"): (),
     ("distributed/device_communicators/pynccl.py", "PyNcclCommunicator.destroy"): (),
@@ -94,9 +93,6 @@ FIELDS: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_TRANSFER}/nccl_engine.py", "NCCLTrainerInitInfo"): ("master_address", "master_port", "world_size"),
     (f"{_TRANSFER}/nccl_engine.py", "NCCLWeightTransferUpdateInfo"): ("names", "dtype_names", "shapes"),
     (f"{_TRANSFER}/ipc_engine.py", "IPCTrainerInitInfo"): ("packed",),
-    ("model_executor/model_loader/checkpoint_weight_patch.py", "CheckpointWeightPatch"): (
-        *("name", "shape", "dtype", "values", "indices"),
-    ),
 }
 """(file, class) → fields that Baton gives or reads."""
 TEXTS: dict[str, tuple[str, ...]] = {

@@ -46,21 +46,25 @@ class VllmClient(EngineClient):
 
     def load(self, path: str, label: str) -> int:
         """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
-        return self._call(self._load_weights(path, label), self._answer_timeout_s, "to load new weights")
+        taken = self.call_workers("take_weights", path, self._answer_timeout_s)
+        self.set_label(label)
+        assert len(set(taken)) == 1, f"the workers of vLLM loaded different numbers of tensors of one file: {taken}"
+        return int(taken[0])
 
     def load_adapter(self, directory: str, label: str) -> None:
         """Load an adapter in PEFT's form in all workers, in place of the last one. Call between `pause` and
         `resume`."""
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
-    def call_workers(self, method: str, info: Any, timeout_s: float) -> None:
-        """Call a method of vLLM's workers, for a direct transfer, from any thread. info: its argument, if not None."""
+    def call_workers(self, method: str, info: Any, timeout_s: float) -> list[Any]:
+        """Call a method of vLLM's workers, from any thread; return their results. info: its argument, if not None."""
         arguments = () if info is None else (info,)
-        self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
+        return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 
     def set_label(self, label: str) -> None:
-        """Set the label of the weights that a direct transfer has loaded."""
+        """Set the label of a whole model that the workers have loaded; vLLM has then removed the adapter."""
         self._call(self._llm.update_weight_version(label), self._answer_timeout_s, "to set the version")
+        self._adapter = None
 
     def check(self) -> None:
         """Raise EngineFault if the core has exited."""
@@ -149,13 +153,6 @@ class VllmClient(EngineClient):
         seen = -1
         while seen != (seen := self._inbox.qsize()):
             await asyncio.sleep(0.01)
-
-    async def _load_weights(self, path: str, label: str) -> int:
-        taken = await self._llm.collective_rpc("take_weights", args=(path,))
-        await self._llm.update_weight_version(label)
-        self._adapter = None  # vLLM has removed it
-        assert len(set(taken)) == 1, f"the workers of vLLM loaded different numbers of tensors of one file: {taken}"
-        return int(taken[0])
 
     async def _load_adapter(self, directory: str, label: str) -> None:
         from vllm.lora.request import LoRARequest

@@ -157,15 +157,13 @@ class _GlooEngine:
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self._group is None:
             raise WeightsFault("weights were announced to a replica that has no communicator")
-        patches = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
         try:
             for name, dtype_name, shape in zip(
                 update_info.names, update_info.dtype_names, update_info.shapes, strict=True
             ):
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
                 self._group.broadcast(tensor)
-                patch = patches.CheckpointWeightPatch(name, tuple(shape), tensor.dtype, tensor.reshape(-1))
-                patches.load_checkpoint_weight_patches(self.model, [patch])
+                self.model.load_weights([(name, tensor)])
         except BaseException:
             self.shutdown()  # the sender's pending broadcast then fails at once
             raise
