@@ -4,7 +4,8 @@
 
 The replica is a plain process that copies the tensors. `store`: publish a delta of 1 % of the elements into a
 directory, then fetch and verify it. `file`: write and map a file in shared memory, as for an engine in the run's own
-process. `direct`: gloo over loopback, with checksums on both sides. One thread each. No figure here is of a GPU.
+process. `direct`: gloo over loopback, with checksums on both sides. torch has one thread; `store` and the digests use
+`baton.clock.CODERS` threads. No figure here is of a GPU.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ def main() -> None:
         rows.append(row)
     if given.write:
         result = {"machine": machine(), "versions": VERSIONS, "changed": CHANGED, "rows": rows}
+        (ROOT / "results").mkdir(exist_ok=True)
         (ROOT / "results" / "raw.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
