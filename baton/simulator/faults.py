@@ -29,7 +29,7 @@ from baton.simulator.seeds import choices
 
 Kind = Literal["crash", "hang", "slow", "join", "leave", "restart", "partition", "storm", "wrong"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-DRAWN = KINDS[:-1]
+DRAWN = tuple(kind for kind in KINDS if kind != "wrong")
 """Kinds from which random faults are drawn by default: those that can happen to a correct worker."""
 
 
