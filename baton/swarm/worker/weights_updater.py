@@ -37,6 +37,7 @@ class WeightsUpdater:
         self._on_event, self._say = on_event, say
         self._fetched: dict[PolicyVersion, Mapping[str, Any]] = {}
         self._fetches: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self.fetched_bytes = 0
 
     async def fetch_base(self, version: PolicyVersion) -> Mapping[str, Any]:
@@ -48,13 +49,16 @@ class WeightsUpdater:
         return await in_thread(call, timeout_s=FETCH_DEADLINE_S + 60.0, who="a source of weights")
 
     def fetch(self, version: PolicyVersion, want: Want) -> None:
-        """Start to fetch a version. want: the last announcement, which names the relays."""
+        """Start to fetch a version, unless closed. want: the last announcement, which names the relays."""
+        if self._is_closed:  # a timer of `VersionSync`, or the engine's last switch
+            return
         task = asyncio.create_task(self._fetch(version, want))
         self._fetches.add(task)
         task.add_done_callback(self._fetches.discard)
 
     async def close(self) -> None:
         """Cancel the running fetches. Their threads may continue, and their results are discarded."""
+        self._is_closed = True
         for task in self._fetches:
             task.cancel()
         await asyncio.gather(*self._fetches, return_exceptions=True)
