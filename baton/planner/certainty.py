@@ -13,6 +13,7 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
+from baton.clock import Clock
 from baton.cost.calibration import GpuCalibration, Parameter
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import replica_cost
@@ -61,15 +62,23 @@ class Certainty(msgspec.Struct, frozen=True):
 
 
 def certainty(
-    inputs: Inputs, plan: Plan, calibration: GpuCalibration, *, is_robust: bool, time_limit_s: float
+    inputs: Inputs,
+    plan: Plan,
+    calibration: GpuCalibration,
+    *,
+    is_robust: bool,
+    time_limit_s: float,
+    clock: Clock = time.monotonic,
 ) -> Certainty:
     """Return how sure a plan is. Its inputs have the worst ends of the calibration if it is robust, else the values."""
+    end_s = clock() + time_limit_s
     unchanged_s = step_s(inputs, plan, inputs.efficiencies)
     worst, value, best = (
         plan.tokens_per_s * unchanged_s / step_s(inputs, plan, calibration.at(pick)) for pick in (WORST, VALUE, BEST)
     )
     parameters = _used(inputs, calibration)
-    change, tried = _nearest(inputs, calibration, parameters, WORST if is_robust else VALUE, time_limit_s)
+    base = WORST if is_robust else VALUE
+    change, tried = _nearest(inputs, calibration, parameters, base, lambda: clock() >= end_s)
     return Certainty((worst, value, best), trains(plan), change, tried, len(parameters))
 
 
@@ -117,13 +126,12 @@ def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
 
 
 def _nearest(
-    inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, time_limit_s: float
+    inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, is_late: Callable[[], bool]
 ) -> tuple[TrainerChange | None, int]:
     """Return the parameter whose least change makes other GPU types train in the best plan, and how many parameters
     were tried."""
     if len(inputs.cluster.gpu_types) == 1:
         return None, len(parameters)
-    started = time.monotonic()
     best: tuple[float, TrainerChange] | None = None
 
     def found_with(efficiencies: Efficiencies) -> tuple[str, ...]:
@@ -135,14 +143,14 @@ def _nearest(
     # not the trainers of the given plan, which may prefer few moves (`replan`) or come from a longer search
     now = found_with(inputs.efficiencies)
     for tried, parameter in enumerate(parameters):
-        if time.monotonic() - started > time_limit_s:
+        if is_late():
             return best[1] if best else None, tried
         for end in (parameter.low, parameter.high):
             try:
                 if end == base(parameter) or (other := at(parameter, end)) == now:
                     continue
                 same, changed = base(parameter), end
-                for _ in range(HALVINGS if time.monotonic() - started < time_limit_s else 0):
+                for _ in range(0 if is_late() else HALVINGS):
                     middle = (same * changed) ** 0.5 if same * changed > 0 else (same + changed) / 2
                     if (found := at(parameter, middle)) == now:
                         same = middle
