@@ -3,6 +3,7 @@ costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
@@ -13,9 +14,11 @@ from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
 from baton.cost.generate import DeviceClass, largest_batch, replica_cost
 from baton.cost.memory import rank_phases, stage_bytes, table_params
 from baton.cost.train import microbatches, publish_s, stage_terms
+from baton.planner import solve
 from baton.planner.instance import Inputs
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import ModelSpec, model_spec
+from baton.specs.plan import Method, Plan
 from baton.specs.workload import Workload, WorkloadSettings
 
 Chosen = Sequence[tuple[int, int, int] | None]
@@ -80,6 +83,11 @@ QUICK = Efficiencies(Efficiency(step_overhead_s=2e-5, publish_latency_s=1e-3))
 def inputs(of: Cluster, **changes: object) -> Inputs:
     """Defaults for the rest."""
     return Inputs(of, model(), work(**changes), QUICK)
+
+
+def make_plan(asked: Inputs, method: Method = "exact") -> Plan:
+    """Plan without a time limit: a search that a slow machine ends early has a gap, and may miss the best plan."""
+    return solve.make_plan(asked, method, time_limit_s=math.inf)
 
 
 # ---- a search by hand ------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import chain, repeat
+
 import msgspec
 import pytest
 
@@ -9,8 +12,7 @@ from baton.cost.calibration import GpuCalibration, Parameter
 from baton.cost.efficiency import Efficiencies
 from baton.planner.certainty import certainty, step_s, trains
 from baton.planner.instance import Inputs
-from baton.planner.solve import make_plan
-from tests.planner.planner_cases import cluster, inputs
+from tests.planner.planner_cases import cluster, inputs, make_plan
 
 OWN = Efficiencies()
 
@@ -49,7 +51,7 @@ def test_the_parameter_that_decides_who_trains_is_named_with_its_value() -> None
     of = asked(calibration)
     plan = make_plan(of)
     assert trains(plan) == ("Slow",)  # Fast generates, unless its decode steps are slow
-    found = certainty(of, plan, calibration, is_robust=False, time_limit_s=60)
+    found = certainty(of, plan, calibration, is_robust=False, time_limit_s=math.inf)
     assert found.tried == found.num_parameters == 2
     assert found.change is not None
     assert found.change.parameter == "step_overhead_s of Fast"
@@ -60,13 +62,25 @@ def test_the_parameter_that_decides_who_trains_is_named_with_its_value() -> None
         assert trains(make_plan(msgspec.structs.replace(of, efficiencies=moved))) == expected
 
 
+def test_a_search_that_reaches_its_time_limit_names_the_end_of_the_range() -> None:
+    ranges = (parameter("Fast", "step_overhead_s", 1e-3, 1e-3, 0.1), parameter("Fast", "decode", 0.7, 0.69, 0.71))
+    calibration = GpuCalibration(("Fast", "Slow"), ranges, OWN)
+    of = asked(calibration)
+    plan = make_plan(of)
+    for early, tried in ((1, 0), (2, 1)):  # the clock is read at the start, before each parameter and before halving
+        clock = chain(repeat(0.0, early), repeat(5.0)).__next__
+        found = certainty(of, plan, calibration, is_robust=False, time_limit_s=5.0, clock=clock)
+        assert (found.tried, found.num_parameters) == (tried, 2)
+        assert (found.change.at if found.change else None) == (None, "0.1 s")[tried]
+
+
 def test_a_plan_that_is_not_the_best_has_no_parameter_that_decides_who_trains() -> None:
     calibration = GpuCalibration(("Fast", "Slow"), (parameter("Fast", "decode", 0.7, 0.69, 0.71),), OWN)
     of = asked(calibration)
     slow = Efficiencies(OWN.default, {"Fast": OWN.default.model_copy(update={"step_overhead_s": 0.1})})
     kept = make_plan(msgspec.structs.replace(of, efficiencies=slow))
     assert trains(kept) != trains(make_plan(of))  # as a replanned plan, which keeps the trainer on its GPUs
-    assert certainty(of, kept, calibration, is_robust=False, time_limit_s=60).change is None
+    assert certainty(of, kept, calibration, is_robust=False, time_limit_s=math.inf).change is None
 
 
 def test_no_other_plan_has_a_better_worst_case_than_the_robust_one() -> None:

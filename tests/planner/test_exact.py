@@ -10,8 +10,7 @@ import pytest
 
 from baton.errors import UserError
 from baton.planner.instance import Inputs
-from baton.planner.solve import make_plan
-from tests.planner.planner_cases import brute_step_s, cluster, inputs
+from tests.planner.planner_cases import brute_step_s, cluster, inputs, make_plan
 
 CASES = int(os.environ.get("BATON_PLANNER_CASES", "120"))
 """Random clusters; more of them: BATON_PLANNER_CASES=1000 pytest tests/planner."""

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from baton.cost.efficiency import Efficiencies
 from baton.errors import UserError
 from baton.planner.instance import Inputs
-from baton.planner.solve import make_plan
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan, read_plan, write_plan
-from tests.planner.planner_cases import QUICK, cluster, inputs, model, work
+from tests.planner.planner_cases import QUICK, cluster, inputs, make_plan, model, work
 
 NODES = st.lists(
     st.tuples(st.sampled_from(["Fast", "Slow"]), st.sampled_from([1, 2, 3, 4, 6, 8])), min_size=1, max_size=4

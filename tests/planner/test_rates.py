@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from baton.errors import UserError
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.published_method import divisions, objectives
-from baton.planner.solve import make_plan
 from baton.specs.cluster import Cluster, ClusterSettings
-from tests.planner.planner_cases import enumerated_step_s, model, rates, work
+from tests.planner.planner_cases import enumerated_step_s, make_plan, model, rates, work
 
 TABLE_1 = {
     # AReaL-Hex table 1: tokens per second are in proportion to price over price per token; infer, train
