@@ -35,11 +35,11 @@ PATIENCE_S = 120.0
 QUICK = SupervisionRules(first_wait_s=0.1, settle_s=0.5)
 
 
-def wait_until(is_so: Callable[[], Any], what: str) -> Any:
-    """Wait for what others do, and return what `is_so` says."""
+def wait_until(is_so: Callable[[], Any], what: str, seen: Sequence[str] = ()) -> Any:
+    """Wait for what others do, and return what `is_so` says. seen: what was seen until the end of the wait."""
     end_s = time.monotonic() + PATIENCE_S
     while not (found := is_so()):
-        assert time.monotonic() < end_s, f"waited {PATIENCE_S:.0f} s: {what}"
+        assert time.monotonic() < end_s, f"waited {PATIENCE_S:.0f} s: {what}; seen: {list(seen)}"
         time.sleep(0.05)
     return found
 
@@ -78,7 +78,7 @@ class Nodes:
         if ray.is_initialized():
             return machines(ray.nodes())
         with tempfile.NamedTemporaryFile() as answer:  # Ray prints warnings of its own on stdout
-            subprocess.run([sys.executable, "-c", code, self.address, answer.name], timeout=60, check=True)
+            subprocess.run([sys.executable, "-c", code, self.address, answer.name], timeout=PATIENCE_S, check=True)
             return machines(json.loads(Path(answer.name).read_text()))
 
     def own_processes(self, title: str) -> list[int]:
@@ -106,8 +106,9 @@ def _size(**arguments: Any) -> dict[str, Any]:
     return {"object_store_memory": 100 * 2**20, **arguments}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def nodes() -> Iterator[Nodes]:
+    """One cluster for each test: a test that fails leaves no nodes to the next."""
     made = Nodes()
     yield made
     if ray.is_initialized():
@@ -141,9 +142,7 @@ class Witness:
 
     def await_line(self, pattern: str, after: int = 0) -> None:
         """Wait until it is said."""
-        wait_until(
-            lambda: any(re.search(pattern, line) for line in self.lines[after:]), f"{pattern!r} in {self.lines[after:]}"
-        )
+        wait_until(lambda: any(re.search(pattern, line) for line in self.lines[after:]), pattern, self.lines)
 
 
 def loader(directory: Path, *more: str) -> Callable[[Sequence[str]], Recipe]:

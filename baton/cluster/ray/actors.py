@@ -82,10 +82,11 @@ class WorkerActor:
         return self._process.pid
 
     def watch(self) -> str:
-        """Wait until the process has ended; return a string with its exit code and the end of its log."""
+        """Wait until the process has ended; return one line with its exit code and the end of its log."""
         code = self._process.wait()
-        output = self._log.read_bytes()[-MAX_LOG_BYTES:].decode("utf-8", "replace").strip()
-        return f"ended with exit code {code}" + (f"; its last output: {output}" if output else "")
+        output = self._log.read_bytes()[-MAX_LOG_BYTES:].decode("utf-8", "replace").split("\n")
+        lines = " | ".join(line.strip() for line in output if line.strip())
+        return f"ended with exit code {code}" + (f"; its last output: {lines}" if lines else "")
 
     def leave(self) -> None:
         """Ask the process to report its tokens and end; kill it after `GRACE_S`."""

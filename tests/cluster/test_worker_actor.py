@@ -1,0 +1,27 @@
+"""What the actor of a worker tells about the end of its process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.cluster.ray.actors import WorkerActor, WorkerArguments
+
+
+def test_the_end_of_a_worker_is_one_line_however_many_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no connection to the hub\necho\necho '  ready: r' >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    actor = WorkerActor(
+        WorkerArguments(
+            name="w", url="http://127.0.0.1:1", token="t", certificate="", is_insecure=False, slots=1, threads=1,
+            device="cpu",
+        )
+    )  # fmt: skip
+    try:
+        assert actor.watch() == "ended with exit code 3; its last output: no connection to the hub | ready: r"
+    finally:
+        actor.leave()
