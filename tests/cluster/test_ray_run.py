@@ -27,7 +27,7 @@ from baton.specs.plan import Plan, write_plan
 from baton.stop import StopRequest
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
