@@ -5,7 +5,8 @@
 The replica is a plain process that copies the tensors. `store`: publish a delta of 1 % of the elements into a
 directory, then fetch and verify it. `file`: write and map a file in shared memory, as for an engine in the run's own
 process. `direct`: gloo over loopback, with checksums on both sides. torch has one thread; `store` and the digests use
-`baton.clock.CODERS` threads. No figure here is of a GPU.
+`baton.clock.CODERS` threads. Other work on the machine changes the seconds more than the processor seconds of this
+process and the replica's together. No figure here is of a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -57,18 +59,30 @@ def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def seconds(paths: Callable[[dict[str, torch.Tensor], int], None], tensors: dict[str, torch.Tensor]) -> float:
-    """Return the median seconds per version after the first one."""
+Seconds = tuple[float, float]
+"""Seconds, and processor seconds of all processes."""
+
+
+def seconds(path: Callable[[dict[str, torch.Tensor], int], None], tensors: dict[str, torch.Tensor]) -> Seconds:
+    """Return the medians per version after the first one."""
     found = []
     for number in range(VERSIONS):
         tensors = changed(tensors)
-        begin_s = time.perf_counter()
-        paths(tensors, number)
-        found.append(time.perf_counter() - begin_s)
-    return statistics.median(found[1:])
+        begin_s, begin_cpu_s = time.perf_counter(), processor_s()
+        path(tensors, number)
+        found.append((time.perf_counter() - begin_s, processor_s() - begin_cpu_s))
+    wall, processor = zip(*found[1:], strict=True)
+    return statistics.median(wall), statistics.median(processor)
 
 
-def by_store(tensors: dict[str, torch.Tensor]) -> float:
+def processor_s() -> float:
+    """Return the processor seconds so far of this process and of those that it has started."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def by_store(tensors: dict[str, torch.Tensor]) -> Seconds:
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Path(directory))
         publisher, fetcher = Publisher(store, WeightsSettings(keyframe_every=100)), Fetcher([StoreSource(store)])
@@ -79,7 +93,7 @@ def by_store(tensors: dict[str, torch.Tensor]) -> float:
         return seconds(load, tensors)
 
 
-def by_file(tensors: dict[str, torch.Tensor]) -> float:
+def by_file(tensors: dict[str, torch.Tensor]) -> Seconds:
     path = Path("/dev/shm") / "baton-benchmark.safetensors"
 
     def load(given: dict[str, torch.Tensor], number: int) -> None:
@@ -94,7 +108,7 @@ def by_file(tensors: dict[str, torch.Tensor]) -> float:
         path.unlink(missing_ok=True)
 
 
-def by_direct(tensors: dict[str, torch.Tensor]) -> float:
+def by_direct(tensors: dict[str, torch.Tensor]) -> Seconds:
     link, sender = ProcessLink(), DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic)
 
     def load(given: dict[str, torch.Tensor], number: int) -> None:
@@ -120,7 +134,10 @@ def main() -> None:
     rows = []
     for megabytes in given.mb:
         tensors = made(megabytes)
-        row = {"mb": megabytes, **{f.__name__[3:] + "_s": round(f(tensors), 3) for f in (by_store, by_file, by_direct)}}
+        row: dict[str, float] = {"mb": megabytes}
+        for path in (by_store, by_file, by_direct):
+            name = path.__name__.removeprefix("by_")
+            row[f"{name}_s"], row[f"{name}_processor_s"] = (round(each, 3) for each in path(tensors))
         print(row, flush=True)
         rows.append(row)
     if given.write:
