@@ -2,11 +2,12 @@
 
     python benchmarks/direct/run.py [--mb 64 256 1024] [--write]
 
-The replica is a plain process that copies the tensors. `store`: publish a delta of 1 % of the elements into a
-directory, then fetch and verify it. `file`: write and map a file in shared memory, as for an engine in the run's own
-process. `direct`: gloo over loopback, with checksums on both sides. torch has one thread; `store` and the digests use
-`baton.clock.CODERS` threads. Other work on the machine changes the seconds more than the processor seconds of this
-process and the replica's together. No figure here is of a GPU.
+The replica is a plain process that copies the tensors. `digest`: the digest of a version alone, which `file` and
+`direct` include. `store`: publish a delta of 1 % of the elements into a directory, then fetch and verify it. `file`:
+write and map a file in shared memory, as for an engine in the run's own process. `direct`: gloo over loopback, with
+checksums on both sides. torch has one thread; `store` and the digests use `baton.clock.CODERS` threads. Other work on
+the machine changes the seconds more than the processor seconds of this process and the replica's together. No figure
+here is of a GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ Seconds = tuple[float, float]
 """Seconds, and processor seconds of all processes."""
 
 
-def seconds(path: Callable[[dict[str, torch.Tensor], int], None], tensors: dict[str, torch.Tensor]) -> Seconds:
+def seconds(path: Callable[[dict[str, torch.Tensor], int], object], tensors: dict[str, torch.Tensor]) -> Seconds:
     """Return the medians per version after the first one."""
     found = []
     for number in range(VERSIONS):
@@ -80,6 +81,10 @@ def processor_s() -> float:
     own = psutil.Process()
     times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return sum(one.user + one.system for one in times)
+
+
+def by_digest(tensors: dict[str, torch.Tensor]) -> Seconds:
+    return seconds(lambda given, number: weights_digest(given), tensors)
 
 
 def by_store(tensors: dict[str, torch.Tensor]) -> Seconds:
@@ -135,7 +140,7 @@ def main() -> None:
     for megabytes in given.mb:
         tensors = made(megabytes)
         row: dict[str, float] = {"mb": megabytes}
-        for path in (by_store, by_file, by_direct):
+        for path in (by_digest, by_store, by_file, by_direct):
             name = path.__name__.removeprefix("by_")
             row[f"{name}_s"], row[f"{name}_processor_s"] = (round(each, 3) for each in path(tensors))
         print(row, flush=True)
