@@ -78,6 +78,12 @@ def train(
 
     loaded = load(())
     if dry_run:
+        if plan is not None:
+            from baton.cluster.plan_check import check_plan
+            from baton.specs.plan import read_plan
+
+            for note in check_plan(read_plan(plan), loaded, plan):
+                (err if as_json else out).print(note)
         _dry_run(loaded, is_here=plan is None, keys=keys, as_json=as_json)
         return
     console = err if as_json else out

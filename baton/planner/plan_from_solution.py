@@ -16,7 +16,7 @@ from baton.planner.instance import Inputs
 from baton.planner.problem import AssignmentProblem, Floats
 from baton.planner.replicas import rounded_shares
 from baton.planner.training_shapes import LayerBalance, Shapes, balanced
-from baton.specs.plan import Bound, Breakdown, Idle, Plan, Replica, Stage, Training
+from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica, Stage, Training
 
 
 def describe(
@@ -65,6 +65,7 @@ def describe_seated(
         price_per_h=inputs.cluster.price_per_h,
         currency=inputs.cluster.currency,
         bound=Bound.of(total, solution.bound_s),
+        work=PlannedWork.of(inputs.model, inputs.work),
     )
     return msgspec.structs.replace(plan, limits=tuple(limits(problem, plan)))
 

@@ -65,6 +65,7 @@ def recipe_workload(recipe: Recipe) -> Workload:
         kv_bytes=width,
         max_batch=recipe.engine.slots,
         engine_context_tokens=recipe.engine.max_context_tokens,
+        max_output_tokens=recipe.rollout.max_new_tokens,
     )
 
 

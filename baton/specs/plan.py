@@ -9,6 +9,8 @@ import msgspec
 
 from baton.errors import UserError
 from baton.files import write_whole
+from baton.specs.model import ModelSpec
+from baton.specs.workload import Workload
 
 Method = Literal["exact", "paper"]
 FORMAT = 1
@@ -115,6 +117,48 @@ class Bound(msgspec.Struct, frozen=True):
         return cls(least_s, gap, gap < PROVEN, note)
 
 
+class PlannedWork(msgspec.Struct, frozen=True):
+    """The numbers of the model and of the workload for which a plan was made."""
+
+    params: float
+    num_layers: int
+    hidden: int
+    vocab: int
+    groups: int
+    group_size: int
+    longest_prompt_tokens: float
+    mean_output_tokens: float
+    longest_output_tokens: float
+    max_output_tokens: int
+    """Tokens at which responses are cut; 0 if the workload does not say."""
+    engine_context_tokens: int
+    updates: int
+    """Optimiser updates per train step."""
+    has_critic: bool
+    has_reference: bool
+    recompute: bool
+
+    @classmethod
+    def of(cls, model: ModelSpec, work: Workload) -> PlannedWork:
+        return cls(
+            model.params,
+            model.num_layers,
+            model.hidden,
+            model.vocab,
+            work.groups,
+            work.group_size,
+            work.prompt.longest,
+            work.output.mean,
+            work.output.longest,
+            work.max_output_tokens,
+            work.engine_context_tokens,
+            work.updates,
+            work.has_critic,
+            work.has_reference,
+            work.recompute,
+        )
+
+
 class Plan(msgspec.Struct, frozen=True):
     """A complete plan, as `baton plan --out` writes it."""
 
@@ -137,6 +181,8 @@ class Plan(msgspec.Struct, frozen=True):
     """One sentence for each limit of the plan's throughput."""
     is_colocated: bool = False
     """Whether trainer and engines use the same GPUs alternately."""
+    work: PlannedWork | None = None
+    """None in a plan that was written by hand or by an earlier version."""
     format: int = FORMAT
 
     @property

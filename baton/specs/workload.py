@@ -114,6 +114,8 @@ class Workload(msgspec.Struct, frozen=True):
     engine_context_tokens: int = 0
     """Positions that an engine allocates per slot (the embedded engine's fixed cache); 0 if it allocates only used
     positions."""
+    max_output_tokens: int = 0
+    """Tokens at which responses are cut; 0 if unknown."""
 
     @property
     def num_trajectories(self) -> int:
@@ -303,4 +305,5 @@ class WorkloadSettings(Settings):
             kv_bytes=engine.kv_bytes,
             max_batch=engine.max_batch,
             engine_context_tokens=engine.context_tokens,
+            max_output_tokens=int(self.output_tokens.max or 0),
         )

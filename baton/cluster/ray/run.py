@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cluster.inventory import CPU, Machine, machines
 from baton.cluster.placement import Placement, machines_of, place, without
+from baton.cluster.plan_check import check_plan
 from baton.cluster.ray.connection import RayCluster
 from baton.cluster.ray.ranks import RayRanks
 from baton.cluster.ray.supervisor import RayWorkerSupervisor
@@ -52,9 +53,12 @@ def train_on_ray(order: RayRun, observer: Observer, stop: StopRequest) -> Loop:
 
     After the loss of a rank or a trainer machine, the run restarts from its last checkpoint with a plan for the
     remaining machines. Raises Stopped if stopped before the loop exists, UserError if the plan does not fit the
-    machines, RankLost after too many restarts, EngineFault if no worker is left, and the errors of `Loop.train`.
+    machines or the recipe, RankLost after too many restarts, EngineFault if no worker is left, and the errors of
+    `Loop.train`.
     """
     plan = read_plan(order.plan)
+    for note in check_plan(plan, order.load([]), order.plan):
+        observer.said(note)
     cluster = RayCluster(order.address)
     try:
         return _RayAttempts(order, plan, cluster, observer, stop).run()
