@@ -80,8 +80,10 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     shards: Array = 1
     """Number of ranks that share one copy of the model."""
     split: Array = 1
-    """Number of ranks that split each matrix product."""
-    is_stage: bool = False
+    """Number of ranks that split each matrix product of the blocks."""
+    splits_tables: bool = False
+    """Whether these ranks also split embedding and head, as Megatron does. Baton's trainer does not."""
+    is_stage: Array = False
     """Whether the rank belongs to one of several pipeline stages: FSDP then gathers also what a single rank has."""
     value_bytes: int = 2
     """Bytes of a value in linear layers: 2 is bfloat16, by autocast in a single process, by gathers with several
@@ -101,7 +103,7 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     reference_bytes: float = 0.0
     """Bytes of a weight of the frozen reference model; 0 without one."""
     on_cpu: bool = False
-    published_bytes: float = 0.0
+    published_bytes: Array = 0.0
     """Bytes of a weight in the copy that this process publishes; 0 if another process publishes."""
     float32_head: bool = False
     """Whether the head's products are float32 while other layers compute in bfloat16."""
@@ -168,7 +170,13 @@ def _is_rounded(how: RankShape) -> Array:
 
 def _gathers(how: RankShape) -> Array:
     """Return whether FSDP gathers the parameters of a block to compute it."""
-    return (np.asarray(how.shards) > 1) | how.is_stage
+    is_split = (np.asarray(how.split) > 1) & (not how.splits_tables)
+    return (np.asarray(how.shards) > 1) | is_split | how.is_stage
+
+
+def _table_split(how: RankShape) -> Array:
+    """Return the number of ranks that split embedding and head."""
+    return how.split if how.splits_tables else 1
 
 
 def rank_phases(
@@ -181,14 +189,14 @@ def rank_phases(
     first, last = np.asarray(is_first, float), np.asarray(is_last, float)
     tokens, wide, shards = how.tokens, how.value_bytes, np.asarray(how.shards, float)
     is_sharded = _gathers(how).astype(float)
-    layer, head = model.layer_params / how.split, model.embedding_params / how.split
-    tables = table_params(model, is_first, is_last) / how.split
+    layer, head = model.layer_params / how.split, model.embedding_params / _table_split(how)
+    tables = table_params(model, is_first, is_last) / _table_split(how)
     trains_all = float(not how.adapter_params)
     state = _state(model, how, first, last)
 
     residual = np.where(_is_rounded(how), 2.0, 4.0)
-    if how.is_stage:  # outputs that wait for their gradients, and a message
-        waiting = (1 - last) * in_flight + 1
+    if np.any(how.is_stage):  # outputs that wait for their gradients, and a message
+        waiting = how.is_stage * ((1 - last) * in_flight + 1)
         state = (*state, Term("hidden states between stages", waiting * tokens * residual * model.hidden))
     if how.max_kept and how.on_cpu:
         held = how.masked_tokens * how.max_kept * (2.0 if model.vocab <= 1 << 16 else 4.0)
@@ -201,7 +209,7 @@ def rank_phases(
     tied = is_sharded * model.is_tied * first * last
     apart = is_sharded - tied
     gathered = Term("gathered embedding", tied * wide * tables)
-    logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / how.split
+    logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / _table_split(how)
     float32_factor = 4 * head * (how.float32_head and how.on_cpu and wide == 2)
     # ids in four bytes, of the policy's tokens and of all places of a padded pass
     masks = (Term("sampling masks", last * tokens * how.max_kept * 2 * 4.0),) if how.max_kept else ()
@@ -236,7 +244,7 @@ def rank_phases(
         found.append(Phase("update", (*state, Term("new moments in float32", MOMENTS_BYTES * head))))
     trained = how.adapter_params / model.num_layers if how.adapter_params else layer
     at_once = 0.0 if how.adapter_params else tables + model.other_params
-    if how.published_bytes:
+    if np.any(how.published_bytes):
         copy = Term("published copy", how.published_bytes * at_once, how.published_bytes * trained)
         found.append(Phase("publication", (*state, copy)))
     return tuple(found)
@@ -255,8 +263,8 @@ def _until_blocks(kept: Term) -> Term:
 def _state(model: ModelSpec, how: RankShape, first: Array, last: Array) -> tuple[Term, ...]:
     """Return what a rank holds between two microbatches."""
     shards, layer = np.asarray(how.shards, float), model.layer_params / how.split
-    others = table_params(model, first > 0, last > 0) / how.split + model.other_params
-    critic = (first * model.embedding_params / how.split + model.other_params, layer)
+    others = table_params(model, first > 0, last > 0) / _table_split(how) + model.other_params
+    critic = (first * model.embedding_params / _table_split(how) + model.other_params, layer)
     whole = np.where((shards > 1) & how.whole_gradients, 1.0, shards)
 
     def held(name: str, num_bytes: float, ranks: Array) -> Term:

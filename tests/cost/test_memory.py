@@ -31,6 +31,7 @@ SHAPE = RankShape(tokens=300, shards=4)
 """Four ranks in bfloat16, with recomputation, that shard their gradients."""
 PARAMS = 10.2e6
 TABLE = 1e5
+STATE = ("weights", "gradients", "moments")
 
 
 def _phase(name: str, shape: RankShape = SHAPE, layers: int = 10, model: ModelSpec = MODEL) -> float:
@@ -161,6 +162,19 @@ def test_layers_that_fit_are_those_whose_memory_does() -> None:
     phases = rank_phases(MODEL, SHAPE, True, False, 2)
     most = float(most_layers(phases, 5e7))
     assert stage_bytes(phases, most) <= 5e7 < stage_bytes(phases, most + 1)
+
+
+def test_tensor_parallel_ranks_split_the_blocks_and_not_the_tables() -> None:
+    """Embedding and head are whole on each of the ranks that split a product; Megatron's are not."""
+    split = msgspec.structs.replace(SHAPE, split=2)
+    tables = 2 * TABLE
+    held = sum(float(t.bytes(10)) for t in rank_phases(MODEL, split)[0].terms if t.name in STATE)
+    assert held == pytest.approx(16 * ((PARAMS - tables) / 2 + tables) / 4)
+    megatron = msgspec.structs.replace(split, splits_tables=True)
+    held = sum(float(t.bytes(10)) for t in rank_phases(MODEL, megatron)[0].terms if t.name in STATE)
+    assert held == pytest.approx(16 * PARAMS / 2 / 4)
+    alone = msgspec.structs.replace(split, shards=1)  # FSDP gathers on one data rank, too
+    assert float({t.name: t for t in rank_phases(MODEL, alone)[0].terms}["gathered head"].bytes(4)) > 0
 
 
 def test_candidates_are_computed_together() -> None:
