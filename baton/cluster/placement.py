@@ -4,7 +4,8 @@ A machine of the plan is matched with the machine of the same name in the cluste
 and enough GPUs. Otherwise it is matched with any free machine that has the GPU type and enough GPUs. Each process gets
 one bundle of resources:
 
-    trainer    one rank per GPU; on machines of type CPU, one rank per machine with one thread per core
+    trainer    one rank per GPU, stage by stage, tensor-parallel ranks side by side; on machines of type CPU, one rank
+               per stage and machine with one thread per core
     workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
 """
 
@@ -18,7 +19,8 @@ import msgspec
 from baton.cluster.inventory import CPU, Machine
 from baton.errors import UserError
 from baton.recipe.support import check_support
-from baton.specs.plan import Plan, Replica
+from baton.specs.plan import Plan, Replica, Stage
+from baton.specs.trainer_shapes import can_train
 
 MIN_SLOTS = 8
 """Minimum number of slots of a worker (`baton worker --slots`)."""
@@ -62,7 +64,8 @@ class Placement(msgspec.Struct, frozen=True):
     workers: tuple[ProcessSpec, ...]
     names: dict[str, str]
     """Machine id → name in the plan, for all machines of the cluster."""
-    notes: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    """The recipe's keys that the plan determines, as overrides."""
 
     @property
     def training_machines(self) -> frozenset[str]:
@@ -79,17 +82,43 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
     by_name = {names[machine.id]: machine for machine in machines}
-    ranks, notes = _ranks(plan, by_name, here)
+    stages = [_stage_ranks(stage, by_name, here) for stage in plan.training.stages]
+    if len({len(ranks) for ranks in stages}) > 1:
+        numbers = ", ".join(str(len(ranks)) for ranks in stages)
+        raise UserError(
+            f"--plan: the plan's stages have {numbers} ranks; allowed are equal numbers: make the plan again"
+        )
+    specs = [spec for ranks in stages for spec in ranks]
+    ranks = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, by_name) for rank, (gpu, ids) in enumerate(specs))
     workers = _workers(plan, by_name, first_worker)
-    return Placement(ranks, workers, names, notes)
+    return Placement(ranks, workers, names, _overrides(plan, len(ranks)))
+
+
+def _overrides(plan: Plan, num_ranks: int) -> tuple[str, ...]:
+    stages = plan.training.stages
+    layers = [last - first for first, last in (stage.layers for stage in stages)]
+    width = 1 if stages[0].gpu == CPU else stages[0].tp
+    reduces_each = ("trainer.shard_gradients=true",) if plan.training.shard_gradients else ()
+    return (
+        f"trainer.ranks={num_ranks}",
+        f"trainer.stages={layers if len(layers) > 1 else 1}",
+        f"trainer.tensor_parallel={width}",
+        *reduces_each,
+    )
 
 
 def _plan_shape(plan: Plan) -> tuple[str, ...]:
     """Return the values of the axis `plan` of `support.toml` that describe this plan."""
     stages = plan.training.stages
-    is_split = len(stages) > 1 or any(stage.tp > 1 for stage in stages)
-    shapes = {"colocated": plan.is_colocated, "mixed_gpus": len({stage.gpu for stage in stages}) > 1}
-    found = tuple(name for name, is_so in {**shapes, "model_parallel": is_split}.items() if is_so)
+    types, widths = {stage.gpu for stage in stages}, {stage.tp for stage in stages}
+    has_shape = all(can_train(len(stages), width) for width in widths) and len({stage.dp for stage in stages}) == 1
+    shapes = {
+        "colocated": plan.is_colocated,
+        "idealised": plan.trainer == "idealised" or not has_shape or (CPU in types and len(types) > 1),
+        "mixed_gpus": len(types) > 1,
+        "model_parallel": len(stages) > 1 or max(widths) > 1,
+    }
+    found = tuple(name for name, is_so in shapes.items() if is_so)
     return found or ("data_parallel",)
 
 
@@ -147,26 +176,15 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
     return wanted
 
 
-def _ranks(plan: Plan, machines: Mapping[str, Machine], here: str) -> tuple[tuple[ProcessSpec, ...], tuple[str, ...]]:
-    stages = plan.training.stages
-    gpu, gpu_ids = stages[0].gpu, plan.training.gpu_ids
+def _stage_ranks(stage: Stage, machines: Mapping[str, Machine], here: str) -> list[tuple[str, list[str]]]:
+    """Return the GPU type and the GPUs of each rank of a stage. Ranks on the controller's machine are first."""
     by_machine: dict[str, list[str]] = {}
-    for gpu_id in gpu_ids:
+    for gpu_id in stage.gpu_ids:
         by_machine.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
     order = sorted(by_machine, key=lambda name: machines[name].id != here)
-    ids_by_rank = [
-        ids
-        for name in order
-        for ids in ([by_machine[name]] if gpu == CPU else [[gpu_id] for gpu_id in by_machine[name]])
-    ]
-    specs = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, machines) for rank, ids in enumerate(ids_by_rank))
-    notes = []
-    if len(stages) > 1 or stages[0].tp > 1:
-        shape = f"{len(stages)} stages" if len(stages) > 1 else f"tensor parallel over {stages[0].tp}"
-        notes.append(
-            f"the plan trains in {shape}; here its {len(gpu_ids)} {gpu} are {len(specs)} ranks of sharded data"
-        )
-    return specs, tuple(notes)
+    if stage.gpu == CPU:
+        return [(CPU, by_machine[name]) for name in order]
+    return [(stage.gpu, [gpu_id]) for name in order for gpu_id in by_machine[name]]
 
 
 def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[ProcessSpec, ...]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from baton.errors import UserError
 from baton.policy.adapters import has_adapters
+from baton.specs.trainer_shapes import can_split
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE = ("replicated_with_grad_allreduce",)
@@ -56,7 +57,7 @@ def _plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
         )
     assert not has_adapters(model), "support.toml refuses adapters: they are in no model's plan"
     counts = shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    if any(count % size for count in (*counts, shape.intermediate_size)):
+    if not can_split(size, *counts, shape.intermediate_size):
         raise UserError(
             f"trainer.tensor_parallel: got {size}, but {kind} has {counts[0]} query heads, {counts[1]} key/value heads "
             f"and {shape.intermediate_size} columns in its MLP; allowed are common divisors of these"

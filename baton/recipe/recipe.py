@@ -16,6 +16,7 @@ from baton.rewards.settings import AnswerSettings, JudgeSettings, RewardSettings
 from baton.rollout.engine import EngineSettings
 from baton.rollout.settings import RolloutSettings, Rules
 from baton.settings import Settings
+from baton.specs.trainer_shapes import can_train
 from baton.swarm.messages import MAX_FRAME_BYTES
 from baton.swarm.settings import SwarmSettings
 from baton.swarm.verification.policy import InspectionSettings
@@ -92,7 +93,7 @@ class Recipe(Settings):
                 f"engine.vllm.lora_rank: got {self.engine.vllm.lora_rank}, but [lora] trains adapters of rank "
                 f"{self.lora.rank}; use at least this rank, or 0 to merge adapters"
             )
-        if self.trainer.num_stages > 1 and self.algorithm.advantage == "gae":
+        if not can_train(self.trainer.num_stages, 1, has_critic=self.algorithm.advantage == "gae"):
             raise ValueError(
                 f"trainer.stages: got {self.trainer.num_stages} stages with algorithm.advantage = 'gae', but a critic "
                 "was not tested with stages; use stages = 1 or an algorithm without a critic"

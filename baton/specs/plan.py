@@ -14,6 +14,9 @@ from baton.specs.workload import Workload
 
 Method = Literal["exact", "paper"]
 FORMAT = 1
+Trainer = Literal["baton", "idealised"]
+"""Baton's trainer, or that of AReaL-Hex: any TP and data parallelism on each stage, without FSDP. No command carries
+out plans for the latter."""
 PROVEN = 1e-6
 """Gap below which a plan counts as proven optimal."""
 
@@ -48,6 +51,8 @@ class Training(msgspec.Struct, frozen=True):
     """Time to exchange gradients and parameters between data-parallel ranks. Communication of tensor parallelism and
     between stages is part of compute_s."""
     optimizer_s: float
+    shard_gradients: bool = False
+    """Whether the trainer reduces gradients after each microbatch (`trainer.shard_gradients`)."""
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:
@@ -183,6 +188,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Whether trainer and engines use the same GPUs alternately."""
     work: PlannedWork | None = None
     """None in a plan that was written by hand or by an earlier version."""
+    trainer: Trainer = "baton"
+    """The trainer for which the plan was made."""
     format: int = FORMAT
 
     @property

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from baton.policy.settings import DTypeChoice
 from baton.settings import Settings
+from baton.specs.trainer_shapes import can_train
 
 Decay = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw8bit"]
@@ -118,8 +119,9 @@ class TrainerSettings(Settings):
                 f"stages: got {self.stages if isinstance(self.stages, int) else list(self.stages)} with ranks = "
                 f"{self.ranks}; allowed are a divisor of ranks, or a list of as many positive numbers of layers"
             )
-        if self.num_stages > 1 and (self.tensor_parallel > 1 or self.moe_replay == "engine"):
-            key = "tensor_parallel" if self.tensor_parallel > 1 else "moe_replay"
+        has_shape = can_train(self.num_stages, self.tensor_parallel)
+        if not has_shape or (self.num_stages > 1 and self.moe_replay == "engine"):
+            key = "moe_replay" if has_shape else "tensor_parallel"
             raise ValueError(
                 f"stages: got {self.num_stages} stages with {key} = {getattr(self, key)!r}; allowed with it is 1, "
                 "because the two were not tested together"

@@ -65,7 +65,10 @@ def test_machines_are_found_by_name_and_else_by_type() -> None:
     [
         (plan_of([stage("H100", "a:0", "a:1", "a:2")], []), "needs a machine a with 3 H100"),
         (plan_of([stage("H200", "a:0")], []), "needs a machine a with 1 H200"),
-        (plan_of([stage("L20", "b:0"), stage("H100", "a:0")], []), "--symmetric-only"),
+        (plan_of([stage("H100", "a:0")], [], trainer="idealised"), "idealised trainer"),
+        (plan_of([stage("L20", "b:0"), stage("H100", "a:0", "a:1")], []), "different numbers of ranks"),
+        (plan_of([stage("L20", "b:0", "b:1", tp=2), stage("H100", "a:0", "a:1", tp=2)], []), "tensor parallelism"),
+        (plan_of([stage("CPU", "x:0"), stage("H100", "a:0")], []), "GPUs with CPUs"),
         (
             plan_of([stage("H100", "a:0")], [replica("L20", "b:0", "c:0", share=1.0)]),
             "replica 0 uses the machines b and c",
@@ -80,10 +83,24 @@ def test_what_does_not_fit_is_one_sentence(plan: object, words: str) -> None:
         place(plan, THREE)  # type: ignore[arg-type]
 
 
-def test_pipelines_within_a_type_are_ranks_of_sharded_data_and_that_is_said() -> None:
-    placed = place(plan_of([stage("L20", "b:0", "b:1"), stage("L20", "c:0", "c:1")], []), THREE)
-    assert len(placed.ranks) == 4
-    assert "2 stages" in placed.notes[0]
+def test_the_ranks_of_a_stage_are_consecutive_and_its_layers_and_widths_are_keys_of_the_recipe() -> None:
+    """A stage on one GPU type after a stage on another; the ranks on the controller's machine are first in theirs."""
+    stages = [stage("H100", "a:1", "a:0", layers=(0, 3)), stage("L20", "b:0", "c:1", layers=(3, 8))]
+    placed = place(plan_of(stages, []), THREE, here=next(m.id for m in THREE if m.name == "c"))
+    assert [spec.gpu_ids for spec in placed.ranks] == [("a:1",), ("a:0",), ("c:1",), ("b:0",)]
+    assert [spec.name for spec in placed.ranks] == ["rank-0", "rank-1", "rank-2", "rank-3"]
+    assert placed.overrides == ("trainer.ranks=4", "trainer.stages=[3, 5]", "trainer.tensor_parallel=1")
+    wide = place(plan_of([stage("L20", "b:0", "b:1", "c:0", "c:1", tp=2)], []), THREE)
+    assert wide.overrides == ("trainer.ranks=4", "trainer.stages=1", "trainer.tensor_parallel=2")
+    assert [spec.gpu_ids for spec in wide.ranks] == [("b:0",), ("b:1",), ("c:0",), ("c:1",)]
+
+
+def test_stages_on_cores_have_one_rank_for_each_machine_and_equally_many_of_them() -> None:
+    cores = machines([row("x", CPU=4), row("y", CPU=4)])
+    even = place(plan_of([stage("CPU", "x:0", "x:1"), stage("CPU", "y:0", "y:1")], []), cores)
+    assert [(spec.machine, spec.threads) for spec in even.ranks] == [("x", 2), ("y", 2)]
+    with pytest.raises(UserError, match="stages have 1, 2 ranks"):
+        place(plan_of([stage("CPU", "x:0", "x:1"), stage("CPU", "x:2", "y:0")], []), cores)
 
 
 @st.composite

@@ -23,6 +23,8 @@ from baton.cluster.supervision import SupervisionRules
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
+from baton.records.run_directory import RunDirectory
+from baton.specs.model import read_model
 from baton.specs.plan import Plan, write_plan
 from baton.stop import StopRequest
 
@@ -227,6 +229,31 @@ def test_a_run_outlives_its_workers_its_machines_and_its_trainers_ranks(nodes: N
     assert "restart 1 of 3 from the last checkpoint" in witness.lines
     assert [row["step"] for row in read_metrics(load(()).run.path) if "perf/step_time" in row] == list(range(1, 11))
     for name in (a, b, *added):
+        nodes.remove(name)
+    assert_nothing_is_left(nodes)
+
+
+@pytest.mark.parametrize("shape", ["stages", "tensor_parallel"])
+def test_a_pipeline_over_two_gpu_types_and_tensor_parallel_ranks_train_as_planned(
+    shape: str, nodes: Nodes, tmp_path: Path
+) -> None:
+    """Two stages of unequal layers, each on a node of its type; or two ranks of one node that split products."""
+    from baton.cluster.ray.run import RayRun, train_on_ray
+
+    a, b = nodes.add(gpu_type_H100=1), nodes.add(gpu_type_L20=3)
+    depth = read_model(ROOT / "models" / "quickstart").num_layers
+    stages, expected = {
+        "stages": ([stage("L20", f"{b}:0", layers=(0, 1)), stage("H100", f"{a}:0", layers=(1, depth))], [1, depth - 1]),
+        "tensor_parallel": ([stage("L20", f"{b}:0", f"{b}:1", tp=2, layers=(0, depth))], 2),
+    }[shape]
+    plan = plan_of(stages, [replica("L20", f"{b}:2", share=1.0)])
+    witness, load = Witness(), loader(tmp_path, "run.steps=2")
+    train_on_ray(RayRun(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest())
+    assert witness.steps == [1, 2]
+    second = f"rank-1 on {a}: 1 H100" if shape == "stages" else f"rank-1 on {b}: 1 L20"
+    assert {f"rank-0 on {b}: 1 L20", second} <= set(witness.lines)
+    assert RunDirectory.open(tmp_path / "r").recipe()["trainer"][shape] == expected
+    for name in (a, b):
         nodes.remove(name)
     assert_nothing_is_left(nodes)
 

@@ -118,8 +118,8 @@ class _RayAttempts:
         self.names = dict(placement.names)
         by_name = {self.names[machine.id]: machine for machine in current}
         recipe = self._recipe(placement, by_name)
-        for line in (*placement.notes, *(spec.words for spec in placement.ranks)):
-            self.observer.said(line)
+        for spec in placement.ranks:
+            self.observer.said(spec.words)
         own = self._own_trainer(placement, by_name)
         ranks: list[RayRanks] = []
 
@@ -158,7 +158,7 @@ class _RayAttempts:
 
     def _recipe(self, placement: Placement, machines: dict[str, Machine]) -> Recipe:
         """Return the recipe with the ranks, the threads and the hub's address that the placement requires."""
-        overrides = [f"trainer.ranks={len(placement.ranks)}"]
+        overrides = list(placement.overrides)
         recipe = self.order.load([])
         rank = placement.ranks[0]
         if len(placement.ranks) == 1 and rank.gpu == CPU and not recipe.run.threads:
