@@ -76,8 +76,9 @@ class Placement(msgspec.Struct, frozen=True):
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
     """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. first_worker: number in
-    the name of the first worker. It must be larger than all numbers used before, because worker names are not reused.
+    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. first_worker: number
+    in the name of the first worker. It must be larger than all numbers used before, because worker names are not
+    reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
