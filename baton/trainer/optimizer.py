@@ -120,14 +120,20 @@ def load_optimizer_tensors(
 
     The optimiser uses the tensors of matching device and dtype themselves, and later changes them.
 
-    Raises UserError for a tensor whose parameter is missing from this model or has another shape.
+    Raises UserError for a tensor whose parameter is missing from this model or has another shape, and for moments of
+    another optimiser.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
+    block: int | None = getattr(optimizer, "block_size", None)  # of moments in 8 bits
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition("/")
         is_packed, has_shape = "." in key, bool(tensor.ndim) and not key.endswith(".scale")
-        if is_packed and isinstance(optimizer, torch.optim.AdamW):
-            raise UserError(f"the optimizer state holds {full_name}, of 8 bits: resume with its trainer.optimizer")
+        is_plain = block and has_shape and not is_packed and tensor.numel() >= 4096 and not tensor.numel() % block
+        if is_plain or (is_packed and block is None):  # torchao's optimizer would leave large moments in 32 bits
+            bits, own = (8, "adamw8bit") if is_packed else (32, "adamw")
+            raise UserError(
+                f"the optimizer state has {full_name} in {bits} bits: resume with trainer.optimizer = {own!r}"
+            )
         if name not in parameters or (has_shape and tensor.shape != parameters[name].shape):
             raise UserError(
                 f"the optimizer state holds {full_name} of shape {tuple(tensor.shape)}, which matches no parameter of "

@@ -288,6 +288,9 @@ def test_a_changed_key_is_refused_or_warned_about_by_name() -> None:
     assert compare_for_resume(before, faster) == [
         "resuming with trainer.lr = 0.01 instead of 0.001: takes effect at the next train step"
     ]
+    packed = {**before, "trainer": {**before["trainer"], "optimizer": "adamw8bit"}}
+    with pytest.raises(UserError, match=r"this recipe changes trainer\.optimizer: was None, now 'adamw8bit'"):
+        compare_for_resume(before, packed)
     critic = {**before, "algorithm": {"critic_lr": 1e-3}}
     assert ["algorithm.critic_lr = 0.001 instead of None" in w for w in compare_for_resume(before, critic)] == [True]
     weighted = [{**before, "reward": [{"kind": "correct", "weight": weight}]} for weight in (1.0, 0.5)]

@@ -74,8 +74,21 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
     for step in (3, 4):
         assert unbroken.step(random_batch(step)) == resumed.step(random_batch(step))
         assert are_bit_equal(parameters(unbroken), parameters(resumed))
-    with pytest.raises(UserError, match=r"of 8 bits: resume with its trainer\.optimizer"):
-        make_trainer(tiny_model(0, **WIDE)).restore(tmp_path / "a")
+
+
+@runs
+@pytest.mark.slow
+@pytest.mark.parametrize(("of", "into", "bits"), [("adamw", "adamw8bit", 32), ("adamw8bit", "adamw", 8)])
+def test_moments_of_the_other_optimizer_are_refused_and_change_nothing(tmp_path, of, into, bits):
+    saved = make_trainer(tiny_model(0, **WIDE), optimizer=of)
+    saved.step(random_batch(1))
+    saved.save(tmp_path / "a")
+    other = make_trainer(tiny_model(9, **WIDE), optimizer=into)
+    before = {name: tensor.clone() for name, tensor in parameters(other).items()}
+    with pytest.raises(UserError, match=rf"in {bits} bits: resume with trainer\.optimizer = '{of}'"):
+        other.restore(tmp_path / "a")
+    assert are_bit_equal(before, parameters(other))
+    assert not other.learners[0].moments()
 
 
 @runs
