@@ -225,7 +225,10 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
     if settings.pad_token_id is None:
         settings.pad_token_id = tokenizer.hf.pad_token_id
     model.generation_config = settings
-    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not is_float32(model, name):
+            tensor.data = tensor.data.to(getattr(torch, dtype))
+    model.save_pretrained(directory)
     tokenizer.hf.save_pretrained(directory)
 
 

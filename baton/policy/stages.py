@@ -66,6 +66,11 @@ class StageModel:
         return next(stage for prefix, stage in self._owners.items() if name.startswith(prefix))
 
 
+# Biases by which routers choose experts, as vLLM keeps them. The classes of MiniMax-M2 and AFMoE name none, so
+# `from_pretrained` would round them.
+PreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias", "expert_bias"]
+
+
 def is_float32(model: PreTrainedModel, name: str) -> bool:
     """Return whether the class of a model keeps a tensor in float32 when other weights are bfloat16."""
     kept: Collection[str] = model._keep_in_fp32_modules_strict or ()

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from trainer_cases import (
     SMOOTH,
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from baton.errors import EngineFault, UserError
-from baton.policy.load import load_model, load_skeleton
+from baton.policy.load import load_model, load_skeleton, save_merged
 from baton.policy.routing import RoutingReplay, num_bytes, routers_of
 from baton.policy.settings import LoraSettings
 from baton.rollout.engine import EngineSettings
@@ -175,6 +176,10 @@ def test_weights_that_do_not_sum_to_one_are_replayed_as_they_are():
         )
 
 
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names by which a router's bias ends."""
+
+
 def family(model_type, *, biased=False, **changes):
     """A random model of a family. With `biased`, its routers prefer other experts, which get the same weights."""
     config = tiny_config(model_type)
@@ -182,7 +187,7 @@ def family(model_type, *, biased=False, **changes):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, tensor in model.state_dict().items():
-        if biased and name.endswith(("e_score_correction_bias", "expert_bias")):
+        if biased and name.endswith(BIASES):
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
     return model
 
@@ -272,33 +277,39 @@ def test_a_compiled_step_replays_the_choices_of_its_start():
 
 
 @pytest.mark.parametrize("is_skeleton", [False, True])
-def test_a_bias_that_the_model_keeps_in_float32_is_published_in_float32(tmp_path, is_skeleton):
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "minimax_m2", "afmoe"])
+def test_the_bias_of_a_router_stays_float32_in_trainer_and_engine(tmp_path, model_type, is_skeleton):
     """The router's product is zero, so the bias alone chooses. In bfloat16, all four values would be 1."""
-    model = family("deepseek_v3", n_group=1, topk_group=1)
+    model = family(model_type, **({"n_group": 1, "topk_group": 1} if model_type == "deepseek_v3" else {}))
     bias = torch.tensor([1.0, 1.001, 1.003, 1.002])
     for name, tensor in model.state_dict().items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(BIASES):
             tensor.copy_(bias)
-        elif name.endswith("mlp.gate.weight"):
+        elif name.endswith(("mlp.gate.weight", "mlp.router.gate.weight")):
             tensor.zero_()
     model.save_pretrained(tmp_path)
+    tiny_tokenizer().hf.save_pretrained(tmp_path)
+    save_merged(str(tmp_path), tmp_path / "export", "bfloat16")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert sum(torch.equal(t, bias) for name, t in exported.items() if name.endswith(BIASES)) > 0
+    assert {t.dtype for name, t in exported.items() if not name.endswith(BIASES)} == {torch.bfloat16}
     weights = make_trainer(model, publish_dtype=torch.bfloat16).publish()
-    assert {str(t.dtype) for name, t in weights.tensors.items() if "e_score" not in name} == {"torch.bfloat16"}
+    assert {t.dtype for name, t in weights.tensors.items() if not name.endswith(BIASES)} == {torch.bfloat16}
     how = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     served = load_skeleton(tmp_path, **how, attention="sdpa") if is_skeleton else load_model(str(tmp_path), **how)
     for name, tensor in served.state_dict().items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(BIASES):
             tensor.zero_()  # what is published must replace it
     settings = EngineSettings(slots=16, max_context_tokens=48, dtype="bfloat16")
     engine = EmbeddedEngine(served, tiny_tokenizer(), settings, PolicyVersion("first", 0), (1,))
     engine.load_weights(weights.tensors, weights.version)
     chosen = []
-    for side in (model, served):
-        with torch.no_grad(), RoutingReplay(side).recorded() as routing:
+    for side, is_autocast in ((model, False), (model, True), (served, False)):
+        bfloat16 = torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
+        with torch.no_grad(), bfloat16, RoutingReplay(side).recorded() as routing:
             side(input_ids=torch.arange(2, 9)[None], use_cache=False)
         chosen.append({name: experts.sort(1).values for name, experts in routing.items()})
-    assert are_bit_equal(*chosen)
-    for experts in chosen[0].values():
+    for experts in (each for side in chosen for each in side.values()):
         assert experts.tolist() == [sorted(bias.topk(experts.shape[1]).indices.tolist())] * len(experts)
 
 
