@@ -14,6 +14,7 @@ responses are still short, and attention to few positions is cheap.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -340,9 +341,14 @@ def measure(
     full_steps: (positions of each row, seconds) of decode steps with all slots in use, for the bound; without them, the
     mean of the modes' own full steps is used for every position.
     """
-    for number in range(warm_up + steps):
-        for side in sides:
-            side.step(is_counted=number >= warm_up)
+    gc.collect()
+    gc.freeze()  # as in a run: one full collection took as long as half a batch
+    try:
+        for number in range(warm_up + steps):
+            for side in sides:
+                side.step(is_counted=number >= warm_up)
+    finally:
+        gc.unfreeze()
     measured = [step for side in sides for step in side.port.steps]
     plain: dict[int, list[float]] = {}
     for width, prefilled, seconds in measured:
