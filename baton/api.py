@@ -26,9 +26,11 @@ from baton.recipe.load import parse_recipe, read_tree, set_key
 from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.records.metrics import read_metrics
+from baton.records.predictions import Predictions
 from baton.records.run_directory import RunDirectory, without_none
 from baton.records.run_lock import RunLock
 from baton.run.summary import RunReport, write_summary
+from baton.specs.plan import Plan
 from baton.stop import Stopped, StopRequest
 from baton.views.terminal.progress import TerminalObserver
 from baton.views.terminal.report import print_report
@@ -239,8 +241,9 @@ class TrainableRecipe(Recipe):
         from baton.run.assemble import train_here
 
         path, stop = self.run.path, StopRequest(say)
+        start = partial(train_here, self, resume=resume, overwrite=False, predictions=predictions_for(self))
         try:
-            report = execute(partial(train_here, self, resume=resume, overwrite=False), stop, out, self, callbacks)
+            report = execute(start, stop, out, self, callbacks)
         except Stopped:
             raise KeyboardInterrupt("stopped before the first train step") from None
         print_report(out, report)
@@ -250,6 +253,21 @@ class TrainableRecipe(Recipe):
         if run.status == "stopped" and stop.signal == signal.SIGINT:
             raise KeyboardInterrupt(f"stopped after step {report.steps}; baton.Run({str(path)!r}).resume() continues")
         return run
+
+
+def predictions_for(recipe: Recipe, plan: Plan | None = None, source: str = "") -> Predictions | None:
+    """Return the predictions of a plan for a run on this machine; without a plan, those of a simulation with
+    `fleet.calibration` and `fleet.workload`, or None if one of them is not set."""
+    from baton.run.dry_run import trainer_bytes
+    from baton.run.predictions import predictions_of_plan
+    from baton.simulator.predictions import simulated_predictions
+
+    if plan is not None:
+        return predictions_of_plan(plan, source, trainer_bytes(recipe, is_here=True))
+    calibration, workload = recipe.fleet.calibration, recipe.fleet.workload
+    if calibration is None or workload is None or recipe.multi_turn_task is not None:
+        return None
+    return simulated_predictions(recipe, Path(calibration), Path(workload), trainer_bytes(recipe, is_here=True))
 
 
 def execute(

@@ -23,6 +23,7 @@ from baton.planner.solve import make_plan
 from baton.planner.what_if import marginals
 from baton.recipe.shipped import find
 from baton.recipe.workload import read_cluster, read_settings, read_workload
+from baton.run.predictions import measured_rates
 from baton.specs.cluster import Cluster, gpu_types
 from baton.specs.model import read_model
 from baton.specs.plan import Method, read_plan, write_plan
@@ -88,9 +89,14 @@ def plan(
         rates=None if rates is None else read_settings(RatesSettings, find(rates)),
         cross_types=not symmetric_only,
     )
+    lines: tuple[str, ...] = ()
     if running is not None:
-        found = replan(inputs, read_plan(Path(running)), slack=slack, time_limit_s=time_limit)
-        result = PlanResult(found.chosen.plan, inputs, replanned=found)
+        before = read_plan(Path(running))
+        if rates is None:
+            efficiencies, lines = measured_rates(inputs.efficiencies, before, find(workload))
+            inputs = msgspec.structs.replace(inputs, efficiencies=efficiencies)
+        found = replan(inputs, before, slack=slack, time_limit_s=time_limit)
+        result = PlanResult(found.chosen.plan, inputs, replanned=found, measured=lines)
     elif given is not None:
         if budget is not None:
             choice = rent_for_budget(inputs, given, budget, time_limit_s=time_limit)
@@ -101,7 +107,7 @@ def plan(
         result = PlanResult(make_colocated_plan(inputs), inputs)
     else:
         result = PlanResult(make_plan(inputs, method, time_limit_s=time_limit), inputs)
-    if rates is None and method == "exact" and not result.plan.is_colocated:
+    if rates is None and not lines and method == "exact" and not result.plan.is_colocated:
         sure = certainty(result.inputs, result.plan, calibrated, is_robust=robust, time_limit_s=time_limit / 4)
         result = msgspec.structs.replace(result, certainty=sure)
     if compare or html is not None:

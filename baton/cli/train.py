@@ -48,7 +48,8 @@ def train(
         bool, typer.Option("--insecure", help="Serve other machines without TLS; the traffic can be intercepted.")
     ] = False,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="With --ray: the plan to run, written by `baton plan --out`.")
+        Path | None,
+        typer.Option("--plan", help="Plan to carry out with --ray; without it, only its predictions are compared."),
     ] = None,
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT or auto.")
@@ -59,7 +60,8 @@ def train(
 
     Writes metrics, all trajectories and checkpoints to runs/NAME/, and prints a report at the end. Ctrl-C or SIGTERM
     stops the run: it completes a train step that is running and writes a checkpoint, from which --resume continues.
-    With --plan and --ray, trainer ranks and workers run on the Ray cluster, and this machine runs the hub.
+    With --plan and --ray, trainer ranks and workers run on the Ray cluster, and this machine runs the hub. With --plan
+    alone, the report compares the run with the plan's predictions.
     """
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe
@@ -68,8 +70,8 @@ def train(
         raise UserError("--resume and --overwrite exclude each other: either continue the run, or replace it")
     if skip_batch is not None and not resume:
         raise UserError("--skip-batch needs --resume: it discards a recorded batch of an existing run")
-    if (plan is None) != (ray is None):
-        raise UserError("--plan and --ray need each other: give a plan, and the Ray cluster on which to run it")
+    if plan is None and ray is not None:
+        raise UserError("--ray needs --plan: give the plan to carry out, written by `baton plan --out`")
     swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
     given = [f"swarm.{key}={json.dumps(value)}" for key, value in swarm.items() if value is not None]
 
@@ -77,16 +79,21 @@ def train(
         return load_recipe(Recipe, recipe, [*given, *(overrides or ()), *more])
 
     loaded = load(())
-    if dry_run:
-        if plan is not None:
-            from baton.cluster.plan_check import check_plan
-            from baton.specs.plan import read_plan
-
-            for note in check_plan(read_plan(plan), loaded, plan):
-                (err if as_json else out).print(note)
-        _dry_run(loaded, is_here=plan is None, keys=keys, as_json=as_json)
-        return
     console = err if as_json else out
+    planned = None
+    if plan is not None:
+        from baton.cluster.plan_check import check_plan
+        from baton.specs.plan import read_plan
+
+        planned = read_plan(plan)
+        if ray is None:
+            console.print(f"{plan} is not carried out without --ray; the report compares its predictions with the run")
+        if ray is None or dry_run:
+            for note in check_plan(planned, loaded, plan):
+                console.print(note)
+    if dry_run:
+        _dry_run(loaded, is_here=ray is None, keys=keys, as_json=as_json)
+        return
     if skip_batch is not None:
         from baton.run.resume import skip_batch as discard
 
@@ -97,9 +104,11 @@ def train(
 
         start = partial(train_on_ray, RayRun(load, plan, ray, resume, overwrite))
     else:
+        from baton.api import predictions_for
         from baton.run.assemble import train_here
 
-        start = partial(train_here, loaded, resume=resume, overwrite=overwrite)
+        predictions = predictions_for(loaded, planned, str(plan))
+        start = partial(train_here, loaded, resume=resume, overwrite=overwrite, predictions=predictions)
     _run(start, loaded, as_json)
 
 

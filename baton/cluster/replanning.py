@@ -11,13 +11,16 @@ import msgspec
 from baton.cluster.inventory import CPU, Machine, describe
 from baton.cluster.placement import ProcessSpec, place
 from baton.cost.calibration import calibrate
-from baton.cost.efficiency import CalibrationSettings
+from baton.cost.efficiency import CalibrationSettings, Efficiency
 from baton.errors import BatonError, UserError
 from baton.planner.instance import Inputs
 from baton.planner.replan import ReplanOption, least_moves, replan
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload, recipe_workload, workload_of_run
+from baton.records.metrics import read_metrics
+from baton.records.predictions import read_predictions, write_predictions
+from baton.run.predictions import measured_rates, predictions_of_plan
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import read_model
 from baton.specs.plan import Plan
@@ -44,6 +47,9 @@ class Replanner:
         path = recipe.fleet.cluster
         self._base = None if path is None else load_recipe(ClusterSettings, Path(path))
         """Cluster file with the links, prices and GPU types to apply; None if the recipe names no cluster file."""
+        self._known: dict[str, Efficiency] = {}
+        """Efficiencies by GPU type that this run has measured, and with which the current plan was made."""
+        self._measured = self._known
         self._next_worker = len(plan.replicas)
         """Number in the next worker's name. Worker names are not reused while a hub runs."""
 
@@ -71,7 +77,8 @@ class Replanner:
         except BatonError as error:
             return ReplanResult(None, f"there is no new plan, so the current workers continue: {error}")
         self._next_worker += len(workers)
-        before_s, self.plan = self.plan.breakdown.step_s, chosen.plan
+        before_s = self.plan.breakdown.step_s
+        self._adopt(chosen.plan)
         best_s = min(option.plan.breakdown.step_s for option in options)
         words = f"new plan ({chosen.name}): {_seconds(chosen.plan)} per step expected, previously {before_s:.3g} s"
         if best_s < chosen.plan.breakdown.step_s / (1 + SLACK):
@@ -81,20 +88,33 @@ class Replanner:
     def replan_all(self, machines: Sequence[Machine]) -> str:
         """Make a plan for a trainer that restarts; return a line for the user. Raises UserError if there is no plan."""
         chosen = least_moves(self._options(machines), SLACK)
-        self.plan, self._next_worker = chosen.plan, max(self._next_worker, len(chosen.plan.replicas))
+        self._adopt(chosen.plan)
+        self._next_worker = max(self._next_worker, len(chosen.plan.replicas))
         return f"new plan ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} per step expected"
+
+    def _adopt(self, plan: Plan) -> None:
+        """Make this the current plan. From the next step on, the run is compared with its predictions."""
+        self.plan, self._known, path = plan, self._measured, self.recipe.run.path
+        if (old := read_predictions(path)) is not None:
+            new = predictions_of_plan(plan, old.source, old.of("trainer memory"))
+            steps = max((int(row["step"]) for row in read_metrics(path)), default=0)
+            write_predictions(path, msgspec.structs.replace(new, after_step=steps))
 
     def _options(self, machines: Sequence[Machine]) -> tuple[ReplanOption, ...]:
         types = {stage.gpu for stage in self.plan.training.stages} | {replica.gpu for replica in self.plan.replicas}
         described = describe(machines, name=self.plan.cluster, base=self._base, with_cpus=CPU in types)
         recipe, cluster = self.recipe, described.settings.build()
         path = recipe.fleet.calibration
-        measured = None if path is None else load_recipe(CalibrationSettings, Path(path))
+        calibration = None if path is None else load_recipe(CalibrationSettings, Path(path))
+        known = calibrate((node.gpu for node in cluster.nodes), calibration).at()
+        known = msgspec.structs.replace(known, by_gpu={**known.by_gpu, **self._known})
+        efficiencies, lines = measured_rates(known, self.plan, recipe.run.path)
+        self._measured = {gpu: efficiencies.by_gpu[gpu] for gpu in types} if lines else self._known
         inputs = Inputs(
             cluster=cluster,
             model=read_model(Path(recipe.model.path)),
             work=workload_of(recipe),
-            efficiencies=calibrate((node.gpu for node in cluster.nodes), measured).at(),
+            efficiencies=efficiencies,
             cross_types=False,
         )
         return replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options

@@ -27,6 +27,8 @@ class PlanResult(msgspec.Struct, frozen=True):
     spots: Sequence[PricePoint] = ()
     choice: RentalChoice | None = None
     replanned: Replanned | None = None
+    measured: tuple[str, ...] = ()
+    """Rates that the running plan's run measured, one line for each; the new plan uses them."""
     certainty: Certainty | None = None
     """How sure the plan is; None with `rates`, with `method = "paper"`, and for colocated plans."""
 
@@ -64,6 +66,7 @@ class PlanResult(msgspec.Struct, frozen=True):
         if self.replanned is not None:
             found["replan"] = {
                 "chosen": self.replanned.chosen.name,
+                "measured": list(self.measured),
                 "moved": list(self.replanned.chosen.moved),
                 "lost": list(self.replanned.lost),
                 "added": list(self.replanned.added),

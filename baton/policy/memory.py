@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 """File with the memory limit of a container (cgroup v2). Outside a container the file is absent; if no limit is set, it
 contains "max"."""
@@ -50,3 +51,16 @@ def peak_bytes(device: torch.device) -> int:
     peak = int(torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
     return peak
+
+
+def peak_memory() -> dict[str, float]:
+    """Return the metric of this process's peak memory: of torch's allocator on the CUDA device where it is largest,
+    otherwise of the resident set."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        peak = max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+    elif _STATUS.is_file():  # on Linux, ru_maxrss includes the peak of the parent process
+        lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+        peak = 1024 * int(lines["VmHWM"].split()[0])
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory/trainer_peak_bytes": float(peak)}

@@ -41,9 +41,9 @@ class FleetSettings(Settings):
     cluster: str | None = None
     """Cluster TOML with the links, prices and GPU types for replanning."""
     workload: str | None = None
-    """Workload TOML for replanning; by default the workload is measured from this run."""
+    """Workload TOML, or a run's directory, for replanning and predictions; by default, replanning measures this run."""
     calibration: str | None = None
-    """Calibration file for replanning, written by `baton profile`."""
+    """Calibration file for replanning and predictions, written by `baton profile`."""
 
 
 class EvalSettings(Settings):

@@ -5,6 +5,7 @@ runs/<name>/
   run.json            commit, versions, seed, hardware, command line
   metrics.jsonl       one row per step; tensorboard/ holds the same
   trace.jsonl         spans of leases, train steps and publications (see records/trace.py)
+  predictions.json    what a plan or a simulation predicted for the run
   evaluations.jsonl   held-out results with their intervals
   journal.sqlite      rollouts that no checkpoint contains yet
   trajectories/       step_000012.jsonl.gz: each group of the step with its prompt and rewards;

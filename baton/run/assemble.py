@@ -20,6 +20,7 @@ from baton.environments.token_bridge import TokenBridge
 from baton.errors import UserError, first_line
 from baton.files import writing
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
+from baton.policy.memory import peak_memory
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.changes import with_current_keys
@@ -31,6 +32,7 @@ from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
 from baton.records.lease_trace import LeaseTrace
 from baton.records.metrics import MetricsWriter
+from baton.records.predictions import Predictions
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.records.trace import BEGIN, StageTimer, TraceWriter
@@ -164,11 +166,20 @@ def build_loop(
         raise
 
 
-def train_here(recipe: Recipe, observer: Observer, stop: StopRequest, *, resume: bool, overwrite: bool) -> Loop:
+def train_here(
+    recipe: Recipe,
+    observer: Observer,
+    stop: StopRequest,
+    *,
+    resume: bool,
+    overwrite: bool,
+    predictions: Predictions | None = None,
+) -> Loop:
     """Run a recipe from this process until the run ends or `stop` is requested; return the closed loop."""
     with _memory_errors(recipe):
         with stop.interrupting():
             loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
+        loop.predictions = predictions
         try:
             loop.train()
         finally:
@@ -268,6 +279,7 @@ def _build_loop(
         state=place.state,
         last_checkpoint=place.checkpoint,
         stop=stop,
+        peak_memory=peak_memory,
         turns=_turns(recipe, port, trainer),
         clock=StageTimer(trace),
     )

@@ -119,6 +119,17 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     )
 
 
+def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> float:
+    """Return the memory of the process that trains; of the largest of several ranks. A single trainer on this machine
+    (`is_here`) runs in the process of the hub. By default, the device is that of `footprint`."""
+    config, model = check_room(recipe, is_here=is_here)
+    spec = spec_of(config, sum(p.numel() for p in model.parameters()))
+    on_cpu = _on_cpu(recipe, is_here=is_here) if on_cpu is None else on_cpu
+    sizes = {process.name: process.num_bytes for process in processes_of(recipe, spec, on_cpu=on_cpu)}
+    in_hub = is_here and recipe.trainer.ranks == 1
+    return float(max(size for name, size in sizes.items() if "trainer" in name) + in_hub * sizes.get("the hub", 0))
+
+
 def _on_cpu(recipe: Recipe, *, is_here: bool) -> bool:
     """Return whether trainer and engine run on CPUs. Elsewhere "auto" is taken to be a GPU."""
     name = recipe.model.device

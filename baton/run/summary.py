@@ -11,6 +11,7 @@ import msgspec
 from baton.errors import UserError
 from baton.records.evaluation import Evaluation
 from baton.records.metrics import read_metrics
+from baton.records.predictions import Comparison, compare, read_predictions
 from baton.records.run_directory import RunDirectory
 from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
@@ -60,6 +61,10 @@ class RunReport(msgspec.Struct, frozen=True):
     """Total time of the train steps, without evaluations."""
     eval_time_s: float
     """Total time of the evaluations."""
+    predicted_by: str = ""
+    """Source of the predictions; empty if the run has none."""
+    predictions: tuple[Comparison, ...] = ()
+    """Each predicted term, with its measured value."""
     warnings: tuple[str, ...] = ()
     """Warnings about rewards: responses without a reward, and steps in which all rewards of each group were equal."""
 
@@ -77,6 +82,7 @@ def summarise(run: RunDirectory) -> RunReport:
     train_time_s = _total(rows, "perf/step_time")
     window = max(1, min(WINDOW, len(rows) // 2))
     evaluated = [e.step for e in run.evaluations()]
+    predictions = read_predictions(run.path)
     return RunReport(
         str(run.path),
         run.facts()["seed"],
@@ -91,6 +97,8 @@ def summarise(run: RunDirectory) -> RunReport:
         generated / max(1e-9, train_time_s),
         train_time_s,
         _total(all_rows, "time/eval"),
+        "" if predictions is None else predictions.source,
+        () if predictions is None else compare(predictions, rows),
         tuple(_warnings(run, recipe, rows)),
     )
 

@@ -208,7 +208,8 @@ def _value(text: str) -> Any:
 class RecipeSource:
     """A recipe that runs on this machine. Each engine process or worker is simulated as one engine."""
 
-    path: Path
+    path: Path | Recipe
+    """The recipe, or its file."""
     efficiencies: Efficiencies | None = None
     """Efficiencies that `baton profile` measured on this machine. If None, default efficiencies are used."""
     work: Workload | None = None
@@ -217,7 +218,9 @@ class RecipeSource:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def setting(self, options: SimulationOptions) -> Setting:
-        recipe = load_recipe(Recipe, self.path, _with_section(options.overrides))
+        recipe = self.path
+        if isinstance(recipe, Path):
+            recipe = load_recipe(Recipe, recipe, _with_section(options.overrides))
         if recipe.multi_turn_task is not None:
             raise UserError(
                 f"{self.path}: task {recipe.multi_turn_task!r} is multi-turn, but the simulator has no environments; "

@@ -114,6 +114,8 @@ class Result(msgspec.Struct, frozen=True):
     """Standard deviation, over train steps, of the time from one version to the next."""
     wait_s: float
     """Mean time per train step in which the trainer waits for its batch."""
+    generate_s: float
+    """Mean time per train step in which at least one trajectory runs."""
     train_s: float
     other_s: float
     """Mean time from the end of a train step to the request for the next batch, for example for publication."""
@@ -178,6 +180,7 @@ def summarise(setting: Setting, record: RunRecord) -> Result:
         step_s=span_s / len(steady),
         step_s_spread=statistics.pstdev(each),
         wait_s=wait_s,
+        generate_s=sum(s.counts.slot_s for s in steady) / setting.slots / len(steady),
         train_s=train_s,
         other_s=span_s / len(steady) - wait_s - train_s,
         trained_tokens_per_s=trained / span_s,

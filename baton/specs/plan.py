@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -145,23 +145,12 @@ class PlannedWork(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: ModelSpec, work: Workload) -> PlannedWork:
-        return cls(
-            model.params,
-            model.num_layers,
-            model.hidden,
-            model.vocab,
-            work.groups,
-            work.group_size,
-            work.prompt.longest,
-            work.output.mean,
-            work.output.longest,
-            work.max_output_tokens,
-            work.engine_context_tokens,
-            work.updates,
-            work.has_critic,
-            work.has_reference,
-            work.recompute,
+        lengths = work.prompt.longest, work.output.mean, work.output.longest
+        own: dict[str, Any] = dict(
+            zip(("longest_prompt_tokens", "mean_output_tokens", "longest_output_tokens"), lengths, strict=True)
         )
+        names = (name for name in cls.__struct_fields__ if name not in own)
+        return cls(**own, **{name: getattr(model if hasattr(model, name) else work, name) for name in names})
 
 
 class Plan(msgspec.Struct, frozen=True):

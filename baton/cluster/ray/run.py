@@ -23,6 +23,7 @@ from baton.cluster.supervision import SupervisionRules
 from baton.errors import RankLost, UserError
 from baton.policy.settings import dtype_on
 from baton.recipe.recipe import Recipe
+from baton.run.predictions import predictions_of_plan
 from baton.specs.plan import Plan, read_plan
 from baton.stop import StopRequest
 
@@ -112,6 +113,7 @@ class _RayAttempts:
 
     def _attempt(self) -> Loop:
         from baton.run.assemble import build_loop
+        from baton.run.dry_run import trainer_bytes
 
         current = self._machines(self.names)
         placement = place(self.planner.plan, current, here=self.cluster.here)
@@ -140,6 +142,9 @@ class _RayAttempts:
                     start_ranks=None if own is not None else start_ranks,
                 )
             self.has_begun = True
+            is_cpu = placement.ranks[0].gpu == CPU
+            memory_bytes = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)
+            loop.predictions = predictions_of_plan(self.planner.plan, str(self.order.plan), memory_bytes)
             try:
                 loop.train()
             finally:

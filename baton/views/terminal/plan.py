@@ -23,6 +23,8 @@ def print_plan(console: Console, result: PlanResult) -> None:
     if result.choice is not None:
         _say_choice(console, plan, result.choice)
     if result.replanned is not None:
+        for line in result.measured:
+            console.print(line)
         _say_replanned(console, result.replanned)
     shape = ", trainer and engines colocated" if plan.is_colocated else ""
     console.print(f"{plan.model} · {plan.workload} · {plan.cluster} ({plan.method}{shape})", style="italic")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from baton.console import Console
 from baton.records.evaluation import Evaluation, shown_share
+from baton.records.predictions import TOLERANCE
 from baton.records.run_directory import without_none
 from baton.run.summary import RunReport
 
@@ -38,6 +39,8 @@ def print_report(console: Console, report: RunReport) -> None:
         f"{report.generated_tokens:,.0f} tokens generated at {report.generate_tokens_per_s:,.0f} tokens/s; "
         f"whole steps {report.throughput_tokens_per_s:,.0f} tokens/s, {report.train_time_s:.0f} s"
     )
+    if report.predictions:
+        _print_predictions(console, report)
     for warning in report.warnings:
         console.print(f"warning: {warning}")
     console.print(
@@ -45,6 +48,29 @@ def print_report(console: Console, report: RunReport) -> None:
         f"trajectories: baton show {report.directory} --step {report.steps}\n"
         f"checkpoints: {report.directory}/checkpoints"
     )
+
+
+def _print_predictions(console: Console, report: RunReport) -> None:
+    table = _table(f"predicted by {report.predicted_by}", "predicted", "measured", "difference")
+    known = [each for each in report.predictions if each.error is not None]
+    for each in report.predictions:
+        values = (_amount(each.predicted, each.unit), _amount(each.measured, each.unit))
+        unit = " points" if each.unit == "share" else " %"
+        table.add_row(each.term, *values, "" if each.error is None else f"{100 * each.error:+.0f}{unit}")
+    console.print(table)
+    off = [each.term for each in known if each.is_off]
+    lacking = [each.term for each in report.predictions if each.error is None]
+    within = f"{len(known) - len(off)} of {len(known)} predictions within {100 * TOLERANCE:.0f} %"
+    console.print(
+        f"{within}{'; off: ' + ', '.join(off) if off else ''}"
+        f"{'; not predicted or not measured: ' + ', '.join(lacking) if lacking else ''}"
+    )
+
+
+def _amount(value: float | None, unit: str) -> str:
+    if value is None:
+        return "–"
+    return _size(value) if unit == "bytes" else f"{100 * value:.0f} %" if unit == "share" else f"{value:.3g} {unit}"
 
 
 def _changes_table(report: RunReport) -> Table:

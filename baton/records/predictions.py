@@ -1,0 +1,130 @@
+"""What a plan or a simulation predicts for a run, and its comparison with the metrics of the run.
+
+A run writes its predictions once, to predictions.json. `compare` reads them and the rows of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from baton.errors import Damaged
+from baton.files import write_whole
+
+FILE = "predictions.json"
+TOLERANCE = 0.15
+"""A term is off if measured and predicted differ by a larger fraction, or by more as a difference of two shares."""
+WARM_SHARE = 0.2
+"""Share of the train steps at the start of the run that the measured means exclude."""
+
+Row = Mapping[str, float]
+
+
+def _generation_s(row: Row) -> float:
+    return row["time/generate"] + row.get("time/generate_hidden", 0.0)
+
+
+TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
+    "step": ("s", lambda row: row["perf/step_time"]),
+    "generation": ("s", _generation_s),
+    "training": ("s", lambda row: row["time/train"]),
+    "transfer": ("s", lambda row: row.get("swarm/broadcast_s", row["time/weight_sync"])),
+    "staleness": ("versions", lambda row: row["staleness/mean"]),
+    "trainer memory": ("bytes", lambda row: row["memory/trainer_peak_bytes"]),
+    "trainer idle": ("share", lambda row: 1 - row["time/train"] / row["perf/step_time"]),
+    "engine slots idle": (
+        "share",
+        lambda row: 1 - row["perf/slot_occupancy"] * _generation_s(row) / row["perf/step_time"],
+    ),
+    "response length": ("tokens", lambda row: row["response_length/mean"]),
+}
+"""Name → unit, and function of a row of metrics, which raises KeyError if the row lacks a metric. The response length
+is an input of the predictions: it explains other differences."""
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """A predicted value of one of the TERMS."""
+
+    term: str
+    value: float
+
+
+class Predictions(msgspec.Struct, frozen=True):
+    """The predictions for a run."""
+
+    source: str
+    """The plan, or the calibration, from which they come."""
+    terms: tuple[Prediction, ...]
+    after_step: int = 0
+    """They hold for later train steps than this one."""
+
+    def of(self, term: str) -> float | None:
+        return next((each.value for each in self.terms if each.term == term), None)
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """One term: predicted and measured. A value that is unknown is None."""
+
+    term: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+    """Mean over train steps; of memory, the maximum."""
+
+    error: float | None
+    """Measured value divided by the predicted value, minus 1; of shares and of predictions of 0, the difference."""
+    is_off: bool
+    """Whether the error exceeds the TOLERANCE."""
+
+
+def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
+    """Compare predictions with the metrics of a run. Rows of evaluations are left out, and so are the first steps."""
+    steps = [row for row in rows if "perf/step_time" in row and row["step"] > predictions.after_step]
+    steps = steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
+    found = []
+    for term, (unit, of) in TERMS.items():
+        predicted, measured, error = predictions.of(term), _measured(steps, unit, of), None
+        if predicted is not None and measured is not None:
+            error = measured - predicted if unit == "share" or not predicted else measured / predicted - 1
+        found.append(Comparison(term, unit, predicted, measured, error, error is not None and abs(error) > TOLERANCE))
+    return tuple(found)
+
+
+def ratios(predictions: Predictions, row: Row) -> dict[str, float]:
+    """Return metrics with measured divided by predicted, of each term that both have."""
+    found = ((each, _measured([row], *TERMS[each.term])) for each in predictions.terms)
+    return {
+        f"measured_over_predicted/{each.term.replace(' ', '_')}": value / each.value
+        for each, value in found
+        if value is not None and each.value
+    }
+
+
+def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> float | None:
+    values = []
+    for row in rows:
+        try:
+            values.append(of(row))
+        except (KeyError, TypeError):  # not measured; a value that is not finite is read as None
+            continue
+    if not values:
+        return None
+    return max(values) if unit == "bytes" else sum(values) / len(values)
+
+
+def write_predictions(directory: Path, predictions: Predictions) -> None:
+    """Write the predictions of a run, unless it has the same ones already."""
+    old = read_predictions(directory)
+    if old is None or (old.source, old.terms) != (predictions.source, predictions.terms):
+        write_whole(directory / FILE, msgspec.json.format(msgspec.json.encode(predictions)) + b"\n")
+
+
+def read_predictions(directory: Path) -> Predictions | None:
+    """Return the predictions of a run; None if it has none. Raises Damaged if they cannot be read."""
+    file = directory / FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Predictions) if file.is_file() else None
+    except msgspec.DecodeError as error:
+        raise Damaged(f"{file} cannot be read: {error}; delete it to do without predictions") from error

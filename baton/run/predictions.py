@@ -1,0 +1,83 @@
+"""The predictions of a plan for a run, and efficiencies corrected by what a run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.cost.efficiency import Efficiencies, Efficiency
+from baton.records.metrics import read_metrics
+from baton.records.predictions import Prediction, Predictions, compare, read_predictions
+from baton.specs.plan import Plan
+
+DECODE_SHARES = "decode", "decode_compute", "prefill"
+DECODE_TIMES = "step_overhead_s", "row_overhead_s", "prefill_overhead_s", "trajectory_overhead_s", "handover_s"
+FACTORS = 0.1, 10.0
+"""Range of the factors by which measured rates correct an efficiency."""
+
+
+def predictions_of_plan(plan: Plan, source: str, memory_bytes: float | None) -> Predictions:
+    """Return the predictions of a plan. `memory_bytes` is that of the trainer, which follows from the recipe."""
+    times, work = plan.breakdown, plan.work
+    values: dict[str, float | None] = {
+        "step": times.step_s,
+        "generation": times.rollout_s,
+        "training": times.train_s,
+        "transfer": times.sync_s,
+        "staleness": plan.mean_staleness,
+        "trainer memory": memory_bytes,
+        "trainer idle": 1 - times.train_s / times.step_s,
+        # without overlap, the slots of a batch become idle one by one, and a plan does not say when
+        "engine slots idle": 1 - times.rollout_s / times.step_s if times.overlaps else None,
+        "response length": None if work is None else work.mean_output_tokens,
+    }
+    return predictions(source, values)
+
+
+def predictions(source: str, values: Mapping[str, float | None]) -> Predictions:
+    """Return predictions without the terms that are unknown."""
+    return Predictions(source, tuple(Prediction(term, v) for term, v in values.items() if v is not None))
+
+
+def measured_rates(known: Efficiencies, plan: Plan, run: Path) -> tuple[Efficiencies, tuple[str, ...]]:
+    """Correct the efficiencies of a plan's GPU types by what a run measured, if the run has predictions of this plan.
+    Return them, and a line for each correction.
+
+    Rates are times per token, because the responses may have other lengths than planned. All GPU types that train, and
+    all that generate, get the same factor.
+    """
+    told = read_predictions(run)
+    if told is None or told.of("step") != plan.breakdown.step_s:
+        return known, ()
+    values = {
+        each.term: (each.predicted, each.measured)
+        for each in compare(told, read_metrics(run))
+        if each.predicted and each.measured
+    }
+    generated = trained = 1.0
+    """Measured number of tokens, relative to the plan."""
+    if "response length" in values and plan.work is not None:
+        predicted, measured = values["response length"]
+        generated = measured / predicted
+        trained += (measured - predicted) * plan.work.groups * plan.work.group_size / plan.tokens_per_step
+    trainers = {stage.gpu for stage in plan.training.stages}
+    own, lines = dict(known.by_gpu), []
+    for term, tokens, gpus, shares, times in (
+        ("training", trained, trainers, ("train",), ("train_overhead_s",)),
+        ("generation", generated, {each.gpu for each in plan.replicas}, DECODE_SHARES, DECODE_TIMES),
+        ("transfer", 1.0, trainers, ("publish",), ("publish_latency_s",)),
+    ):
+        if term in values:
+            predicted, measured = values[term]
+            faster = min(FACTORS[1], max(FACTORS[0], predicted * tokens / measured))
+            lines.append(f"{term} on {', '.join(sorted(gpus))}: measured {faster:.2f} × the predicted rate")
+            own |= {gpu: _faster(own.get(gpu, known.default), faster, shares, times) for gpu in gpus}
+    return msgspec.structs.replace(known, by_gpu=own), tuple(lines)
+
+
+def _faster(known: Efficiency, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
+    changed: dict[str, Any] = {key: min(1.0, getattr(known, key) * factor) for key in shares}
+    return known.model_copy(update=changed | {key: getattr(known, key) / factor for key in times})

@@ -1,0 +1,40 @@
+"""Predictions for a run: a simulation of its recipe with a calibration of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.cost.efficiency import CalibrationSettings
+from baton.recipe.recipe import Recipe
+from baton.recipe.workload import read_settings, read_workload
+from baton.records.predictions import Predictions
+from baton.run.predictions import predictions
+from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
+from baton.simulator.request import run_request
+from baton.simulator.run import RunOptions
+
+STEPS = 50
+
+
+def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, memory_bytes: float) -> Predictions:
+    """Return the predictions for a run on this machine. `memory_bytes`: as in `predictions_of_plan`."""
+    measured, work = read_settings(CalibrationSettings, calibration).build(), read_workload(workload)
+    source = RecipeSource(recipe, measured, work)
+    recorded = recorded_groups(workload) if workload.is_dir() else ()
+    setting = source.setting(SimulationOptions(steps=min(STEPS, recipe.run.steps), recorded=recorded))
+    result, _ = run_request(setting, RunOptions(recipe.run.seed), None, is_traced=False)
+    transfer_s = setting.publish_s if setting.swarm is None else setting.swarm.fetch_s
+    return predictions(
+        f"simulation with {calibration} and lengths of {workload}",
+        {
+            "step": result.step_s,
+            "generation": result.generate_s,
+            "training": result.train_s,
+            "transfer": transfer_s,
+            "staleness": result.mean_staleness,
+            "trainer memory": memory_bytes,
+            "trainer idle": 1 - result.trainer_busy,
+            "engine slots idle": 1 - result.rollout_occupancy * result.generate_s / result.step_s,
+            "response length": work.output.mean,
+        },
+    )
