@@ -73,7 +73,7 @@ def test_every_command_and_option_exists_and_names_files_that_do(words: list[str
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
 def test_the_commands_of_a_page_exist(page: Path) -> None:
     for words in baton_commands(page.read_text(encoding="utf-8")):
-        check_command(words, own_files=r"[\w-]+\.toml|recipes/mine\.toml|.*<.*")
+        check_command(words, own_files=r"([\w.]+=)?[\w-]+\.toml|recipes/mine\.toml|.*<.*")
 
 
 SETTINGS = [

@@ -63,4 +63,4 @@ def peak_memory() -> dict[str, float]:
         peak = 1024 * int(lines["VmHWM"].split()[0])
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"memory/trainer_peak_bytes": float(peak)}
+    return {"perf/trainer_peak_bytes": float(peak)}

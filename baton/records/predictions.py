@@ -32,7 +32,7 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "training": ("s", lambda row: row["time/train"]),
     "transfer": ("s", lambda row: row.get("swarm/broadcast_s", row["time/weight_sync"])),
     "staleness": ("versions", lambda row: row["staleness/mean"]),
-    "trainer memory": ("bytes", lambda row: row["memory/trainer_peak_bytes"]),
+    "trainer memory": ("bytes", lambda row: row["perf/trainer_peak_bytes"]),
     "trainer idle": ("share", lambda row: 1 - row["time/train"] / row["perf/step_time"]),
     "engine slots idle": (
         "share",

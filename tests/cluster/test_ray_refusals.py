@@ -66,7 +66,7 @@ def test_plan_and_ray_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
     result = CliRunner().invoke(app, ["train", str(ROOT / "recipes" / "quickstart.toml"), "--ray", "auto"])
     assert isinstance(result.exception, UserError)
-    assert "--plan and --ray need each other" in str(result.exception)
+    assert "--ray needs --plan" in str(result.exception)
 
 
 def test_directories_of_killed_processes_go_and_those_of_the_living_stay() -> None:

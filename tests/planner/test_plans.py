@@ -87,7 +87,7 @@ def test_a_plan_is_complete_and_keeps_every_limit(
 @pytest.mark.parametrize(
     ("nodes", "fast_gb", "slow_gb", "stages"),
     [
-        ([("Slow", 1), ("Fast", 1), ("Slow", 1), ("Fast", 2)], 0.12, 0.14, 3),
+        ([("Slow", 1), ("Fast", 1), ("Slow", 1), ("Fast", 2)], 0.13, 0.14, 3),
         ([("Slow", 2), ("Slow", 1), ("Slow", 1), ("Slow", 1)], 0.12, 0.12, 4),
     ],
 )

@@ -24,7 +24,7 @@ ROW = {
     "time/train": 4.0,
     "time/weight_sync": 1.0,
     "staleness/mean": 0.5,
-    "memory/trainer_peak_bytes": 1e9,
+    "perf/trainer_peak_bytes": 1e9,
     "perf/slot_occupancy": 0.8,
     "response_length/mean": 40.0,
 }
@@ -62,9 +62,9 @@ def test_idle_shares_are_compared_in_points() -> None:
 
 def test_the_first_fifth_of_the_steps_is_left_out_and_memory_is_the_peak() -> None:
     measured = rows(
-        *({"perf/step_time": 99.0, "memory/trainer_peak_bytes": 1e9} for _ in range(2)), *({} for _ in range(8))
+        *({"perf/step_time": 99.0, "perf/trainer_peak_bytes": 1e9} for _ in range(2)), *({} for _ in range(8))
     )
-    measured[5]["memory/trainer_peak_bytes"] = 3e9
+    measured[5]["perf/trainer_peak_bytes"] = 3e9
     assert term("step", told(), measured).measured == 10.0
     assert term("trainer memory", told(), measured).measured == 3e9
 
@@ -72,7 +72,7 @@ def test_the_first_fifth_of_the_steps_is_left_out_and_memory_is_the_peak() -> No
 def test_what_is_not_predicted_or_not_measured_has_no_error() -> None:
     unknown = term("training", told(step=1.0), rows({}))
     assert (unknown.predicted, unknown.measured, unknown.error, unknown.is_off) == (None, 4.0, None, False)
-    row = {key: value for key, value in rows({})[0].items() if key != "memory/trainer_peak_bytes"}
+    row = {key: value for key, value in rows({})[0].items() if key != "perf/trainer_peak_bytes"}
     missing = term("trainer memory", told(trainer_memory=1e9), [row])
     assert (missing.measured, missing.error) == (None, None)
     assert all(each.measured is None for each in compare(told(step=1.0), [{"step": 1, "eval/all/greedy": 0.5}]))
