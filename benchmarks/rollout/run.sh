@@ -28,12 +28,12 @@ for name in keep resume; do
   if [ $name = keep ]; then mode="$keep"; else mode="$async"; fi
   bench short-$name $small --steps 6 $mode
   bench long-$name $small --steps 4 $mode $long model.path="$copy"
-  bench mixed-$name $small --steps 4 --tail 24 --between 1.2 $mode $long model.path="$copy"
+  bench mixed-$name $small --steps 24 --tail 24 --between 1.2 $mode $long model.path="$copy"
   bench kernel-short-$name $small --steps 6 $mode $kernel
   bench kernel-long-$name $small --steps 4 $mode $long $kernel model.path="$copy"
-  bench kernel-mixed-$name $small --steps 4 --tail 24 --between 1.2 $mode $long $kernel model.path="$copy"
+  bench kernel-mixed-$name $small --steps 24 --tail 24 --between 1.2 $mode $long $kernel model.path="$copy"
   bench large-short-$name $large --steps 4 $mode $few $kernel engine.max_context_tokens=320 rollout.max_new_tokens=128
-  bench large-mixed-$name $large --steps 2 --tail 24 --between 1.2 $mode $few $kernel $far
+  bench large-mixed-$name $large --steps 8 --tail 24 --between 1.2 $mode $few $kernel $far
 done
 bench large-long-keep $large --steps 1 --tail 12 $keep $few $kernel $far
 bench flat $small --flat --steps 24
