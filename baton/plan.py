@@ -27,6 +27,7 @@ from baton.run.predictions import measured_rates
 from baton.specs.cluster import Cluster, gpu_types
 from baton.specs.model import read_model
 from baton.specs.plan import Method, read_plan, write_plan
+from baton.specs.trainer_shapes import Trainer
 from baton.views.pages.template import check_page
 
 
@@ -41,6 +42,7 @@ def plan(
     compare: bool = False,
     colocated: bool = False,
     method: Method = "exact",
+    trainer: Trainer = "baton",
     symmetric_only: bool = False,
     robust: bool = False,
     rates: str | Path | None = None,
@@ -84,7 +86,7 @@ def plan(
     inputs = Inputs(
         cluster=without_nodes(existing, lost) if lost else existing,
         model=read_model(find(model)),
-        work=read_workload(find(workload)),
+        work=msgspec.structs.replace(read_workload(find(workload)), trainer=trainer),
         efficiencies=calibrated.at(lambda each: each.worst) if robust else calibrated.at(),
         rates=None if rates is None else read_settings(RatesSettings, find(rates)),
         cross_types=not symmetric_only,

@@ -33,6 +33,10 @@ def plan(
     method: Annotated[
         Literal["exact", "paper"], typer.Option(help="Exact search, or the method of AReaL-Hex (equation 3).")
     ] = "exact",
+    trainer: Annotated[
+        Literal["baton", "idealised"],
+        typer.Option(help="Baton's trainer, or the paper's, whose plans are for comparison and cannot be run."),
+    ] = "baton",
     symmetric_only: Annotated[
         bool, typer.Option("--symmetric-only", help="Do not train in a pipeline across GPU types.")
     ] = False,
@@ -77,6 +81,7 @@ def plan(
         compare=compare,
         colocated=colocated,
         method=method,
+        trainer=trainer,
         symmetric_only=symmetric_only,
         robust=robust,
         rates=rates,

@@ -115,7 +115,6 @@ class Replanner:
             model=read_model(Path(recipe.model.path)),
             work=workload_of(recipe),
             efficiencies=efficiencies,
-            cross_types=False,
         )
         return replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
 

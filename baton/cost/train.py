@@ -66,13 +66,25 @@ def layer_flops(model: ModelSpec, work: Workload) -> float:
 def microbatches(work: Workload, dp: Array) -> Array:
     """Return M, the number of microbatches of one update. `dp` is the largest data-parallel width of any stage."""
     per_rank = work.trained_tokens / work.minibatches / np.asarray(dp)
-    return np.maximum(1.0, np.floor(per_rank / work.longest_tokens))
+    return np.maximum(1.0, np.floor(per_rank / max(work.longest_tokens, work.microbatch_tokens)))
+
+
+def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> RankShape:
+    """Return a rank of a stage of `num_gpus` GPUs in a pipeline of `depth` stages. A rank alone publishes itself."""
+    if work.trainer == "idealised":
+        return rank
+    published = np.where((np.asarray(depth) == 1) & (np.asarray(num_gpus) == 1), work.weight_bytes, 0.0)
+    return msgspec.structs.replace(rank, is_stage=np.asarray(depth) > 1, published_bytes=published)
 
 
 def stage_terms(
     model: ModelSpec, work: Workload, place: DeviceClass, node_gpus: int, tp: Array, dp: Array
 ) -> StageTerms:
-    """Return the coefficients of stages of width tp × dp on one GPU type."""
+    """Return the coefficients of stages of width tp × dp on one GPU type.
+
+    Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer, and
+    computes the head on each tensor-parallel rank. The idealised trainer gathers weights once per update.
+    """
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu
     # ranks wait for the rank with one trajectory more
@@ -85,22 +97,30 @@ def stage_terms(
     reduce_s = sums * rank_bytes * 2 * (tp - 1) / tp / (place.link_bytes_per_s * eff.link)
     wide = tp * dp > node_gpus
     models = 1 + work.has_critic
-    share = (dp - 1) / dp * GRADIENT_BYTES * work.updates * models * model.layer_params
+    share = (dp - 1) / dp * model.layer_params
     across = place.inter_bytes_per_s * eff.link
-    gradients = np.where(wide, share / across, share / tp / (place.link_bytes_per_s * eff.link))
+    exchange_s = np.where(wide, share / across, share / tp / (place.link_bytes_per_s * eff.link))  # of a byte per value
     update = UPDATE_TRAFFIC_BYTES * work.updates * models * model.layer_params / (tp * dp)
     nodes = np.maximum(1.0, np.ceil(tp * dp / node_gpus))
     crossings = 2 * work.epochs * models + work.has_proximal_forward + work.has_reference + work.has_critic
+    is_baton = work.trainer == "baton"
+    gathers = work.minibatches * microbatches(work, dp)
+    reductions = work.epochs * gathers if work.shard_gradients else work.updates
+    overlapped = 2.0 * crossings * gathers + 4.0 * models * reductions * work.shard_gradients
+    after = (
+        4.0 * models * reductions * (not work.shard_gradients) if is_baton else GRADIENT_BYTES * work.updates * models
+    )
     return StageTerms(
-        per_layer_s=passes * layer_flops(model, work) / rate + reduce_s,
-        head_s=passes * work.trained_tokens * model.head_flops_per_token / rate,
+        per_layer_s=np.maximum(passes * layer_flops(model, work) / rate + reduce_s, overlapped * exchange_s * is_baton),
+        head_s=passes * work.trained_tokens * model.head_flops_per_token / rate * (tp if is_baton else 1),
         boundary_tokens_bytes=crossings * work.trained_tokens * model.hidden * 2 / nodes,
-        gradients_per_layer_s=gradients,
+        gradients_per_layer_s=after * exchange_s,
         optimizer_per_layer_s=update / (gpu.hbm_bytes_per_s * eff.decode),
         rank=RankShape(
             tokens=max(work.longest_tokens, work.microbatch_tokens),
             shards=dp,
             split=tp,
+            splits_tables=not is_baton,
             recomputes=work.recompute,
             whole_gradients=not work.shard_gradients,
             has_critic=work.has_critic,

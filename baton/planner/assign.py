@@ -62,7 +62,7 @@ def seat(
             requests += [_Request(width, ranks, True, stage) for stage in range(int(table.stages[row, k]))]
         for index, (column, count) in enumerate(zip(problem.columns, counts, strict=True)):
             if column.pool == k:
-                requests += [_Request(column.cost.tp, column.cost.pp, False, index) for _ in range(count)]
+                requests += [_Request(column.num_gpus, 1, False, index) for _ in range(count)]
         requests.sort(key=lambda r: (-r.group, not r.is_training))
         links = _mutual(cluster, pool.nodes) if pools.view != "alike" else None
         for request in requests:

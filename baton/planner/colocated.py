@@ -23,6 +23,10 @@ from baton.planner.problem import AssignmentProblem, Floats
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.specs.plan import Bound, Idle, Plan
 
+NOT_CARRIED_OUT = (
+    "the plan is for comparison: `baton train --plan` refuses it. A run in one process, with rollout.placement = "
+    '"colocated", colocates on one device'
+)
 MOST_ROWS = 20
 """Number of training shapes tried, fastest first. A slower shape can leave more memory for engines."""
 
@@ -110,7 +114,8 @@ def _described(
     idle = (Idle(outside, "it would make neither training nor generation faster"),) if outside else ()
     total = plan.breakdown.step_s
     bound = Bound.of(total, min(total, least_s), _swap_note(swap_s))
-    return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)
+    limits = (*plan.limits[:-1], NOT_CARRIED_OUT)
+    return msgspec.structs.replace(plan, idle=idle, bound=bound, limits=limits, is_colocated=True)
 
 
 def _swap_note(swap_s: float) -> str:

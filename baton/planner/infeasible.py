@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 
 from baton.cost.generate import context_bytes, replica_layers, weight_bytes
 from baton.cost.memory import rank_phases, stage_bytes
-from baton.cost.train import microbatches, stage_terms
+from baton.cost.train import microbatches, rank_of, stage_terms
 from baton.errors import UserError
 from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, tensor_widths
+from baton.planner.training_shapes import trained_widths
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -30,7 +32,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
             )
             for tp in tensor_widths(model, pool)
             for pp in REPLICA_STAGES
-            if tp * pp <= pool.capacity(tp) and pp <= model.num_layers
+            if tp * pp <= max(pool.sizes) and pp <= model.num_layers
             for layers in [replica_layers(model, pp)]
         ]
         least, tp, pp = min(needs)
@@ -56,16 +58,18 @@ def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoR
 def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
     """Return a string with the least memory per GPU that training needs if all GPUs of this pool train."""
     best: tuple[float, int, int, int] | None = None
-    for tp in tensor_widths(model, pool):
-        for stages in (1, 2, 4, 8):
-            dp = pool.capacity(tp) // (stages * tp)
-            if dp < 1 or stages > model.num_layers:
-                continue
-            terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
-            layers = -(-model.num_layers // stages)
-            flight = min(stages, float(microbatches(work, dp)))
-            need = float(stage_bytes(rank_phases(model, terms.rank, stages == 1, True, flight), layers))
-            best = min(best or (need, tp, stages, dp), (need, tp, stages, dp))
+    if work.trainer == "baton":
+        work = msgspec.structs.replace(work, shard_gradients=True)
+    for stages, tp in trained_widths(model, work, pool):
+        dp = pool.capacity(tp) // (stages * tp)
+        if dp < 1:
+            continue
+        terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
+        layers = -(-model.num_layers // stages)
+        flight = min(stages, float(microbatches(work, dp)))
+        rank = rank_of(work, terms.rank, stages, tp * dp)
+        need = float(stage_bytes(rank_phases(model, rank, stages == 1, True, flight), layers))
+        best = min(best or (need, tp, stages, dp), (need, tp, stages, dp))
     assert best is not None, "a pool holds at least one GPU"
     need, tp, stages, dp = best
     return (
@@ -92,5 +96,5 @@ def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
     raise UserError(
         f"infeasible: number of GPUs. The smallest training shape of {model.name} takes {shape}, the smallest replica "
         f"{replica.num_gpus} {pools[replica.pool].name}, and they do not fit side by side into {total} GPUs. "
-        "More GPUs would help; with `--colocated`, both use the same GPUs alternately"
+        "More GPUs would help"
     )

@@ -38,7 +38,7 @@ class Inputs(msgspec.Struct, frozen=True):
     rates: RatesSettings | None = None
     """Measured rates; they replace the cost model."""
     cross_types: bool = True
-    """Whether a training pipeline may span GPU types. False for trainers without such pipelines (Megatron, FSDP)."""
+    """Whether a training pipeline may span GPU types."""
 
     def on(self, cluster: Cluster) -> Inputs:
         return msgspec.structs.replace(self, cluster=cluster)
@@ -104,7 +104,9 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         ReplicaShape(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
         for index, pool in enumerate(pools.pools)
     )
-    table = _rate_table(pools, train, work.trained_tokens, inputs.cross_types)
+    # rates say nothing of pipelines, and their shares of the layers are not those of stages with equally many ranks
+    crosses = inputs.cross_types and work.trainer == "idealised"
+    table = _rate_table(pools, train, work.trained_tokens, crosses)
     cross = rates.sync_s if rates.cross_sync_s is None else rates.cross_sync_s
     between = np.full((len(pools.pools), len(pools.pools)), cross)
     np.fill_diagonal(between, rates.sync_s)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from baton.cost.memory import rank_phases, stage_bytes
-from baton.cost.train import microbatches, stage_terms
+from baton.cost.train import microbatches, rank_of, stage_terms
 from baton.planner.assign import GpuAssignment, pipeline_order, seat
 from baton.planner.exact import Solution
 from baton.planner.instance import Inputs
@@ -65,6 +65,7 @@ def describe_seated(
         price_per_h=inputs.cluster.price_per_h,
         currency=inputs.cluster.currency,
         bound=Bound.of(total, solution.bound_s),
+        trainer=inputs.work.trainer,
         work=PlannedWork.of(inputs.model, inputs.work),
     )
     return msgspec.structs.replace(plan, limits=tuple(limits(problem, plan)))
@@ -98,6 +99,8 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
         return _rated_training(inputs, problem, row, seats)
     parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]
     balance = balanced(inputs.model, inputs.work, pools, order, parts)
+    shard_gradients = bool(balance.shard_gradients[0])
+    inputs = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, shard_gradients=shard_gradients))
     layers = stage_layers(inputs, balance, [int(part.stages[0]) for part in parts])
     stages, first = [], 0
     for place, ((k, groups), count) in enumerate(zip(seats.stages, layers, strict=True)):
@@ -123,6 +126,7 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
         bubble_s=float(balance.bubble_s[0]),
         comm_s=float(balance.gradients_s[0]),
         optimizer_s=float(balance.optimizer_s[0]),
+        shard_gradients=shard_gradients,
     )
 
 
@@ -152,7 +156,8 @@ def _stage_memory(
     widest = int(table.dp[row].max())
     terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
     in_flight = min(depth, float(microbatches(inputs.work, widest)))
-    phases = rank_phases(inputs.model, terms.rank, place == 0, place == depth - 1, in_flight)
+    rank = rank_of(inputs.work, terms.rank, depth, tp * dp)
+    phases = rank_phases(inputs.model, rank, place == 0, place == depth - 1, in_flight)
     return float(stage_bytes(phases, layers))
 
 
@@ -261,6 +266,11 @@ def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
         found.append(f"pipeline bubbles take {plan.training.bubble_s / plan.training.time_s:.0%} of the training time")
     if plan.training.comm_s > 0.1 * plan.training.time_s:
         found.append(f"gradient exchange takes {plan.training.comm_s / plan.training.time_s:.0%} of the training time")
+    found.append(
+        "only shapes that `baton train --plan` carries out were considered (--trainer idealised: others, too)"
+        if plan.trainer == "baton"
+        else "the plan is for comparison: `baton train --plan` refuses it, because Baton has no idealised trainer"
+    )
     return found
 
 

@@ -117,7 +117,7 @@ def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Rep
     for index, pool in enumerate(pools.pools):
         for tp in tensor_widths(model, pool):
             for pp in REPLICA_STAGES:
-                if pp > model.num_layers or tp * pp > pool.capacity(tp):
+                if pp > model.num_layers or tp * pp > max(pool.sizes):  # a worker runs on one machine
                     continue
                 batch = largest_batch(model, work, pool.place, tp, pp)
                 while batch >= pp:
@@ -127,8 +127,10 @@ def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Rep
 
 
 def tensor_widths(model: ModelSpec, pool: GpuPool) -> list[int]:
-    """Return the tensor-parallel widths: powers of two within a node that divide the number of attention heads."""
-    return [level for level in pool.levels if model.num_heads % level == 0]
+    """Return the tensor-parallel widths: powers of two within a node that divide the attention heads, and that divide
+    the key/value heads or are multiples of them, as vLLM requires."""
+    heads, keys = model.num_heads, model.num_kv_heads
+    return [level for level in pool.levels if heads % level == 0 and (keys % level == 0 or level % keys == 0)]
 
 
 def make_step(work: Workload) -> StepModel:

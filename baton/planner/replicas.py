@@ -150,7 +150,7 @@ class RolloutProgram:
 
 
 def _used(column: ReplicaShape, pool: int, level: int) -> float:
-    return float(column.num_gpus) if column.pool == pool and column.cost.tp >= level else 0.0
+    return float(column.num_gpus) if column.pool == pool and column.num_gpus >= level else 0.0
 
 
 def rounded_shares(shares: Sequence[float], total: int) -> list[int]:

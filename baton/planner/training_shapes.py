@@ -1,25 +1,27 @@
 """Phase 1, training side: all training shapes on given pools, and their times.
 
 A pipeline has `stages` stages on each of its pools. A stage has `dp` tensor-parallel groups of `tp` GPUs. Tensor and
-data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). The fastest type is
-last, because the last stage has the output head. Layers are distributed so that the slowest stage is as fast as
-possible and all stages fit into memory.
+data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). Baton's trainer has
+only shapes of `specs/trainer_shapes.py`, with equally many ranks on each stage. The fastest type is last, because the
+last stage has the output head. Layers are distributed so that the slowest stage is as fast as possible and all stages
+fit into memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.memory import most_layers, rank_phases
-from baton.cost.train import StageTerms, microbatches, stage_terms, tail_s
-from baton.planner.pools import Pools
+from baton.cost.train import StageTerms, microbatches, rank_of, stage_terms, tail_s
+from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import Floats, Ints, TrainTable, tensor_widths
 from baton.specs.model import ModelSpec
+from baton.specs.trainer_shapes import can_split, can_train
 from baton.specs.workload import Workload
 
 STAGES = (1, 2, 4, 8)
@@ -71,6 +73,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
     gradients_s: Floats
     optimizer_s: Floats
     microbatches: Floats
+    shard_gradients: NDArray[np.bool_]
+    """Whether gradients are reduced after each microbatch, because whole gradients do not fit into memory."""
 
     @property
     def time_s(self) -> Floats:
@@ -84,6 +88,9 @@ def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: 
     tables = []
     is_complete = True
     for order in pipeline_orders(pools, MAX_CROSSED if cross_types else 1):
+        if len(order) > 1 and work.trainer == "baton":
+            tables += [evaluated(model, work, pools, order, each) for each in _equal_ranks(work, pools, order)]
+            continue
         parts = [alone[k] for k in order]
         if len(order) > 1:
             parts = [part.take(np.isin(part.stages, CROSSING_STAGES)) for part in parts]
@@ -115,13 +122,38 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
     pool = pools.pools[index]
     rows = [
         (stages, tp, dp)
-        for stages in STAGES
-        if stages <= model.num_layers
-        for tp in tensor_widths(model, pool)
+        for stages, tp in trained_widths(model, work, pool)
         for dp in range(1, min(pool.capacity(tp) // (stages * tp), work.num_trajectories) + 1)
     ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
     return Shapes(columns[:, 0], columns[:, 1], columns[:, 2])
+
+
+def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of stages and tensor-parallel widths that the trainer has on one pool. On cores, a rank is a
+    machine with many threads, so there are neither."""
+    columns = model.ffn_params / 3 / model.hidden if model.num_experts == 1 else 0.5
+    for stages, tp in product(STAGES, tensor_widths(model, pool)):
+        is_split = tp > 1 and not can_split(tp, model.num_heads, model.num_kv_heads, columns)
+        is_refused = is_split or not can_train(stages, tp, has_critic=work.has_critic)
+        is_refused |= pool.gpu == "CPU" and stages * tp > 1
+        if stages <= model.num_layers and not (is_refused and work.trainer == "baton"):
+            yield stages, tp
+
+
+def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
+    """Yield the shapes of Baton's trainer over several pools."""
+    used = [pools.pools[k] for k in order]
+    if not can_train(len(order), 1, has_critic=work.has_critic) or any(pool.gpu == "CPU" for pool in used):
+        return
+    rows = [
+        (*chosen, dp)
+        for chosen in product(CROSSING_STAGES, repeat=len(order))
+        for dp in range(1, min(pool.num_gpus // count for pool, count in zip(used, chosen, strict=True)) + 1)
+        if dp <= work.num_trajectories
+    ]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, len(order) + 1).T
+    yield [Shapes(stages, np.ones_like(stages), columns[-1]) for stages in columns[:-1]]
 
 
 def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
@@ -177,13 +209,38 @@ def balanced(
 ) -> LayerBalance:
     """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times.
 
+    Baton's trainer shards gradients where whole ones do not fit.
+    """
+    found = _balanced(model, work, pools, order, shapes)
+    if work.trainer == "idealised" or work.shard_gradients or np.isfinite(found.pace_s).all():
+        return found
+    sharded = _balanced(model, msgspec.structs.replace(work, shard_gradients=True), pools, order, shapes)
+    fits = np.isfinite(found.pace_s)
+
+    def merged(name: str) -> Floats:
+        return np.where(fits, getattr(found, name), getattr(sharded, name))
+
+    return LayerBalance(
+        stage_layers=tuple(
+            tuple(np.where(fits, one, other) for one, other in zip(*pair, strict=True))
+            for pair in zip(found.stage_layers, sharded.stage_layers, strict=True)
+        ),  # type: ignore[arg-type]  # three of each
+        **{key: merged(key) for key in LayerBalance.__struct_fields__ if key != "stage_layers"},
+    )
+
+
+def _balanced(
+    model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
+) -> LayerBalance:
+    """Return the times with whole or with sharded gradients, as the workload says.
+
     The pace is the time of the slowest stage, which has a whole number of layers. The search starts at the pace that
     fractional layers would allow, and raises it to the next possible value until all layers are placed.
     """
     widest = np.max([part.dp for part in shapes], axis=0)
     depth = np.sum([part.stages for part in shapes], axis=0)
     count = microbatches(work, widest)
-    terms = [_terms(model, work, pools, index, part) for index, part in zip(order, shapes, strict=True)]
+    terms = [_terms(model, work, pools, index, part, depth) for index, part in zip(order, shapes, strict=True)]
     kinds = _kinds(model, pools, order, shapes, terms, np.minimum(depth, count))
     flat = [kind for group in kinds for kind in group]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -204,7 +261,8 @@ def balanced(
             can = (kind.count > 0) & (own < kind.most)
             following = np.where(can, np.minimum(following, kind.base_s + (own + 1) * kind.per_layer_s), following)
         pace = np.where(short, following, pace)
-    return _finish(model, terms, kinds, layers, pace, depth, count)
+    finished = _finish(model, terms, kinds, layers, pace, depth, count)
+    return msgspec.structs.replace(finished, shard_gradients=np.full(len(pace), work.shard_gradients))
 
 
 def _held(kind: _Kind, pace: Floats) -> Floats:
@@ -214,9 +272,10 @@ def _held(kind: _Kind, pace: Floats) -> Floats:
     return held
 
 
-def _terms(model: ModelSpec, work: Workload, pools: Pools, index: int, part: Shapes) -> StageTerms:
+def _terms(model: ModelSpec, work: Workload, pools: Pools, index: int, part: Shapes, depth: Ints) -> StageTerms:
     pool = pools.pools[index]
-    return stage_terms(model, work, pool.place, max(pool.sizes), part.tp, part.dp)
+    terms = stage_terms(model, work, pool.place, max(pool.sizes), part.tp, part.dp)
+    return msgspec.structs.replace(terms, rank=rank_of(work, terms.rank, depth, part.tp * part.dp))
 
 
 def _kinds(
@@ -302,4 +361,5 @@ def _finish(
         gradients_s=gradients,
         optimizer_s=optimizer,
         microbatches=count,
+        shard_gradients=np.zeros(len(pace), dtype=bool),
     )

@@ -10,13 +10,11 @@ import msgspec
 from baton.errors import UserError
 from baton.files import write_whole
 from baton.specs.model import ModelSpec
+from baton.specs.trainer_shapes import Trainer
 from baton.specs.workload import Workload
 
 Method = Literal["exact", "paper"]
 FORMAT = 1
-Trainer = Literal["baton", "idealised"]
-"""Baton's trainer, or that of AReaL-Hex: any TP and data parallelism on each stage, without FSDP. No command carries
-out plans for the latter."""
 PROVEN = 1e-6
 """Gap below which a plan counts as proven optimal."""
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+Trainer = Literal["baton", "idealised"]
+"""Baton's trainer, or that of AReaL-Hex: any TP and data parallelism on each stage, without FSDP. No command carries
+out plans for the latter."""
+
 
 def can_train(num_stages: int, tensor_parallel: int, *, has_critic: bool = False) -> bool:
     """Return whether the trainer has this shape: pipeline stages were tested neither with tensor parallelism nor with

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from baton.errors import UserError
 from baton.settings import Settings
+from baton.specs.trainer_shapes import Trainer
 
 QUANTILES = 512
 """Number of equally likely lengths that represent a distribution."""
@@ -103,6 +104,8 @@ class Workload(msgspec.Struct, frozen=True):
     """Whether gradients are sharded after each microbatch, so that no rank holds all of them."""
     microbatch_tokens: int = 0
     """Tokens that a microbatch may have, if that is more than those of the longest trajectory."""
+    trainer: Trainer = "baton"
+    """The trainer that computes the step."""
     reward_latency_s: float = 0.0
     reward_concurrency: int = 1024
     shared_prefill: bool = True
@@ -227,6 +230,9 @@ class WorkAlgorithmSettings(Settings):
     """Also train a value model of the policy's size on the same GPUs."""
     recompute: bool = True
     """Recompute activations in the backward pass to save memory."""
+    microbatch_tokens: int = Field(default=8192, ge=0)
+    """Maximum number of tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory is a
+    microbatch alone."""
 
 
 class WorkRewardSettings(Settings):
@@ -297,6 +303,7 @@ class WorkloadSettings(Settings):
             has_reference=algorithm.reference_model,
             has_critic=algorithm.critic,
             recompute=algorithm.recompute,
+            microbatch_tokens=algorithm.microbatch_tokens,
             reward_latency_s=self.reward.latency_s,
             reward_concurrency=self.reward.concurrency,
             shared_prefill=engine.shared_prefill,

@@ -19,6 +19,7 @@ from baton.planner.solve import make_plan
 from baton.recipe.workload import read_workload
 from baton.specs.model import read_model
 from baton.specs.plan import Plan
+from baton.specs.trainer_shapes import Trainer
 from benchmarks.areal_hex.run import CLUSTERS, HERE, HOMOGENEOUS, MEASURED, cluster
 from benchmarks.machine import machine
 
@@ -34,9 +35,10 @@ def roles(plan: Plan) -> dict[str, dict[str, int]]:
     return found
 
 
-def rows(size: str, *, crossing: bool) -> list[dict[str, object]]:
+def rows(size: str, trainer: Trainer, *, crossing: bool) -> list[dict[str, object]]:
     """Return a model's rows. `crossing`: whether a training pipeline may span GPU types."""
     work, model = read_workload(WORKLOAD), read_model(HERE / "models" / f"r1-distill-qwen-{size}")
+    work = msgspec.structs.replace(work, trainer=trainer)
     found: list[dict[str, object]] = []
     base_tokens_per_s = 0.0
     for place, gpus in enumerate([(24, 0), *CLUSTERS]):
@@ -46,7 +48,8 @@ def rows(size: str, *, crossing: bool) -> list[dict[str, object]]:
         base_tokens_per_s = base_tokens_per_s or made.tokens_per_s
         measured = MEASURED[size][place - 1] / HOMOGENEOUS[size][0] if place else 1.0
         parts = {name: getattr(made.breakdown, f"{name}_s") for name in ("step", "sync", "rollout", "train")}
-        row = {"model": size, "cluster": made.cluster, "types_may_mix": crossing, "measured": measured}
+        row = {"model": size, "trainer": trainer, "cluster": made.cluster, "types_may_mix": crossing}
+        row["measured"] = measured
         found.append({**row, "ratio": made.tokens_per_s / base_tokens_per_s, **roles(made), "seconds": parts})
     return found
 
@@ -66,9 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=HERE / "results" / "planned.json")
     out = parser.parse_args().out
-    found = [row for size in HOMOGENEOUS for crossing in (True, False) for row in rows(size, crossing=crossing)]
+    ways: list[tuple[Trainer, bool]] = [("baton", True), ("baton", False), ("idealised", True), ("idealised", False)]
+    found = [row for size in HOMOGENEOUS for way, crossing in ways for row in rows(size, way, crossing=crossing)]
     for row in found:
-        print(f"{row['model']:5} {row['cluster']:18} mixed {row['types_may_mix']!s:6}", end="")
+        print(f"{row['model']:5} {row['trainer']:9} {row['cluster']:18} mixed {row['types_may_mix']!s:6}", end="")
         print(f"{row['ratio']:5.2f} measured {row['measured']:.2f}  {row['trains']} train, {row['generates']} generate")
     sure = ranges("7b")
     print(json.dumps(sure, indent=1))

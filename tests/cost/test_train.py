@@ -6,8 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.cost.train import forward_passes, microbatches, publish_s, stage_terms, tail_s
+from baton.cost.train import forward_passes, microbatches, publish_s, rank_of, stage_terms, tail_s
 from tests.cost.round_numbers import MODEL, PLACE, WORK
+
+IDEALISED = msgspec.structs.replace(WORK, trainer="idealised")
+"""Data parallelism without FSDP: weights are gathered once per update."""
 
 
 def test_a_step_is_worth_so_many_forward_passes() -> None:
@@ -21,7 +24,7 @@ def test_a_step_is_worth_so_many_forward_passes() -> None:
 def test_compute_of_a_layer() -> None:
     """100 trajectories of 300 tokens; 2 · 10⁶ FLOPs a token, 320 a pair, half the square; 5 passes over 4 GPUs'
     10¹²/s."""
-    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4)
+    terms = stage_terms(MODEL, IDEALISED, PLACE, 8, 1, 4)
     flops = 100 * (300 * 2e6 + 320 * 300**2 / 2)
     assert terms.per_layer_s == pytest.approx(5 * flops / 4e12)
     assert terms.head_s == pytest.approx(5 * 100 * 300 * 2 * 1e5 / 4e12)
@@ -29,23 +32,46 @@ def test_compute_of_a_layer() -> None:
 
 def test_trajectories_that_do_not_divide_wait_for_the_fullest_rank() -> None:
     """100 trajectories on 8 ranks: 13 on the fullest, as if there were 104."""
-    even, uneven = (stage_terms(MODEL, WORK, PLACE, 8, 1, dp).per_layer_s for dp in (4, 8))
+    even, uneven = (stage_terms(MODEL, IDEALISED, PLACE, 8, 1, dp).per_layer_s for dp in (4, 8))
     assert uneven / even == pytest.approx(4 / 8 * 104 / 100)
 
 
 def test_tensor_parallel_sums() -> None:
     """6 sums in the update (2 forward, 2 backward, 2 again) and 2 for proximal log-probabilities, per token and layer:
     30 000 tokens · 100 · 2 bytes, each GPU sending 2 · ½ of it at 10⁹/s."""
-    one, two = (stage_terms(MODEL, WORK, PLACE, 8, tp, 1).per_layer_s for tp in (1, 2))
-    assert two == pytest.approx(one / 2 + 8 * 30_000 * 100 * 2 / 1e9)
+    one, two = (stage_terms(MODEL, WORK, PLACE, 8, tp, 1) for tp in (1, 2))
+    assert two.per_layer_s == pytest.approx(one.per_layer_s / 2 + 8 * 30_000 * 100 * 2 / 1e9)
+    assert two.head_s == pytest.approx(one.head_s), "each rank computes the whole head"
+    assert stage_terms(MODEL, IDEALISED, PLACE, 8, 2, 1).head_s == pytest.approx(one.head_s / 2)
 
 
 def test_gradients_take_the_link_of_their_group() -> None:
     """6 bytes a parameter, (dp − 1)/dp of them: 10⁶ · 6 · 3/4 within a node at 10⁹/s, across nodes at 10⁸/s."""
-    within, across = (stage_terms(MODEL, WORK, PLACE, node, 1, 4).gradients_per_layer_s for node in (8, 2))
+    within, across = (stage_terms(MODEL, IDEALISED, PLACE, node, 1, 4).gradients_per_layer_s for node in (8, 2))
     assert within == pytest.approx(4.5e6 / 1e9)
     assert across == pytest.approx(4.5e6 / 1e8)
-    assert stage_terms(MODEL, WORK, PLACE, 8, 1, 1).gradients_per_layer_s == 0
+    assert stage_terms(MODEL, IDEALISED, PLACE, 8, 1, 1).gradients_per_layer_s == 0
+
+
+def test_fsdp_gathers_a_layer_for_each_pass_over_a_microbatch_while_it_computes_another() -> None:
+    """25 microbatches on each of 4 ranks, gathered forward, backward and for proximal log-probabilities, 2 bytes of 3/4
+    of 10⁶ parameters at 10⁹/s: more than the 0.0768 s of compute. Gradients: 4 bytes, once."""
+    terms = stage_terms(MODEL, WORK, PLACE, 8, 1, 4)
+    assert terms.per_layer_s == pytest.approx(25 * 3 * 2 * 0.75e6 / 1e9)
+    assert terms.gradients_per_layer_s == pytest.approx(4 * 0.75e6 / 1e9)
+    fast = msgspec.structs.replace(PLACE, link_bytes_per_s=1e13)
+    hidden = stage_terms(MODEL, WORK, fast, 8, 1, 4).per_layer_s
+    assert hidden == pytest.approx(stage_terms(MODEL, IDEALISED, PLACE, 8, 1, 4).per_layer_s)
+    sharded = stage_terms(MODEL, msgspec.structs.replace(WORK, shard_gradients=True), PLACE, 8, 1, 4)
+    assert sharded.per_layer_s == pytest.approx(25 * (3 * 2 + 4) * 0.75e6 / 1e9), "reduced after each microbatch"
+    assert sharded.gradients_per_layer_s == 0
+
+
+def test_a_rank_alone_publishes_and_a_stage_gathers() -> None:
+    rank = stage_terms(MODEL, WORK, PLACE, 8, 1, 1).rank
+    assert (rank_of(WORK, rank, 1, 1).published_bytes, rank_of(WORK, rank, 1, 2).published_bytes) == (2, 0)
+    assert rank_of(WORK, rank, 2, 1).is_stage
+    assert rank_of(IDEALISED, rank, 2, 1) == rank
 
 
 def test_microbatches_are_longest_trajectories() -> None:
@@ -53,6 +79,7 @@ def test_microbatches_are_longest_trajectories() -> None:
     assert microbatches(WORK, 4) == 25
     assert microbatches(msgspec.structs.replace(WORK, minibatches=2), 4) == 12
     assert microbatches(msgspec.structs.replace(WORK, groups=1, group_size=1), 4) == 1
+    assert microbatches(msgspec.structs.replace(WORK, microbatch_tokens=1500), 4) == 5
 
 
 def test_the_table_of_a_stage_counts_as_layers_of_its_tail() -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 
+import msgspec
 import numpy as np
 
 from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
 from baton.cost.generate import DeviceClass, largest_batch, replica_cost
 from baton.cost.memory import rank_phases, stage_bytes, table_params
-from baton.cost.train import microbatches, publish_s, stage_terms
+from baton.cost.train import microbatches, publish_s, rank_of, stage_terms
 from baton.planner import solve
 from baton.planner.instance import Inputs
 from baton.specs.cluster import Cluster, ClusterSettings
@@ -64,7 +65,7 @@ def model(layers: int = 4) -> ModelSpec:
 
 
 def work(**changes: object) -> Workload:
-    """24 trajectories; batches of one and two."""
+    """24 trajectories; batches of one and two; microbatches of one trajectory."""
     base = {
         "groups": 12,
         "group_size": 2,
@@ -73,7 +74,8 @@ def work(**changes: object) -> Workload:
         "output_tokens": {"kind": "measured", "values": [64, 128, 512]},
         "engine": {"max_batch": 2},
     }
-    return WorkloadSettings.model_validate({**base, **changes}).build()
+    trainer = {"trainer": changes.pop("trainer", "baton"), "microbatch_tokens": 0}
+    return msgspec.structs.replace(WorkloadSettings.model_validate({**base, **changes}).build(), **trainer)
 
 
 QUICK = Efficiencies(Efficiency(step_overhead_s=2e-5, publish_latency_s=1e-3))
@@ -103,7 +105,7 @@ def brute_step_s(question: Inputs) -> float:
         used = [shape for shape in chosen if shape]
         if not used or (len(used) > 1 and any(p > 2 for p, _, _ in used)):
             continue
-        if not _fits_types(nodes, types, chosen):
+        if not _fits_types(nodes, types, chosen) or not _is_trained(question, used):
             continue
         train_s = _brute_training(question, types, chosen)
         if train_s >= best:
@@ -112,7 +114,7 @@ def brute_step_s(question: Inputs) -> float:
             if sum(cost.batch for _, cost in replicas) > load.max_running:
                 continue
             groups = [(t, tp) for t, shape in enumerate(chosen) if shape for tp in [shape[1]] * (shape[0] * shape[2])]
-            groups += [(t, cost.tp) for t, cost in replicas for _ in range(cost.pp)]
+            groups += [(t, cost.num_gpus) for t, cost in replicas]
             if not _packs(nodes, types, groups):
                 continue
             sync_s = _brute_sync(question, types, chosen, {t for t, _ in replicas})
@@ -137,6 +139,16 @@ def _fits_types(nodes: Sequence[object], types: Sequence[object], chosen: Chosen
     )
 
 
+def _is_trained(question: Inputs, used: Sequence[tuple[int, int, int]]) -> bool:
+    """Baton's trainer: equally many ranks on each stage; stages without tensor parallelism and critic; products that
+    are split evenly among 4 heads, 2 key/value heads and 2,048 columns."""
+    if question.work.trainer == "idealised":
+        return True
+    depth = sum(p for p, _, _ in used)
+    has_shape = depth == 1 or (all(tp == 1 for _, tp, _ in used) and not question.work.has_critic)
+    return has_shape and len({dp for _, _, dp in used}) == 1 and all(tp <= 2 for _, tp, _ in used)
+
+
 def _layer_splits(num_layers: int, stages: int) -> Iterator[tuple[int, ...]]:
     if stages == 1:
         yield (num_layers,)
@@ -147,8 +159,15 @@ def _layer_splits(num_layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def _brute_training(question: Inputs, types: Sequence[object], chosen: Chosen) -> float:
-    """Least time over every way to give layers to stages."""
-    spec, load = question.model, question.work
+    """Least time over every way to give layers to stages. Baton's trainer shards gradients if whole ones do not fit."""
+    found = _least_training(question, question.work, types, chosen)
+    if found < np.inf or question.work.trainer == "idealised":
+        return found
+    return _least_training(question, msgspec.structs.replace(question.work, shard_gradients=True), types, chosen)
+
+
+def _least_training(question: Inputs, load: Workload, types: Sequence[object], chosen: Chosen) -> float:
+    spec = question.model
     stages = [
         (kind.name, tp, dp)
         for kind, shape in zip(types, chosen, strict=True)
@@ -166,7 +185,8 @@ def _brute_training(question: Inputs, types: Sequence[object], chosen: Chosen) -
             place, node_gpus = _place(question, kind)
             terms = stage_terms(spec, load, place, node_gpus, tp, dp)
             first, last = index == 0, index == len(stages) - 1
-            phases = rank_phases(spec, terms.rank, first, last, min(len(stages), count))
+            rank = rank_of(load, terms.rank, len(stages), tp * dp)
+            phases = rank_phases(spec, rank, first, last, min(len(stages), count))
             need = stage_bytes(phases, layers)
             fits &= bool(need <= place.memory_limit_bytes)
             slowest = max(slowest, float(terms.per_layer_s) * layers + last * float(terms.head_s))

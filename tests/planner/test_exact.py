@@ -29,6 +29,7 @@ def question(seed: int) -> Inputs:
     )
     return inputs(
         of,
+        trainer=draw.choice(["baton", "idealised"]),
         max_staleness=draw.choice([1, 2, 8]),
         groups=draw.choice([3, 12]),
         engine={"max_batch": draw.choice([2, 4]), "reprefill": draw.random() < 0.8},
@@ -54,7 +55,8 @@ def test_pipelines_of_several_stages_equal_trying_everything(seed: int) -> None:
     """Machines of one or two GPUs with little memory: a third of them needs a pipeline of three or four stages."""
     draw = random.Random(seed)
     nodes = [(draw.choice(["Fast", "Slow"]), draw.choice([1, 1, 2])) for _ in range(draw.randint(4, 5))]
-    asked = inputs(cluster(*nodes, fast_gb=draw.choice([0.1, 0.12]), slow_gb=draw.choice([0.1, 0.12])))
+    of = cluster(*nodes, fast_gb=draw.choice([0.1, 0.12]), slow_gb=draw.choice([0.1, 0.12]))
+    asked = inputs(of, trainer=draw.choice(["baton", "idealised"]))
     assert solved(asked) == pytest.approx(brute_step_s(asked), rel=2e-4)
 
 

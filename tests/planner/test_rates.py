@@ -31,7 +31,14 @@ def paper_cluster(h800: int, h20: int, node: int = 8) -> Cluster:
 
 
 def question(h800: int, h20: int, size: str = "7b", **changes: object) -> Inputs:
-    load = work(groups=512, group_size=16, prompt_tokens={"mean": 1}, output_tokens={"mean": 5000}, **changes)
+    load = work(
+        groups=512,
+        group_size=16,
+        prompt_tokens={"mean": 1},
+        output_tokens={"mean": 5000},
+        trainer="idealised",
+        **changes,
+    )
     return Inputs(paper_cluster(h800, h20), model(), load, rates=TABLE_1[size])
 
 
@@ -70,7 +77,7 @@ def test_equation_3_prefers_the_wrong_gpus_and_the_plan_does_not() -> None:
 
 def test_many_equal_gpus_divide_as_the_closed_form_says() -> None:
     """LlamaRL: training's share is g/(t + g) for rates t, g per GPU; 1,024 GPUs come within 1/N of it."""
-    load = work(prompt_tokens={"mean": 1}, output_tokens={"mean": 5000})
+    load = work(prompt_tokens={"mean": 1}, output_tokens={"mean": 5000}, trainer="idealised")
     asked = Inputs(paper_cluster(1024, 0), model(), load, rates=rates(H800_paper=(3.7, 1.0)))
     plan = make_plan(asked)
     share = len(plan.training.gpu_ids) / 1024
@@ -85,7 +92,7 @@ def test_a_thousand_gpus_of_four_types_carry_a_small_gap() -> None:
     nodes = [{"gpu": name, "count": 32} for name in names]
     of = ClusterSettings.model_validate({"name": "1024", "links": links, "nodes": nodes}).build()
     table = rates(H100=(9, 3), A100_80=(3, 1.6), H20=(1.4, 2.9), L40S=(1.8, 0.7))
-    asked = Inputs(of, model(), work(groups=2048), rates=table)
+    asked = Inputs(of, model(), work(groups=2048, trainer="idealised"), rates=table)
     plan = make_plan(asked)
     assert plan.bound.gap < 0.01
     assert len(divisions(make_problem(asked))) <= 50_000
@@ -94,7 +101,7 @@ def test_a_thousand_gpus_of_four_types_carry_a_small_gap() -> None:
 
 def test_a_type_without_rates_is_named() -> None:
     with pytest.raises(UserError, match="H20-paper is in the cluster but not in the table"):
-        make_plan(Inputs(paper_cluster(8, 8), model(), work(), rates=rates(H800_paper=(1, 1))))
+        make_plan(Inputs(paper_cluster(8, 8), model(), work(trainer="idealised"), rates=rates(H800_paper=(1, 1))))
 
 
 # ---- laws ------------------------------------------------------------------------------------------------------------
@@ -108,7 +115,7 @@ def small(counts: tuple[int, int], table: tuple[float, ...], order: bool = False
     links = {"inter_node_gb_per_s": 5}
     shown = {"name": "x", "links": links, "nodes": nodes[::-1] if order else nodes}
     table_ = rates(H20=(table[0], table[1]), H800=(table[2], table[3]))
-    return Inputs(ClusterSettings.model_validate(shown).build(), model(), work(), rates=table_)
+    return Inputs(ClusterSettings.model_validate(shown).build(), model(), work(trainer="idealised"), rates=table_)
 
 
 def fastest(asked: Inputs) -> float:

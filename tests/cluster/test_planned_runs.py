@@ -1,0 +1,158 @@
+"""What the planner answers by default is what the launcher starts: every plan is placed, its keys are those of a recipe
+that is accepted, and each rank fits by the memory law of the run itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.control import event
+from ray_rows import row
+
+from baton.cluster.inventory import machines
+from baton.cluster.placement import Placement, place
+from baton.cost.memory import overhead, stage_bytes
+from baton.errors import UserError
+from baton.planner.instance import Inputs
+from baton.planner.solve import make_plan
+from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
+from baton.recipe.support import check_support
+from baton.run.memory import stages_of
+from baton.specs.cluster import ClusterSettings, catalogue
+from baton.specs.model import ModelSpec, model_spec
+from baton.specs.plan import Plan
+from baton.specs.workload import Workload, WorkloadSettings
+
+pytest.importorskip("highspy")
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+GPUS = ["H100", "A100-40", "L40S", "RTX4090", "H20"]
+SHAPES = {  # layers, hidden, heads, key/value heads, columns, tied
+    "0.5B": (24, 896, 14, 2, 4864, True),
+    "1.5B": (28, 1536, 12, 2, 8960, True),
+    "7B": (28, 3584, 28, 4, 18944, False),
+    "14B": (48, 5120, 40, 8, 13824, False),
+    "32B": (64, 5120, 40, 8, 27648, False),
+}
+KEYS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "tie_word_embeddings",
+)  # fmt: skip
+
+
+def model_of(name: str) -> ModelSpec:
+    config = dict(zip(KEYS, SHAPES[name], strict=True))
+    return model_spec({"model_type": "qwen2", "vocab_size": 151936, **config}, name)
+
+
+MODELS = {name: model_of(name) for name in SHAPES}
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[Inputs, dict[str, tuple[str, int]]]:
+    """One to five machines of one to three GPU types, a model, and a workload whose settings a recipe has, too."""
+    types = draw(st.lists(st.sampled_from(GPUS), min_size=1, max_size=3, unique=True))
+    sizes = st.sampled_from([1, 2, 4, 8])
+    nodes = draw(st.lists(st.tuples(st.sampled_from(types), sizes), min_size=1, max_size=5))
+    there = {f"m{index}": node for index, node in enumerate(nodes)}
+    link = draw(st.sampled_from([1.25, 12.5, 50.0]))
+    cluster = ClusterSettings.model_validate(
+        {
+            "name": "drawn",
+            "links": {"inter_node_gb_per_s": link, "cross_type_gb_per_s": draw(st.sampled_from([link, link / 5]))},
+            "nodes": [{"gpu": gpu, "gpus": size, "name": name} for name, (gpu, size) in there.items()],
+        }
+    ).build()
+    longest = draw(st.sampled_from([512, 4000, 16000]))
+    work = WorkloadSettings.model_validate(
+        {
+            "groups": draw(st.sampled_from([4, 32])),
+            "group_size": 8,
+            "max_staleness": draw(st.sampled_from([0, 4])),
+            "prompt_tokens": {"mean": 100},
+            "output_tokens": {"kind": "measured", "values": [longest // 4, longest]},
+            "algorithm": {
+                "recompute": draw(st.booleans()),
+                "critic": draw(st.booleans()) and draw(st.booleans()),
+                "reference_model": draw(st.booleans()),
+                "minibatches": draw(st.sampled_from([1, 2])),
+            },
+        }
+    ).build()
+    return Inputs(cluster, MODELS[draw(st.sampled_from(list(MODELS)))], work), there
+
+
+def recipe_of(work: Workload, placed: Placement) -> Recipe:
+    """The recipe with the workload's settings, and with the keys that the placement sets."""
+    given: list[str] = [
+        f"rollout.batch_groups={work.groups}", f"rollout.group_size={work.group_size}",
+        f"engine.max_context_tokens={math.ceil(work.longest_tokens)}",
+        f"rollout.max_new_tokens={math.ceil(work.output.longest)}", "engine.processes=1", "engine.dtype='bfloat16'",
+        f"trainer.activation_checkpointing={str(work.recompute).lower()}", "trainer.dtype='bfloat16'",
+        f"algorithm.num_minibatches={work.minibatches}", "engine.kind='vllm'", "engine.processes=0",
+    ]  # fmt: skip
+    if work.has_reference:
+        given += ["algorithm.kl_coef=0.01"]
+    if work.has_critic:
+        given += ["algorithm.advantage='gae'", "algorithm.critic='separate'"]
+    return load_recipe(Recipe, RECIPE, [*given, *placed.overrides])
+
+
+def check_memory(plan: Plan, recipe: Recipe, model: ModelSpec) -> None:
+    """By the law of `baton train --dry-run`, with what no tensor shows, each rank fits into its GPU."""
+    stages = stages_of(recipe, model, on_cpu=False)
+    for (phases, layers), planned in zip(stages, plan.training.stages, strict=True):
+        tensors = float(stage_bytes(phases, layers))
+        whole = tensors + float(overhead(tensors, on_cpu=False).bytes(1))
+        assert whole <= catalogue()[planned.gpu].hbm_gb * 1e9, (planned, whole)
+        assert tensors <= planned.memory_bytes * (1 + 1e-9), "the planner's law is the run's, or more careful"
+
+
+@settings(max_examples=300)
+@given(questions())
+def test_the_default_plan_of_any_cluster_is_carried_out_and_each_rank_fits(
+    question: tuple[Inputs, dict[str, tuple[str, int]]],
+) -> None:
+    inputs, nodes = question
+    there = machines([row(name, CPU=8, **{f"gpu_type_{gpu}": size}) for name, (gpu, size) in nodes.items()])
+    try:
+        plan = make_plan(inputs, time_limit_s=math.inf)
+    except UserError as error:
+        event(str(error).partition(".")[0])
+        return
+    placed = place(plan, there)
+    recipe = recipe_of(inputs.work, placed)
+    check_support(recipe.choices())
+    assert recipe.trainer.ranks == len(placed.ranks) == len(plan.training.gpu_ids)
+    check_memory(plan, recipe, inputs.model)
+    for worker, replica in zip(placed.workers, plan.replicas, strict=True):
+        assert (worker.tp * worker.pp, worker.gpu_ids) == (len(replica.gpu_ids), replica.gpu_ids)
+        assert replica.memory_bytes <= replica.memory_limit_bytes
+        heads, keys = inputs.model.num_heads, inputs.model.num_kv_heads
+        assert heads % worker.tp == 0
+        assert keys % worker.tp == 0 or worker.tp % keys == 0
+    trained = recipe.trainer
+    shape = "stages" if trained.num_stages > 1 else "TP" if trained.tensor_parallel > 1 else "FSDP"
+    event(shape if trained.ranks > 1 else "one process")
+    event(f"{len({stage.gpu for stage in plan.training.stages})} types train")
+
+
+@settings(max_examples=50)
+@given(questions())
+def test_a_plan_for_the_idealised_trainer_is_refused_by_the_launcher(
+    question: tuple[Inputs, dict[str, tuple[str, int]]],
+) -> None:
+    inputs, nodes = question
+    there = machines([row(name, CPU=8, **{f"gpu_type_{gpu}": size}) for name, (gpu, size) in nodes.items()])
+    work = msgspec.structs.replace(inputs.work, trainer="idealised")
+    try:
+        plan = make_plan(msgspec.structs.replace(inputs, work=work), time_limit_s=math.inf)
+    except UserError:
+        return
+    assert plan.limits[-1].startswith("the plan is for comparison")
+    with pytest.raises(UserError, match="idealised trainer"):
+        place(plan, there)
