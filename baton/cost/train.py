@@ -69,6 +69,15 @@ def microbatches(work: Workload, dp: Array) -> Array:
     return np.maximum(1.0, np.floor(per_rank / max(work.longest_tokens, work.microbatch_tokens)))
 
 
+def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
+    """Return the number of microbatches whose activations the first of `depth` stages keeps. With Baton's trainer, all
+    trajectories of the batch may be as long as the longest."""
+    if work.trainer == "idealised":
+        return np.minimum(depth, microbatches(work, dp))
+    most_tokens = work.num_trajectories * work.longest_tokens / work.minibatches / np.asarray(dp)
+    return np.minimum(depth, np.maximum(1.0, most_tokens / max(work.longest_tokens, work.microbatch_tokens)))
+
+
 def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> RankShape:
     """Return a rank of a stage of `num_gpus` GPUs in a pipeline of `depth` stages. A rank alone publishes itself."""
     if work.trainer == "idealised":

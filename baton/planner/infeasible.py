@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.cost.generate import context_bytes, replica_layers, weight_bytes
 from baton.cost.memory import rank_phases, stage_bytes
-from baton.cost.train import microbatches, rank_of, stage_terms
+from baton.cost.train import in_flight, rank_of, stage_terms
 from baton.errors import UserError
 from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, tensor_widths
@@ -66,9 +66,8 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
             continue
         terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
         layers = -(-model.num_layers // stages)
-        flight = min(stages, float(microbatches(work, dp)))
         rank = rank_of(work, terms.rank, stages, tp * dp)
-        need = float(stage_bytes(rank_phases(model, rank, stages == 1, True, flight), layers))
+        need = float(stage_bytes(rank_phases(model, rank, stages == 1, True, in_flight(work, stages, dp)), layers))
         best = min(best or (need, tp, stages, dp), (need, tp, stages, dp))
     assert best is not None, "a pool holds at least one GPU"
     need, tp, stages, dp = best

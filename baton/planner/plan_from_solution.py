@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from baton.cost.memory import rank_phases, stage_bytes
-from baton.cost.train import microbatches, rank_of, stage_terms
+from baton.cost.train import in_flight, rank_of, stage_terms
 from baton.planner.assign import GpuAssignment, pipeline_order, seat
 from baton.planner.exact import Solution
 from baton.planner.instance import Inputs
@@ -155,9 +155,9 @@ def _stage_memory(
     tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
     widest = int(table.dp[row].max())
     terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
-    in_flight = min(depth, float(microbatches(inputs.work, widest)))
     rank = rank_of(inputs.work, terms.rank, depth, tp * dp)
-    phases = rank_phases(inputs.model, rank, place == 0, place == depth - 1, in_flight)
+    kept = in_flight(inputs.work, depth, widest)
+    phases = rank_phases(inputs.model, rank, place == 0, place == depth - 1, kept)
     return float(stage_bytes(phases, layers))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.memory import most_layers, rank_phases
-from baton.cost.train import StageTerms, microbatches, rank_of, stage_terms, tail_s
+from baton.cost.train import StageTerms, in_flight, microbatches, rank_of, stage_terms, tail_s
 from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import Floats, Ints, TrainTable, tensor_widths
 from baton.specs.model import ModelSpec
@@ -241,7 +241,7 @@ def _balanced(
     depth = np.sum([part.stages for part in shapes], axis=0)
     count = microbatches(work, widest)
     terms = [_terms(model, work, pools, index, part, depth) for index, part in zip(order, shapes, strict=True)]
-    kinds = _kinds(model, pools, order, shapes, terms, np.minimum(depth, count))
+    kinds = _kinds(model, pools, order, shapes, terms, in_flight(work, depth, widest))
     flat = [kind for group in kinds for kind in group]
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = np.sum([kind.count / kind.per_layer_s for kind in flat], axis=0)

@@ -93,7 +93,8 @@ def recipe_of(work: Workload, placed: Placement) -> Recipe:
         f"engine.max_context_tokens={math.ceil(work.longest_tokens)}",
         f"rollout.max_new_tokens={math.ceil(work.output.longest)}", "engine.processes=1", "engine.dtype='bfloat16'",
         f"trainer.activation_checkpointing={str(work.recompute).lower()}", "trainer.dtype='bfloat16'",
-        f"algorithm.num_minibatches={work.minibatches}", "engine.kind='vllm'", "engine.processes=0",
+        f"algorithm.num_minibatches={work.minibatches}", f"trainer.max_tokens_per_microbatch={work.microbatch_tokens}",
+        "engine.kind='vllm'", "engine.processes=0",
     ]  # fmt: skip
     if work.has_reference:
         given += ["algorithm.kl_coef=0.01"]

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.cost.train import forward_passes, microbatches, publish_s, rank_of, stage_terms, tail_s
+from baton.cost.train import forward_passes, in_flight, microbatches, publish_s, rank_of, stage_terms, tail_s
+from baton.specs.workload import measured
 from tests.cost.round_numbers import MODEL, PLACE, WORK
 
 IDEALISED = msgspec.structs.replace(WORK, trainer="idealised")
@@ -80,6 +81,15 @@ def test_microbatches_are_longest_trajectories() -> None:
     assert microbatches(msgspec.structs.replace(WORK, minibatches=2), 4) == 12
     assert microbatches(msgspec.structs.replace(WORK, groups=1, group_size=1), 4) == 1
     assert microbatches(msgspec.structs.replace(WORK, microbatch_tokens=1500), 4) == 5
+
+
+def test_a_first_stage_may_keep_microbatches_of_the_longest_trajectories() -> None:
+    """100 trajectories of 100 + 100 or 300 tokens: means of 300, at most 400. On 25 ranks 4 microbatches of at most
+    400, but 3 of the mean length."""
+    mixed = msgspec.structs.replace(WORK, output=measured([100, 300]))
+    assert in_flight(mixed, 8, 25) == 4
+    assert in_flight(mixed, 2, 25) == 2
+    assert in_flight(msgspec.structs.replace(mixed, trainer="idealised"), 8, 25) == 3
 
 
 def test_the_table_of_a_stage_counts_as_layers_of_its_tail() -> None:

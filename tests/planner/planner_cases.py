@@ -14,7 +14,7 @@ import numpy as np
 from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
 from baton.cost.generate import DeviceClass, largest_batch, replica_cost
 from baton.cost.memory import rank_phases, stage_bytes, table_params
-from baton.cost.train import microbatches, publish_s, rank_of, stage_terms
+from baton.cost.train import in_flight, microbatches, publish_s, rank_of, stage_terms
 from baton.planner import solve
 from baton.planner.instance import Inputs
 from baton.specs.cluster import Cluster, ClusterSettings
@@ -186,7 +186,8 @@ def _least_training(question: Inputs, load: Workload, types: Sequence[object], c
             terms = stage_terms(spec, load, place, node_gpus, tp, dp)
             first, last = index == 0, index == len(stages) - 1
             rank = rank_of(load, terms.rank, len(stages), tp * dp)
-            phases = rank_phases(spec, rank, first, last, min(len(stages), count))
+            kept = in_flight(load, len(stages), max(dp for _, _, dp in stages))
+            phases = rank_phases(spec, rank, first, last, kept)
             need = stage_bytes(phases, layers)
             fits &= bool(need <= place.memory_limit_bytes)
             slowest = max(slowest, float(terms.per_layer_s) * layers + last * float(terms.head_s))
