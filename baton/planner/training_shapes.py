@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -217,16 +218,12 @@ def balanced(
     sharded = _balanced(model, msgspec.structs.replace(work, shard_gradients=True), pools, order, shapes)
     fits = np.isfinite(found.pace_s)
 
-    def merged(name: str) -> Floats:
-        return np.where(fits, getattr(found, name), getattr(sharded, name))
+    def merged(one: Any, other: Any) -> Any:
+        is_array = isinstance(one, np.ndarray)
+        return np.where(fits, one, other) if is_array else tuple(map(merged, one, other))
 
-    return LayerBalance(
-        stage_layers=tuple(
-            tuple(np.where(fits, one, other) for one, other in zip(*pair, strict=True))
-            for pair in zip(found.stage_layers, sharded.stage_layers, strict=True)
-        ),  # type: ignore[arg-type]  # three of each
-        **{key: merged(key) for key in LayerBalance.__struct_fields__ if key != "stage_layers"},
-    )
+    keys = LayerBalance.__struct_fields__
+    return LayerBalance(**{key: merged(getattr(found, key), getattr(sharded, key)) for key in keys})
 
 
 def _balanced(
