@@ -133,7 +133,7 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
 def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[tuple[int, int]]:
     """Yield the numbers of stages and tensor-parallel widths that the trainer has on one pool. On cores, a rank is a
     machine with many threads, so there are neither."""
-    columns = model.ffn_params / 3 / model.hidden if model.num_experts == 1 else 0.5
+    columns = model.ffn_params / 3 / model.hidden if model.num_experts == 1 else 0.5  # experts are not divided by TP
     for stages, tp in product(STAGES, tensor_widths(model, pool)):
         is_split = tp > 1 and not can_split(tp, model.num_heads, model.num_kv_heads, columns)
         is_refused = is_split or not can_train(stages, tp, has_critic=work.has_critic)

@@ -125,9 +125,12 @@ def first_impression(groups: Sequence[Group]) -> list[str]:
         answered = ""
     correct = sum(m.judgement.is_correct for m in scored) / len(scored)
     is_ready = not found and len({m.judgement.reward for m in scored}) > 1
+    ready = "; rewards differ, so training can begin"
+    if not correct:
+        ready += ", but no response is correct: only differences between wrong responses are learned at first"
     verdict = (
         f"before training: of {len(scored)} responses {answered}{100 * correct:.0f} % are correct, {100 * cut:.0f} % "
-        f"are cut{'; rewards differ, so training can begin' if is_ready else ''}"
+        f"are cut{ready if is_ready else ''}"
     )
     return [verdict, *found]
 

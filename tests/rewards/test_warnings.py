@@ -89,6 +89,10 @@ def test_a_first_impression_says_what_will_not_work() -> None:
         "before training: of 4 responses 100 % state an answer, 25 % are correct, 0 % are cut; rewards differ, "
         "so training can begin"
     ]
+    (partial_credit,) = first_impression([group(0.0, 0.3)])
+    assert partial_credit.endswith(
+        "training can begin, but no response is correct: only differences between wrong responses are learned at first"
+    )
     verdict, equal = first_impression([group(0.0, 0.0, answer=None)])
     assert verdict == "before training: of 2 responses 0 % state an answer, 0 % are correct, 0 % are cut"
     assert equal.startswith("warning: all responses to a prompt have the same reward (0 everywhere), so they give no ")
