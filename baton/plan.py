@@ -23,6 +23,7 @@ from baton.planner.solve import make_plan
 from baton.planner.what_if import marginals
 from baton.recipe.shipped import find
 from baton.recipe.workload import read_cluster, read_settings, read_workload
+from baton.records.predictions import read_predictions
 from baton.run.predictions import measured_rates
 from baton.specs.cluster import Cluster, gpu_types
 from baton.specs.model import read_model
@@ -95,7 +96,8 @@ def plan(
     if running is not None:
         before = read_plan(Path(running))
         if rates is None:
-            efficiencies, lines = measured_rates(inputs.efficiencies, before, find(workload))
+            run = find(workload)
+            efficiencies, lines = measured_rates(inputs.efficiencies, before, read_predictions(run), run)
             inputs = msgspec.structs.replace(inputs, efficiencies=efficiencies)
         found = replan(inputs, before, slack=slack, time_limit_s=time_limit)
         result = PlanResult(found.chosen.plan, inputs, replanned=found, measured=lines)

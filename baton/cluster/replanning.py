@@ -19,7 +19,7 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload, recipe_workload, workload_of_run
 from baton.records.metrics import read_metrics
-from baton.records.predictions import read_predictions, write_predictions
+from baton.records.predictions import RunPredictions
 from baton.run.predictions import measured_rates, predictions_of_plan
 from baton.specs.cluster import ClusterSettings
 from baton.specs.model import read_model
@@ -44,6 +44,8 @@ class Replanner:
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self.recipe, self.plan = recipe, plan
+        self.predictions: RunPredictions | None = None
+        """The predictions of the run while it is open."""
         path = recipe.fleet.cluster
         self._base = None if path is None else load_recipe(ClusterSettings, Path(path))
         """Cluster file with the links, prices and GPU types to apply; None if the recipe names no cluster file."""
@@ -94,11 +96,11 @@ class Replanner:
 
     def _adopt(self, plan: Plan) -> None:
         """Make this the current plan. From the next step on, the run is compared with its predictions."""
-        self.plan, self._known, path = plan, self._measured, self.recipe.run.path
-        if (old := read_predictions(path)) is not None:
+        self.plan, self._known = plan, self._measured
+        if self.predictions is not None and (old := self.predictions.current) is not None:
             new = predictions_of_plan(plan, old.source, old.of("trainer memory"))
-            steps = max((int(row["step"]) for row in read_metrics(path)), default=0)
-            write_predictions(path, msgspec.structs.replace(new, after_step=steps))
+            steps = max((int(row["step"]) for row in read_metrics(self.recipe.run.path)), default=0)
+            self.predictions.replace(new, steps)
 
     def _options(self, machines: Sequence[Machine]) -> tuple[ReplanOption, ...]:
         types = {stage.gpu for stage in self.plan.training.stages} | {replica.gpu for replica in self.plan.replicas}
@@ -108,7 +110,8 @@ class Replanner:
         calibration = None if path is None else load_recipe(CalibrationSettings, Path(path))
         known = calibrate((node.gpu for node in cluster.nodes), calibration).at()
         known = msgspec.structs.replace(known, by_gpu={**known.by_gpu, **self._known})
-        efficiencies, lines = measured_rates(known, self.plan, recipe.run.path)
+        told = None if self.predictions is None else self.predictions.current
+        efficiencies, lines = measured_rates(known, self.plan, told, recipe.run.path)
         self._measured = {gpu: efficiencies.by_gpu[gpu] for gpu in types} if lines else self._known
         inputs = Inputs(
             cluster=cluster,

@@ -1,6 +1,7 @@
 """What a plan or a simulation predicts for a run, and its comparison with the metrics of the run.
 
-A run writes its predictions once, to predictions.json. `compare` reads them and the rows of metrics.jsonl.
+A run writes its predictions to predictions.json, and reads the file only at its start. `compare` gets them and the rows
+of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -114,11 +115,19 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
     return max(values) if unit == "bytes" else sum(values) / len(values)
 
 
-def write_predictions(directory: Path, predictions: Predictions) -> None:
-    """Write the predictions of a run, unless it has the same ones already."""
-    old = read_predictions(directory)
-    if old is None or (old.source, old.terms) != (predictions.source, predictions.terms):
-        write_whole(directory / FILE, msgspec.json.format(msgspec.json.encode(predictions)) + b"\n")
+class RunPredictions:
+    """The predictions of an open run. Changes of their file by others have no effect on the run."""
+
+    def __init__(self, directory: Path, current: Predictions | None) -> None:
+        self.current = current
+        self._directory = directory
+
+    def replace(self, predictions: Predictions, after_step: int) -> None:
+        """Write predictions for the train steps after the given one, unless the run has the same ones already."""
+        old = self.current
+        if old is None or (old.source, old.terms) != (predictions.source, predictions.terms):
+            self.current = msgspec.structs.replace(predictions, after_step=after_step)
+            write_whole(self._directory / FILE, msgspec.json.format(msgspec.json.encode(self.current)) + b"\n")
 
 
 def read_predictions(directory: Path) -> Predictions | None:
@@ -127,4 +136,4 @@ def read_predictions(directory: Path) -> Predictions | None:
     try:
         return msgspec.json.decode(file.read_bytes(), type=Predictions) if file.is_file() else None
     except msgspec.DecodeError as error:
-        raise Damaged(f"{file} cannot be read: {error}; delete it to do without predictions") from error
+        raise Damaged(f"{file} cannot be read: {error}; delete it to do without its predictions") from error

@@ -32,7 +32,7 @@ from baton.records.evaluation import Evaluation
 from baton.records.journal import Journal
 from baton.records.lease_trace import LeaseTrace
 from baton.records.metrics import MetricsWriter
-from baton.records.predictions import Predictions
+from baton.records.predictions import Predictions, RunPredictions, read_predictions
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.records.trace import BEGIN, StageTimer, TraceWriter
@@ -179,8 +179,9 @@ def train_here(
     with _memory_errors(recipe):
         with stop.interrupting():
             loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
-        loop.predictions = predictions
         try:
+            if predictions is not None:
+                loop.predictions.replace(predictions, loop.state.step)
             loop.train()
         finally:
             loop.close()
@@ -238,6 +239,7 @@ def _build_loop(
         judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
         held_out = _prompts(recipe, mixture, encoder, observer)
         place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
+        predictions = RunPredictions(recipe.run.path, None if place.is_new else read_predictions(recipe.run.path))
         episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
         if episodes is not None:
             undo.callback(episodes.close)
@@ -268,6 +270,7 @@ def _build_loop(
         controller=controller,
         journal=journal,
         trainer=trainer,
+        predictions=predictions,
         save_checkpoint=checkpoint_writer(recipe, run, trainer),
         metrics=metrics,
         observer=observer,

@@ -27,7 +27,7 @@ from baton.recipe.sections import CheckpointSettings, EvalSettings
 from baton.records.evaluation import Evaluation, evaluation_metrics
 from baton.records.journal import Journal, StreamCursor
 from baton.records.metrics import MetricsWriter
-from baton.records.predictions import Predictions, ratios, read_predictions, write_predictions
+from baton.records.predictions import RunPredictions, ratios
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.records.trace import StageTimer
@@ -118,6 +118,7 @@ class Loop:
     """Part that generates responses for training."""
     journal: Journal
     trainer: Trainer
+    predictions: RunPredictions
     save_checkpoint: Callable[[LoopState], Callable[[], SavedCheckpoint]]
     """Function that takes a checkpoint of the trainer and the given state, and returns a function that writes it
     atomically."""
@@ -143,8 +144,6 @@ class Loop:
     """The engine's counters at the end of the last train step."""
     peak_memory: Callable[[], dict[str, float]] = dict
     """Function that returns the metric of this process's peak memory."""
-    predictions: Predictions | None = None
-    """Predictions for the run, which are written before the first step."""
     has_begun: bool = False
     """True if the controller has started. Until then the loop trains on recorded batches."""
     has_failed: bool = False
@@ -204,9 +203,6 @@ class Loop:
         )
 
     def _train(self) -> list[Evaluation]:
-        if self.predictions is not None:
-            own = msgspec.structs.replace(self.predictions, after_step=self.state.step)
-            write_predictions(self.run.path, own)
         self._catch_up()
         results: list[Evaluation] = []
         try:
@@ -298,7 +294,7 @@ class Loop:
         values |= counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
         values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
         values = self.peak_memory() | values  # ranks have measured their own
-        if (predictions := read_predictions(self.run.path)) is not None:  # a new plan replaces them
+        if (predictions := self.predictions.current) is not None:  # a new plan replaces them
             values |= ratios(predictions, values)
         self.metrics.write(step, values)
         self.clock.trace.flush()

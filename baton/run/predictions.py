@@ -10,7 +10,7 @@ import msgspec
 
 from baton.cost.efficiency import Efficiencies, Efficiency
 from baton.records.metrics import read_metrics
-from baton.records.predictions import Prediction, Predictions, compare, read_predictions
+from baton.records.predictions import Prediction, Predictions, compare
 from baton.specs.plan import Plan
 
 DECODE_SHARES = "decode", "decode_compute", "prefill"
@@ -42,14 +42,15 @@ def predictions(source: str, values: Mapping[str, float | None]) -> Predictions:
     return Predictions(source, tuple(Prediction(term, v) for term, v in values.items() if v is not None))
 
 
-def measured_rates(known: Efficiencies, plan: Plan, run: Path) -> tuple[Efficiencies, tuple[str, ...]]:
-    """Correct the efficiencies of a plan's GPU types by what a run measured, if the run has predictions of this plan.
+def measured_rates(
+    known: Efficiencies, plan: Plan, told: Predictions | None, run: Path
+) -> tuple[Efficiencies, tuple[str, ...]]:
+    """Correct the efficiencies of a plan's GPU types by what a run measured, if its predictions are of this plan.
     Return them, and a line for each correction.
 
     Rates are times per token, because the responses may have other lengths than planned. All GPU types that train, and
     all that generate, get the same factor.
     """
-    told = read_predictions(run)
     if told is None or told.of("step") != plan.breakdown.step_s:
         return known, ()
     values = {

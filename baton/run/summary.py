@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from baton.errors import UserError
+from baton.errors import Damaged, UserError
 from baton.records.evaluation import Evaluation
 from baton.records.metrics import read_metrics
-from baton.records.predictions import Comparison, compare, read_predictions
+from baton.records.predictions import Comparison, Predictions, compare, read_predictions
 from baton.records.run_directory import RunDirectory
 from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
@@ -66,7 +66,8 @@ class RunReport(msgspec.Struct, frozen=True):
     predictions: tuple[Comparison, ...] = ()
     """Each predicted term, with its measured value."""
     warnings: tuple[str, ...] = ()
-    """Warnings about rewards: responses without a reward, and steps in which all rewards of each group were equal."""
+    """Responses without a reward, steps in which all rewards of each group were equal, predictions that cannot be
+    read."""
 
 
 def summarise(run: RunDirectory) -> RunReport:
@@ -82,7 +83,12 @@ def summarise(run: RunDirectory) -> RunReport:
     train_time_s = _total(rows, "perf/step_time")
     window = max(1, min(WINDOW, len(rows) // 2))
     evaluated = [e.step for e in run.evaluations()]
-    predictions = read_predictions(run.path)
+    predictions: Predictions | None = None
+    damage: list[str] = []
+    try:
+        predictions = read_predictions(run.path)
+    except Damaged as error:
+        damage.append(f"the report has no predictions: {error}")
     return RunReport(
         str(run.path),
         run.facts()["seed"],
@@ -99,7 +105,7 @@ def summarise(run: RunDirectory) -> RunReport:
         _total(all_rows, "time/eval"),
         "" if predictions is None else predictions.source,
         () if predictions is None else compare(predictions, rows),
-        tuple(_warnings(run, recipe, rows)),
+        (*damage, *_warnings(run, recipe, rows)),
     )
 
 

@@ -15,6 +15,8 @@ from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
+from baton.records.predictions import FILE, RunPredictions, read_predictions
+from baton.run.predictions import predictions_of_plan
 from baton.specs.model import read_model
 from baton.specs.plan import Plan
 
@@ -67,6 +69,19 @@ def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path:
     made = change(now, answer.workers)
     assert "l1" in {post.machine for post in made.begun}
     assert not {post.name for post in made.begun} & {post.name for post in now}
+
+
+def test_a_new_plan_replaces_the_predictions_of_the_run_also_if_their_file_is_damaged(tmp_path: Path) -> None:
+    of, before = recipe(tmp_path), yard("h0", "l0", "l1")
+    plan = planned(before, of)
+    planner, left = Replanner(of, plan), yard("h0", "l0")
+    of.run.path.mkdir(parents=True)
+    planner.predictions = RunPredictions(of.run.path, None)
+    planner.predictions.replace(predictions_of_plan(plan, "plan.json", 5e9), 0)
+    (of.run.path / FILE).write_text("{")
+    assert planner.replan_workers(left, names(left)).workers is not None
+    assert planner.predictions.current == read_predictions(of.run.path)
+    assert planner.predictions.current == predictions_of_plan(planner.plan, "plan.json", 5e9)
 
 
 def test_what_cannot_be_planned_leaves_things_as_they_are_and_says_why(tmp_path: Path) -> None:

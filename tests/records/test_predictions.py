@@ -12,10 +12,10 @@ from baton.records.predictions import (
     Comparison,
     Prediction,
     Predictions,
+    RunPredictions,
     compare,
     ratios,
     read_predictions,
-    write_predictions,
 )
 
 ROW = {
@@ -106,11 +106,12 @@ def test_each_row_has_the_ratios_of_what_it_measures() -> None:
 
 def test_predictions_are_written_once(tmp_path: Path) -> None:
     assert read_predictions(tmp_path) is None
-    write_predictions(tmp_path, told(step=1.0))
-    write_predictions(tmp_path, told(after_step=7, step=1.0))
+    run = RunPredictions(tmp_path, None)
+    run.replace(told(step=1.0), 0)
+    run.replace(told(step=1.0), 7)
     assert read_predictions(tmp_path) == told(step=1.0), "a resumed run with the same predictions keeps them"
-    write_predictions(tmp_path, told(after_step=7, step=2.0))
-    assert read_predictions(tmp_path) == told(after_step=7, step=2.0)
+    run.replace(told(step=2.0), 7)
+    assert run.current == read_predictions(tmp_path) == told(after_step=7, step=2.0)
     (tmp_path / FILE).write_text("{")
     with pytest.raises(Damaged, match=r"predictions.json cannot be read"):
         read_predictions(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.cost.efficiency import Efficiencies, Efficiency
 from baton.plan import plan as make_plan
-from baton.records.predictions import write_predictions
+from baton.records.predictions import RunPredictions, read_predictions
 from baton.run.predictions import measured_rates, predictions_of_plan
 from baton.specs.plan import Plan
 
@@ -43,12 +43,16 @@ def measured(plan: Plan, **changed: float) -> list[dict[str, float]]:
 def corrected(plan: Plan, **changed: float) -> Efficiency:
     with TemporaryDirectory() as directory:
         run = written(Path(directory), plan, **changed)
-        return measured_rates(KNOWN, plan, run)[0].of("CPU")
+        return rates(plan, run)[0].of("CPU")
+
+
+def rates(plan: Plan, run: Path) -> tuple[Efficiencies, tuple[str, ...]]:
+    return measured_rates(KNOWN, plan, read_predictions(run), run)
 
 
 def written(run: Path, plan: Plan, **changed: float) -> Path:
     """A run's directory with predictions and metrics."""
-    write_predictions(run, predictions_of_plan(plan, "plan.json", None))
+    RunPredictions(run, None).replace(predictions_of_plan(plan, "plan.json", None), 0)
     rows = measured(plan, **changed)
     (run / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     return run
@@ -73,13 +77,13 @@ def test_generation_is_compared_per_token(plan: Plan) -> None:
 
 
 def test_only_a_run_of_this_plan_corrects_it(plan: Plan, tmp_path: Path) -> None:
-    assert measured_rates(KNOWN, plan, tmp_path) == (KNOWN, ())
+    assert rates(plan, tmp_path) == (KNOWN, ())
     written(tmp_path, plan, training=2)
-    found, lines = measured_rates(KNOWN, plan, tmp_path)
+    found, lines = rates(plan, tmp_path)
     assert found.of("CPU").train == pytest.approx(0.2)
     assert "training on CPU: measured 0.50 × the predicted rate" in lines
     other = msgspec.structs.replace(plan, breakdown=msgspec.structs.replace(plan.breakdown, step_s=1e6))
-    assert measured_rates(KNOWN, other, tmp_path) == (KNOWN, ())
+    assert rates(other, tmp_path) == (KNOWN, ())
 
 
 def test_what_a_plan_does_not_predict_is_left_out(plan: Plan) -> None:

@@ -16,16 +16,18 @@ import pytest
 import torch
 
 from baton.console import Console
-from baton.errors import StorageFault, TrainingDiverged, UserError
+from baton.errors import Damaged, StorageFault, TrainingDiverged, UserError
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
 from baton.recipe.changes import compare_for_resume, with_current_keys
 from baton.recipe.recipe import Recipe
 from baton.records.journal import Journal
 from baton.records.metrics import read_metrics
+from baton.records.predictions import FILE, Prediction, Predictions
 from baton.records.run_directory import RunDirectory
-from baton.run.assemble import build_loop
+from baton.run.assemble import build_loop, train_here
 from baton.run.resume import skip_batch, with_dtypes
+from baton.run.summary import summarise
 from baton.run.trajectories import read_trajectories
 from baton.stop import StopRequest
 from baton.trainer.checkpoint import latest_checkpoint, list_checkpoints
@@ -475,6 +477,37 @@ def test_a_killed_run_that_carries_rollouts_loses_none_that_was_finished(
     metrics = {row["step"]: row for row in read_metrics(run.path) if "staleness/max" in row}
     assert sorted(metrics) == list(range(1, 10))
     assert max(row["staleness/max"] for row in metrics.values()) <= 2, "no gradient from older tokens"
+
+
+class _DamagesPredictions(TerminalObserver):
+    """Cuts the file of the predictions after the first step of a run."""
+
+    def __init__(self, console: Console, steps: int, run: Path) -> None:
+        super().__init__(console, steps)
+        self._file = run / FILE
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        super().stepped(step, metrics)
+        if step == 1:
+            self._file.write_bytes(self._file.read_bytes()[:20])
+
+
+def test_predictions_that_are_damaged_while_a_run_is_open_do_not_end_it(tiny_model: Path, tmp_path: Path) -> None:
+    wanted = recipe(tiny_model, tmp_path, run__steps=3, eval__enabled=False)
+    console = Console(file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    told = Predictions("plan.json", (Prediction("step", 10.0),))
+    with _DamagesPredictions(console, 3, wanted.run.path) as observer:
+        train_here(wanted, observer, StopRequest(), resume=False, overwrite=False, predictions=told)
+    rows = [row for row in read_metrics(wanted.run.path) if "perf/step_time" in row]
+    assert [row["measured_over_predicted/step"] * 10 for row in rows] == [
+        pytest.approx(row["perf/step_time"]) for row in rows
+    ]
+    assert len(rows) == 3
+    report = summarise(RunDirectory.open(wanted.run.path))
+    assert report.predictions == ()
+    assert f"{FILE} cannot be read" in report.warnings[0]
+    with pytest.raises(Damaged, match=rf"{FILE} cannot be read: .*; delete it to do without its predictions"):
+        train(recipe(tiny_model, tmp_path, run__steps=4, eval__enabled=False), resume=True)
 
 
 def test_a_resumed_run_goes_on_with_a_changed_learning_rate_and_records_it(tiny_model: Path, tmp_path: Path) -> None:

@@ -144,8 +144,10 @@ class _RayAttempts:
             self.has_begun = True
             is_cpu = placement.ranks[0].gpu == CPU
             memory_bytes = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)
-            loop.predictions = predictions_of_plan(self.planner.plan, str(self.order.plan), memory_bytes)
+            self.planner.predictions = loop.predictions
             try:
+                predicted = predictions_of_plan(self.planner.plan, str(self.order.plan), memory_bytes)
+                loop.predictions.replace(predicted, loop.state.step)
                 loop.train()
             finally:
                 loop.close()
