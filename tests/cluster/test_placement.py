@@ -68,7 +68,7 @@ def test_machines_are_found_by_name_and_else_by_type() -> None:
         (plan_of([stage("H100", "a:0")], [], trainer="idealised"), "idealised trainer"),
         (plan_of([stage("L20", "b:0"), stage("H100", "a:0", "a:1")], []), "different numbers of ranks"),
         (plan_of([stage("L20", "b:0", "b:1", tp=2), stage("H100", "a:0", "a:1", tp=2)], []), "tensor parallelism"),
-        (plan_of([stage("CPU", "x:0"), stage("H100", "a:0")], []), "GPUs with CPUs"),
+        (plan_of([stage("CPU", "x:0"), stage("H100", "a:0")], []), "on GPUs and CPUs together"),
         (
             plan_of([stage("H100", "a:0")], [replica("L20", "b:0", "c:0", share=1.0)]),
             "replica 0 uses the machines b and c",
