@@ -76,7 +76,7 @@ def train(
         eval_data: test set; the default is a tenth of `data`, which is then not trained on.
         environment: class of a multi-turn environment, or its name. It gives the reward; the values of reward functions
             are added. `data` may be None.
-        tools: functions that the policy may call in several turns; the reward is then a function of the last turn.
+        tools: functions that the policy may call in a multi-turn task. The reward function then scores the last turn.
         answer_format: format in which responses state their answer.
         algorithm: preset, such as "grpo" or "dapo".
         steps: number of train steps.
@@ -109,8 +109,8 @@ def preview(
     """Sample and score four responses to each of `n` training prompts before any training, and return them.
 
     For each prompt, prints the responses with the highest and the lowest reward, with answers and reward parts. Then
-    warns of problems: no answers, equal rewards, cut responses, prompts that are too long, too little memory. The other
-    arguments are those of `train`. Writes no run.
+    warns of problems: no answers, equal rewards, cut responses, prompts that are too long, too little memory. Writes no
+    run. The other arguments are those of `train`.
     """
     from baton.run.preview import preview as make_preview
     from baton.views.terminal.trajectories import print_preview
@@ -223,8 +223,8 @@ class TrainableRecipe(Recipe):
         return tomli_w.dumps(without_none(self.model_dump(mode="json")))
 
     def check(self) -> Footprint:
-        """Check data, model and memory without starting the run, and return what the run needs. Raises UserError for
-        every recipe with which the run would not start."""
+        """Check data, model and memory without starting the run, and return what the run needs. Raises UserError if the
+        run would not start."""
         from baton.run.dry_run import footprint
 
         return footprint(self)
@@ -256,8 +256,8 @@ class TrainableRecipe(Recipe):
 
 
 def predictions_for(recipe: Recipe, plan: Plan | None = None, source: str = "") -> Predictions | None:
-    """Return the predictions of a plan for a run on this machine; without a plan, those of a simulation with
-    `fleet.calibration` and `fleet.workload`, or None if one of them is not set."""
+    """Return the predictions of a plan for a run on this machine. Without a plan, return those of a simulation with
+    `fleet.calibration` and `fleet.workload`, or None if one of these keys is not set."""
     from baton.run.dry_run import trainer_bytes
     from baton.run.predictions import predictions_of_plan
     from baton.simulator.predictions import simulated_predictions
@@ -318,7 +318,6 @@ class Run:
 
     @property
     def recipe(self) -> TrainableRecipe:
-        """The recipe with all keys."""
         return TrainableRecipe.of(with_current_keys(self._directory.recipe()), f"{self.path}/recipe.toml")
 
     @property
@@ -354,8 +353,8 @@ class Run:
     def resume(self, changes: Mapping[str, Any] | None = None, *, callbacks: Sequence[Callback] = ()) -> Run:
         """Continue the run from its latest checkpoint, with these keys of the recipe changed.
 
-        Raises UserError if a key must not change, and names the keys that may. If a function of a script is the reward,
-        the script must have defined it again, under the same name.
+        Raises UserError, which names the keys that may change, for any other key. If the reward is a function of a
+        script, the script must define it again under the same name.
         """
         place = {"run.directory": str(self.path.parent), "run.name": self.path.name}
         return self.recipe.override({**place, **(changes or {})}).resume(callbacks=callbacks)

@@ -22,7 +22,7 @@ from baton.errors import DeadlineExceeded
 
 
 class TimedEvent(msgspec.Struct, frozen=True, gc=False):
-    """Base class of the events of decisions, which use no clock themselves."""
+    """Base class of the events that decisions receive. Decisions read no clock."""
 
     at_s: float
     """Time of the event in seconds: on the monotonic clock in a live run, on the virtual clock in the simulator."""
@@ -37,7 +37,7 @@ def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """The rule for whether and when a process that has ended is restarted."""
+    """Decides whether and when a process that has ended is restarted."""
 
     max_failures: int = 5
     """Number of consecutive failures up to which a process is restarted."""
@@ -123,8 +123,8 @@ def in_order(
     """Yield `work(item)` of each item, in the order of the items, computed by several threads.
 
     num_bytes: size of an item; small items are computed in the caller's thread. threads: `CODERS` by default. At most
-    this many items are taken before their results are yielded, which bounds the memory. The items are taken in the
-    caller's thread. The threads end with their items: a thread that has computed with torch keeps OpenMP's threads.
+    this number of items is taken before their results are yielded, which bounds the memory. The caller's thread takes
+    the items. The threads end with their items, because a thread that has computed with torch keeps OpenMP's threads.
     """
     threads = CODERS if threads is None else threads
     waiting: deque[Future[R]] = deque()

@@ -2,8 +2,8 @@
 
 Worker names, error messages, model responses and dataset rows may contain escape sequences, characters that reorder the
 displayed text, and rich's markup. `Console` escapes the first two and never interprets markup. Baton's own styles are
-passed as `style=` or as `rich.text.Text`. Lines are not wrapped. tests/test_architecture.py checks that no module
-prints in another way.
+passed as `style=` or as `rich.text.Text`. Lines are not wrapped. tests/test_architecture.py checks that all modules
+print through `Console`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A frame is a length (8 bytes, big-endian) followed by that number of bytes. `send` queues the bytes that the socket does
 not accept, `ready` sends more of the queue, and `receive` returns only complete frames. A child that stops in the
-middle of a frame or does not read therefore cannot block its parent: the parent waits only in `ready`, with a timeout.
+middle of a frame or does not read therefore cannot block its parent, which waits only in `ready`, with a timeout.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
-        """Whether a stop was requested."""
         return self.signal is not None
 
     def check(self) -> None:

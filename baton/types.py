@@ -80,7 +80,7 @@ class TokenColumn(Sequence[_T]):
 
 
 def id_column(ids: Sequence[int]) -> TokenColumn[int]:
-    """Return token ids as a column; a column is returned as it is. Raises ValueError for an id of 2^31 or more."""
+    """Return token ids as a column; a column is returned unchanged. Raises ValueError for an id of 2^31 or more."""
     try:
         return ids if isinstance(ids, TokenColumn) else TokenColumn(array("i", ids))
     except OverflowError as error:
@@ -140,7 +140,7 @@ failed."""
 
 
 class EpisodeFinish(StrEnum):
-    """Why a multi-turn episode is over."""
+    """The reason why a multi-turn episode is over."""
 
     STOP = "stop"
     """The policy ended it: a turn without a tool call, in a task with tools."""
@@ -179,7 +179,6 @@ class Prompt(msgspec.Struct, frozen=True):
     prompt_id: str
     """Digest of the canonical problem. Different wordings of one problem have the same id."""
     task: str
-    """Name of the task in the recipe."""
     messages: tuple[Message, ...]
     answer: str | None = None
     """Reference answer in the form that the task's scorer expects."""
@@ -195,8 +194,8 @@ class Segment(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     """[L_segment] Any sequence may be given. Fields with one value per token are converted to a `TokenColumn`."""
     behavior_logprobs: Sequence[float]
-    """[L_segment] log π(token) at the sampling temperature: over the tokens in `kept`, or over the whole vocabulary if
-    that is empty; 0.0 for environment tokens."""
+    """[L_segment] log π(token) at the sampling temperature, over the tokens in `kept`, or over the whole vocabulary if
+    `kept` is empty; 0.0 for environment tokens."""
     policy_version: int
     """Number of the version whose weights computed the logits of these tokens."""
     author: Author = Author.POLICY
@@ -230,7 +229,8 @@ class Segment(msgspec.Struct, frozen=True):
             )
 
     def followed_by(self, other: Segment, *, is_merged: bool) -> Segment:
-        """Return another segment in the buffers of this one. is_merged: let the segment begin with this one's tokens.
+        """Append another segment's tokens to this one's buffers and return them. is_merged: return this one's tokens
+        too.
 
         The cost is linear in the other segment (`TokenColumn.appended`).
         """
@@ -279,9 +279,9 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
     def extended(self, segments: tuple[Segment, ...], finish_reason: FinishReason | None = None) -> Trajectory:
         """Return this trajectory with whole segments appended.
 
-        Adjacent segments of one author and one version are merged: the result does not depend on how the tokens were
-        divided into reports. Raises ValueError if the trajectory is finished, or if a segment's version is older than
-        that of the segment before it.
+        Adjacent segments of one author and one version are merged, so the result does not depend on how reports divided
+        the tokens. Raises ValueError if the trajectory is finished, or if a segment has an older version than the
+        segment before it.
         """
         if self.finish_reason is not None:
             raise ValueError(f"trajectory {self.name} is finished ({self.finish_reason}): no segment can be appended")
@@ -337,7 +337,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def turn_offset(self) -> int:
-        """Number of tokens before the current turn, up to the end of the last observation; 0 without one."""
+        """Number of tokens before the current turn, up to the end of the last observation; 0 without an observation."""
         offset = self.num_tokens
         for s in reversed(self.segments):
             if s.author is Author.ENVIRONMENT:
@@ -372,7 +372,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def kept(self) -> list[bytes]:
-        """[L] Sampling mask of each token as in `Segment`; empty bytes for tokens without one."""
+        """[L] Sampling mask of each token as in `Segment`; empty bytes for tokens without a mask."""
         return list(chain.from_iterable(s.kept or (b"",) * len(s.token_ids) for s in self.segments))
 
     @property
@@ -385,28 +385,26 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     """One action of the policy in a multi-turn episode, and the environment's answer."""
 
     token_offset: int
-    """Tokens of the path after its prompt, when the turn ended. The observation's tokens begin here."""
+    """Number of tokens of the path after its prompt when the turn ended. The observation's tokens begin here."""
     action: str
     """Text of the turn."""
     reward: float
     observation: str
-    """Its text. The tokens may be fewer: a long observation is cut, and the last one is in no path."""
+    """Text of the observation. Its tokens may be fewer: a long observation is cut, and the last one is in no path."""
     digest: str
-    """blake3 of the observation's text; a replay after a crash is compared with it."""
+    """blake3 of the observation's text. A replay after a crash must give the same digest."""
     seconds: float
     """Time that the environment took."""
     path: int = 0
     """Index of the path that the turn belongs to."""
     tool: str | None = None
-    """Name of the tool that was called."""
 
 
 class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     """The turns of one attempt at a multi-turn task.
 
-    An episode is one trajectory (path) as long as its history is only appended to. If the history is rewritten, a new
-    path begins, whose prompt is the rewritten history. Each token of the policy is trained in the path where it was
-    sampled, and nowhere else.
+    An episode is one trajectory (path) as long as its history is only appended to. A rewritten history begins a new
+    path, as its prompt. Each token of the policy is trained only in the path where it was sampled.
     """
 
     exchanges: tuple[Exchange, ...] = ()
@@ -414,15 +412,15 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     """Paths before the last, which is the member's trajectory."""
     finish_reason: EpisodeFinish | None = None
     attempt: int = 0
-    """Number of earlier attempts: they failed with their environment, or their tokens are not trusted."""
+    """Number of earlier attempts, which failed with their environment or whose tokens are not trusted."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     """Numbers that the environment reported with its last observation."""
     is_success: bool | None = None
-    """The environment's own statement with its last observation."""
+    """Whether the environment reported success with its last observation; None if it did not report it."""
     discount: float = 1.0
     """Discount factor per turn for later rewards, from the task."""
     num_failures: int = 0
-    """Number of attempts that failed with their environment. Other attempts do not use up the episode's budget."""
+    """Number of attempts that failed with their environment. Only these count towards the limit of attempts."""
 
 
 class RewardResult(msgspec.Struct, frozen=True):
@@ -452,7 +450,7 @@ class ScoredTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     """A finished trajectory with its reward."""
 
     trajectory: Trajectory
-    """For a multi-turn episode its last path."""
+    """For a multi-turn episode, its last path."""
     judgement: RewardResult
     episode: Episode | None = None
     """The turns of a multi-turn task; None for a single-turn task."""

@@ -1,1 +1,1 @@
-"""Multi-turn tasks: environments, the processes that run them, and those that ship."""
+"""Multi-turn tasks: environments, the processes that run them, and the environments that ship with Baton."""

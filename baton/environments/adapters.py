@@ -1,4 +1,4 @@
-"""Environments in the shapes of other projects, recognised by their methods and used unchanged.
+"""Adapts environments of other projects, which are recognised by their methods and used unchanged.
 
 | shape            | recognised by                            | source                                        |
 |------------------|------------------------------------------|-----------------------------------------------|
@@ -36,11 +36,12 @@ class LoadedEnvironment:
     """Line for the user, returned by the class's `prepare`."""
     serial: Serial = "nothing"
     """Calls that run one at a time in a process. Classes of other projects may use the global random state of Python
-    and numpy, so it is seeded before `reset`. With `all`, it is also saved and restored for each episode."""
+    and numpy. This state is therefore seeded before `reset`, and with `all` also saved and restored for each
+    episode."""
 
 
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
-    """Import an environment and recognise its shape. Raises UserError in one sentence."""
+    """Import an environment and recognise its shape. Raises UserError."""
     factory = import_function(spec.path, what=f"environment {spec.name!r}:")
     kind: Any = factory if inspect.isclass(factory) else type(_probe(factory, spec))
     replay: Replay = getattr(kind, "replay", "log") if spec.replay is None else spec.replay
@@ -108,7 +109,7 @@ def _has(kind: type, method: str) -> bool:
 
 
 class _Gymnasium:
-    """Gymnasium and GEM. Integers are read from actions of a discrete space; other observations become text."""
+    """Adapts Gymnasium and GEM. In a discrete action space, actions are read as integers. Observations become text."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -144,7 +145,7 @@ class _Gymnasium:
 
 
 class _SkyRL:
-    """SkyRL-gym: the row goes to the constructor as `extras`, its `prompt` to `init`."""
+    """Adapts SkyRL-gym: the constructor receives the row as `extras`, and `init` receives the row's `prompt`."""
 
     def __init__(self, factory: Callable[..., Any], args: dict[str, Any]) -> None:
         self._factory, self._args = factory, args
@@ -165,7 +166,7 @@ class _SkyRL:
 
 
 class _TRL(ToolEnvironment):
-    """TRL's `environment_factory`: the row goes to `reset`, whose text is appended to the prompt."""
+    """Adapts TRL's `environment_factory`: `reset` receives the row, and its result is appended to the prompt."""
 
     def __init__(self, inner: Any, family: str | None) -> None:
         super().__init__([getattr(inner, name) for name in public_methods(type(inner))], family=family)

@@ -13,7 +13,7 @@ from baton.rewards.answer import extract_answer
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MAX_DIGITS = 40
-"""Digits of an operand; larger numbers are refused, so that no call takes long."""
+"""Maximum number of digits of an operand. Larger numbers are refused, so that no call takes long."""
 INSTRUCTIONS = "Compute the value of the expression. Give only the final answer inside <answer> and </answer>."
 
 
@@ -34,7 +34,7 @@ def calculate(a: int, operation: str, b: int) -> str:
 
 
 class Calculator(ToolEnvironment):
-    """The environment. The reward is 1 for the right answer in the turn without a call."""
+    """The calculator environment. The reward is 1 if the turn without a call gives the right answer."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class Calculator(ToolEnvironment):
         self._num_operations, self._largest, self._is_compact = num_operations, 10**digits - 1, is_compact
 
     def reset(self, *, seed: int, **row: Any) -> str:
-        """Return an expression."""
         dice = random.Random(f"calculator:{seed}")
         self._value = dice.randint(1, self._largest)
         text = str(self._value)
@@ -67,8 +66,8 @@ class Calculator(ToolEnvironment):
         return text
 
     def random_action(self, dice: random.Random) -> str:
-        """Return a compact call of a random operation on two neighbours of the expression, whose result replaces them;
-        when one number is left, return it as the answer. Raises UserError if calls are not compact."""
+        """Return a compact call with two random neighbouring numbers of the expression, and replace both by the result.
+        If one number is left, return it as the answer. Raises UserError if calls are not compact."""
         if not self._is_compact:
             raise UserError("calculator: random actions are compact calls; set is_compact = true")
         if len(self._numbers) == 1:
@@ -89,6 +88,5 @@ class Calculator(ToolEnvironment):
         return result, 0.0, False, is_over, {"tool": "calculate", **({"success": False} if is_over else {})}
 
     def score(self, response: str) -> tuple[float, dict[str, Any]]:
-        """Return 1 for the right answer."""
         is_right = extract_answer(response, "tags") == str(self._value)
         return float(is_right), {"success": is_right}

@@ -71,12 +71,11 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
 
     key: EpisodeKey
     environment: str
-    """Name of the `EnvironmentSpec`."""
     seed: int
     row: dict[str, Any] = {}
     log: tuple[Turn, ...] = ()
-    """The turns before `action`. If the process has no instance of the episode, it is rebuilt from them. If the process
-    has an instance that has executed all of them, the pool sends only the last one."""
+    """The turns before `action`. If the process has no instance of the episode, it builds one from these turns. If its
+    instance has executed all of them, the pool sends only the last turn."""
     action: str | None = None
     """None: return the observation after the last turn of `log`, or after the reset."""
     first_digest: str = ""
@@ -90,8 +89,8 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
         return self.num_left_out + len(self.log) + (self.action is not None)
 
     def without_executed_turns(self) -> ActRequest:
-        """Return the request for an instance that has executed all turns of `log`. Its size does not depend on their
-        number."""
+        """Return the request for an instance that has executed all turns of `log`. It has the same size for any number
+        of turns."""
         return msgspec.structs.replace(self, log=self.log[-1:], num_left_out=max(0, len(self.log) - 1))
 
 
@@ -116,7 +115,7 @@ class Observation(msgspec.Struct, frozen=True, tag="Observation"):
     """Seconds inside the environment, without waits."""
     tool: str | None = None
     is_success: bool | None = None
-    """None: the environment did not say."""
+    """None if the environment did not report it."""
     metrics: dict[str, float] = {}
     instructions: str = ""
     """After a reset: text that precedes the observation in the prompt."""
@@ -127,11 +126,10 @@ class Observation(msgspec.Struct, frozen=True, tag="Observation"):
 
 
 class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
-    """A request has no observation. The instance is closed; nothing is known about the effects of the turn."""
+    """The answer to a request that failed. The instance is closed. Whether the turn had effects is unknown."""
 
     key: EpisodeKey
     turn: int
-    """The turn that was requested."""
     cause: FailureCause
     message: str
     """Reason, in one sentence."""

@@ -30,7 +30,7 @@ for _one in _arguments:
 _out.write(json.dumps(_results))
 _out.flush()
 """
-"""Runs in the sandbox. It gets the arguments of the tests, but not the expected values, because the code could return
+"""Runs in the sandbox. It gets the arguments of the tests but not the expected values, because code could return
 them."""
 
 
@@ -47,7 +47,7 @@ def run_python(code: str) -> str:
 
 
 class CodeTask:
-    """The environment. The reward is 1 if all tests pass, including the tests that are not shown."""
+    """The programming environment. The reward is 1 if all tests pass, including the tests that are not shown."""
 
     def __init__(
         self, max_turns: int = 4, timeout_s: float = 5.0, memory_mib: int = 512, allow_unisolated: bool = False
@@ -66,7 +66,7 @@ class CodeTask:
 
     @classmethod
     def prepare(cls, *, allow_unisolated: bool = False, **_: Any) -> str:
-        """Return the isolation of the code that will run. Raises UserError if it is incomplete."""
+        """Return a description of the isolation. Raises UserError if the isolation is incomplete."""
         try:
             return isolation(allow_unisolated=allow_unisolated)
         except PermissionError as error:
@@ -75,8 +75,8 @@ class CodeTask:
     def reset(
         self, *, seed: int, prompt: str | None = None, entry_point: str = "solve", tests: Sequence[Any] = (), **_: Any
     ) -> str:
-        """Return the problem of a dataset row, or of the seed if there is none. `tests`: pairs (arguments, result); the
-        first are shown as examples."""
+        """Return the problem of a dataset row, or a problem generated from the seed if there is no row. `tests`: pairs
+        (arguments, result); the first pairs are shown as examples."""
         if prompt is None:
             prompt, tests = _generated(random.Random(f"code:{seed}"))
         if not tests:

@@ -27,7 +27,7 @@ class Environment(Protocol):
     """
 
     def reset(self, *, seed: int, **row: Any) -> str:
-        """Start the episode and return the first observation, which must depend on the arguments only.
+        """Start the episode and return the first observation, which must depend only on the arguments.
 
         Called once. `seed` is in [0, 2³²); `row` holds the columns of the dataset row if the task has a dataset.
         """

@@ -22,7 +22,7 @@ from baton.types import FailureCause
 
 Result = TypeVar("Result")
 MAX_METRICS = 32
-"""Numbers of one `info` that become metrics."""
+"""Maximum number of metrics from one `info`."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class EnvironmentInstances:
             self.called_at.pop(request.key, None)
 
     def discard(self, key: EpisodeKey, run: Callable[[Callable[[], None]], object] = lambda call: call()) -> None:
-        """Forget the instance of an episode, if there is one, and close it. `run` executes its `close`."""
+        """Forget the instance of an episode, if there is one, and close it. `run` calls the instance's `close`."""
         instance = self._instances.pop(key, None)
         if instance is not None and callable(close := getattr(instance.environment, "close", None)):
 

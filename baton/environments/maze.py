@@ -16,12 +16,13 @@ Your moves are Up, Down, Left and Right. Answer each turn with at most {moves} m
 
 
 class Maze:
-    """The environment. The reward is 1 at the goal; `success` is whether it was reached."""
+    """The maze environment. The reward is 1 at the goal; `success` is whether the policy reached the goal."""
 
     def __init__(
         self, size: int = 7, view: int = 2, max_turns: int = 12, actions_per_turn: int = 4, form: Form = "ragen"
     ) -> None:
-        """`size`: odd, with the outer walls. `view`: cells that are visible in each direction. Raises UserError."""
+        """`size`: odd, including the outer walls. `view`: number of visible cells in each direction. Raises
+        UserError."""
         if size < 5 or size % 2 == 0 or min(view, max_turns, actions_per_turn) < 1 or form not in ("ragen", "compact"):
             raise UserError(
                 f"maze: got size {size}, view {view}, max_turns {max_turns}, actions_per_turn {actions_per_turn}, form "
@@ -32,7 +33,7 @@ class Maze:
         self.instructions = INSTRUCTIONS.format(moves=actions_per_turn) if form == "ragen" else ""
 
     def reset(self, *, seed: int) -> str:
-        """Start at a random cell; the goal is the cell with the longest way from it."""
+        """Start at a random cell. The goal is the cell farthest from it."""
         dice = random.Random(f"maze:{seed}")
         self._floor = _carved(dice, self._size)
         self._player = dice.choice(sorted(self._floor))
@@ -45,7 +46,6 @@ class Maze:
         return canonical_grid(["".join(self._symbol((row, column)) for column in cells) for row in cells])
 
     def random_action(self, dice: random.Random) -> str:
-        """Return a turn of random moves."""
         return random_moves(dice, self._form, self._actions_per_turn)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -7,9 +7,9 @@
 An episode stays on one process. This module starts no thread. One thread calls `submit`, `collect` and `discard`, and
 these calls read, kill and restart the processes.
 
-If a process ends, each call that was running may have caused it. These calls are retried one at a time, so that only
-the call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. Its
-other running calls are repeated, which does not count as a retry.
+If a process ends, each of its running calls may be the cause. These calls are retried one at a time, so that only the
+call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. Its
+other running calls are repeated without counting a retry.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ LOAD_TIMEOUT_S = 300.0
 TICK_S = 0.25
 """Maximum interval between two checks of the deadlines while waiting."""
 GRACE_S = 5.0
-"""Seconds beyond `timeout_s` after which a process with running calls that has sent nothing is killed."""
+"""A process with running calls that sends nothing for `timeout_s` plus this number of seconds is killed."""
 KILL_S = 5.0
-"""Seconds that a process has to end after SIGTERM, including what its environments started, before SIGKILL."""
+"""Seconds after SIGTERM in which a process, and the processes that its environments started, must end before
+SIGKILL."""
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 10.0
 
 
@@ -52,12 +53,12 @@ class _QueuedCall:
     queued_at: float
     """Time since which the call has waited in the queue."""
     num_suspected: int = 0
-    """Times that a process ended or stopped responding while it ran this call."""
+    """Number of times that a process ended or stopped responding while it ran this call."""
 
 
 @dataclass(slots=True, eq=False)
 class _EnvironmentProcess:
-    """A process and its successors: the calls and episodes that are assigned to it stay after a restart."""
+    """A process and its successors. Calls and episodes stay assigned to it after a restart."""
 
     waiting: deque[_QueuedCall] = field(default_factory=deque)
     running: dict[calls.EpisodeKey, _QueuedCall] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class EnvironmentPool:
     """Executes turns of episodes in environment processes."""
 
     def __init__(self, specs: Mapping[str, calls.EnvironmentSpec], settings: EnvironmentSettings) -> None:
-        """Start the processes and wait until they have loaded. Raises UserError if one cannot."""
+        """Start the processes and wait until they have loaded. Raises UserError if a process cannot load."""
         self._specs, self._settings = dict(specs), settings
         self._max_running = max(1, settings.max_concurrent // settings.processes)
         self._processes = [_EnvironmentProcess() for _ in range(settings.processes)]
@@ -93,8 +94,8 @@ class EnvironmentPool:
         self._gone: set[calls.EpisodeKey] = set()
         """Episodes that are never replayed and whose instance is gone."""
         self.never_replayed: tuple[str, ...] = ()
-        """Environments with `replay = "never"`. A run that restarts must give their open episodes a new attempt: it
-        does not know whether the pending turn has been executed."""
+        """Environments with `replay = "never"`. A restarted run must give their open episodes a new attempt, because it
+        does not know whether the pending turn was executed."""
         self._done: deque[calls.Observation | calls.ActFailure] = deque()
         self._ending: list[tuple[subprocess.Popen[bytes], float]] = []
         self._latencies_s: list[float] = []
@@ -114,7 +115,6 @@ class EnvironmentPool:
 
     @property
     def num_waiting(self) -> int:
-        """Number of calls in the queues."""
         return sum(len(process.waiting) for process in self._processes)
 
     @property
@@ -137,7 +137,7 @@ class EnvironmentPool:
         self._dispatch(self._homes[key])
 
     def collect(self, timeout_s: float) -> list[calls.Observation | calls.ActFailure]:
-        """Return the results so far; wait for the first if there is none. Empty after `timeout_s`.
+        """Return the results so far. If there is none, wait at most `timeout_s` for the first.
 
         Raises UserError if a process cannot be restarted.
         """
@@ -150,8 +150,8 @@ class EnvironmentPool:
         return found
 
     def discard(self, key: calls.EpisodeKey) -> None:
-        """Close the instance of an episode and forget its calls. Must be called at the end of every episode, whose key
-        is not used again: a restarted episode has the next attempt."""
+        """Close the instance of an episode and forget its calls. Must be called at the end of every episode. The key is
+        not used again, because a restarted episode has the next attempt."""
         process = self._homes.pop(key, None)
         self._gone.discard(key)
         if process is None:
@@ -316,7 +316,8 @@ class EnvironmentPool:
             self._post(process, calls.CloseEpisode(key))
 
     def _lose(self, process: _EnvironmentProcess, cause: FailureCause | None, why: str) -> None:
-        """End a process, and retry or fail its calls. `cause`: of calls that have no retries left; None blames none."""
+        """End a process, and retry or fail its calls. `cause`: cause for calls without retries left; None blames no
+        call."""
         was_ready = process.is_ready
         resets = {key for key, call in process.running.items() if call.request.action is None}
         self._gone |= {key for key, name in process.episodes.items() if name in self.never_replayed} - resets
@@ -346,7 +347,7 @@ class EnvironmentPool:
         if process.popen is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.popen.terminate()  # the keeper kills the worker and all that its environments started
+            process.popen.terminate()  # the supervisor kills the worker and all that its environments started
         self._ending.append((process.popen, time.monotonic() + KILL_S))
         if process.pipe is not None:
             process.pipe.close()

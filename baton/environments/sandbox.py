@@ -1,14 +1,14 @@
-"""Runs Python code that a policy wrote, in a process without files, network and further processes.
+"""Runs Python code that a policy wrote, in a process without access to files, the network or other processes.
 
-The child is `python -I -S sandbox.py`. Before it executes the code, it permanently gives up:
+The child is `python -I -S sandbox.py`. Before it executes the code, it permanently restricts itself:
 
-* rlimits: memory, processor time, size of files and their number;
-* Landlock (Linux 5.13): all files, except reading those of Python itself and its empty working directory;
-* seccomp: sockets, starting programs and processes, signals to others, changes of permissions, calls for debugging;
-* capabilities, if it runs as root.
+* rlimits limit memory, processor time, and the size and number of files;
+* Landlock (Linux 5.13) denies all files, except reading Python's own files, and except its empty working directory;
+* seccomp denies sockets, new programs and processes, signals to others, changes of permissions, and debugging calls;
+* as root, it drops its capabilities.
 
-This needs neither root nor namespaces. Only the standard library is available to the code. The limit of processor time
-decides whether code is too slow; the limit of wall time, several seconds longer, ends code that sleeps.
+This needs neither root nor namespaces. The code can use only the standard library. The limit of processor time decides
+whether code is too slow; the limit of wall time, several seconds longer, ends code that sleeps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 MAX_OUTPUT_BYTES = 2**20
 MAX_OPEN_FILES = 32
 START_S = 10.0
-"""Seconds beyond the time limit for Python to start."""
+"""Seconds added to the time limit for the start of Python."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3, _CLONE_THREAD = 435, 0x10000
@@ -52,7 +52,7 @@ _FORBIDDEN = {
 """Numbers of the system calls that fail with EPERM, by machine."""
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
 _SCRATCH_ACCESS = sum(1 << bit for bit in (1, 2, 3, 4, 5, 7, 8, 14))
-"""Write, read, list, remove and make files and directories, truncate."""
+"""Rights in the working directory: write, read, list, remove and make files and directories, truncate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class SandboxResult:
     """Shortened to `MAX_OUTPUT_BYTES`."""
     stderr: str
     exit_code: int
-    """Negative: ended by a signal."""
+    """Negative if a signal ended the process."""
     is_timeout: bool
 
 
 def run_code(
     source: str, stdin: str = "", *, timeout_s: float = 5.0, memory_bytes: int = 2**30, allow_unisolated: bool = False
 ) -> SandboxResult:
-    """Execute Python source with the given standard input. Raises PermissionError where isolation is missing."""
+    """Execute Python source with the given standard input. Raises PermissionError if the isolation is incomplete."""
     isolation(allow_unisolated=allow_unisolated)
     order = json.dumps([source, timeout_s, memory_bytes, allow_unisolated]).encode() + b"\n"
     with (
@@ -98,7 +98,7 @@ def run_code(
 
 @lru_cache(maxsize=2)
 def isolation(*, allow_unisolated: bool) -> str:
-    """Return the isolation in force, as a line for the user. Raises PermissionError if it is incomplete."""
+    """Return a line for the user that describes the isolation. Raises PermissionError if it is incomplete."""
     missing = _missing()
     if missing and not allow_unisolated:
         raise PermissionError(
@@ -154,7 +154,7 @@ def _limit(timeout_s: float, memory_bytes: int) -> None:
 
 
 def _restrict_files() -> None:
-    """Leave access to Python's own files and to the working directory only."""
+    """Deny access to all files except Python's own and the working directory."""
     abi = _landlock_abi()
     handled = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
     attributes = struct.pack("=QQQ", handled, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
@@ -175,7 +175,7 @@ def _restrict_files() -> None:
 
 
 def _restrict_calls() -> None:
-    """Install a filter by which the forbidden system calls fail with EPERM, and new processes too, but not threads."""
+    """Install a filter that makes the forbidden system calls and new processes fail with EPERM, but not threads."""
     machine = platform.machine()
     load, jump_equal, jump_greater, jump_set, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
@@ -186,7 +186,7 @@ def _restrict_calls() -> None:
         (load, 0, 0, 0),
         (jump_greater, 0, 1, 0x40000000),  # the x32 numbers of x86_64
         (leave, 0, 0, kill),
-        (jump_equal, 0, 1, _CLONE3),  # its flags are in memory, out of reach: libc then uses clone
+        (jump_equal, 0, 1, _CLONE3),  # the filter cannot read its flags in memory; libc then uses clone
         (leave, 0, 0, refuse | errno.ENOSYS),
     ]
     for number in map(int, _FORBIDDEN[machine].split()):
@@ -206,7 +206,7 @@ def _restrict_calls() -> None:
 
 
 def _main() -> None:
-    # Read byte by byte: what follows the first line is the standard input of the code.
+    # Read byte by byte, because the input after the first line is the standard input of the code.
     line = bytearray()
     while not line.endswith(b"\n"):
         line += os.read(0, 1)

@@ -34,14 +34,13 @@ class Room:
 
     size: int
     floor: frozenset[Cell]
-    """Cells that are not walls, with the targets."""
+    """Cells that are not walls, including targets."""
     targets: frozenset[Cell]
     boxes: frozenset[Cell]
     player: Cell
 
     @property
     def is_solved(self) -> bool:
-        """Whether all boxes are on targets."""
         return self.boxes == self.targets
 
     def moved(self, move: str) -> Room:
@@ -80,7 +79,7 @@ class Room:
 
 
 def generate_room(seed: int, *, size: int, num_boxes: int, search_depth: int) -> Room:
-    """Return the room of a seed. Rooms without a box off its target are drawn again."""
+    """Return the room of a seed. A room whose boxes are all on targets is drawn again."""
     dice = random.Random(f"sokoban:{seed}")
     while True:
         floor = _floor(dice, size)
@@ -114,8 +113,8 @@ def _pulled(
 ) -> tuple[Cell, tuple[Cell, ...], int] | None:
     """Return (player, boxes, distance) of the best state that a depth-first search over reversed moves reaches.
 
-    The score is the distance, summed over the boxes and their targets, times the number of changes of the pulled box.
-    States with a covered target score 0. Returns None if all do.
+    The score is the sum of the distances between boxes and their targets, times the number of changes of the pulled
+    box. States with a covered target score 0. Returns None if all states score 0.
     """
     best, best_score = None, 0
     explored: set[tuple[Cell, frozenset[Cell]]] = set()
@@ -158,7 +157,7 @@ def _walked(dice: random.Random, free: frozenset[Cell], player: Cell, probabilit
 
 
 class Sokoban:
-    """The environment. `success` is whether all boxes are on targets."""
+    """The Sokoban environment. `success` is whether all boxes are on targets."""
 
     def __init__(
         self,
@@ -195,7 +194,6 @@ class Sokoban:
         self._turn = 0
 
     def reset(self, *, seed: int) -> str:
-        """Return the room of a seed."""
         self._room = generate_room(seed, **self._make)
         return self._observation()
 
@@ -204,7 +202,6 @@ class Sokoban:
         return self._room.canonical
 
     def random_action(self, dice: random.Random) -> str:
-        """Return a turn of random moves."""
         return random_moves(dice, self._form, self._actions_per_turn)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

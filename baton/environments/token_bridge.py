@@ -29,7 +29,7 @@ from baton.types import Message
 _USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
 """Texts that no template contains, so that their positions in a rendered conversation are known."""
 _OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
-"""As above; a template that writes messages as JSON or HTML changes it."""
+"""No template contains this text either. A template that writes messages as JSON or HTML changes it."""
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
 _KEPT = frozenset((_OPEN_THOUGHT, _CLOSE_THOUGHT, *CALL_MARKERS))
 """Special tokens that are part of the text of a turn."""
@@ -48,7 +48,7 @@ class _Surroundings:
     footer: tuple[int, ...]
     """Ids of the text between an observation and the next turn."""
     stripped: tuple[str | None, str | None]
-    """Characters that the template strips from the start and the end of an observation; None is all whitespace."""
+    """Characters that the template strips from the start and the end of an observation; None means all whitespace."""
     removes_thoughts: bool
     """Whether reasoning is removed from the turns before the observation."""
 
@@ -70,14 +70,14 @@ class TokenBridge:
         self._plain = _plain_tokenizer(tokenizer.hf, special | named)
         self._roles = {"user": self._derive("user")}
         if re.search(r"""['"]tool['"]""", template):
-            with suppress(UserError):  # many templates require calls as JSON objects; then results are user messages
+            with suppress(UserError):  # if the template requires calls as JSON objects, results are user messages
                 self._roles["tool"] = self._derive("tool")
         around = {added[i] for role in self._roles.values() for i in (*role.header, *role.footer) if i in added}
         self._named = _any_of(special | named)
         self._markers = _any_of((special | set(map(str, around))) - _KEPT)
         self._hidden = {i for i, token in added.items() if token.special and str(token) not in _KEPT}
         self.tool_format = self._derive_tool_format()
-        """How the template writes tools; None if its calls have none of the known forms."""
+        """How the template writes tools; None if it writes calls in no known form."""
 
     @property
     def removes_thoughts(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class TokenBridge:
         return tuple(ids)
 
     def _overlap(self, turn_ids: Sequence[int], header: Sequence[int]) -> int:
-        """Return how many ids of the header the turn ends with: the end of a turn, which may be several tokens."""
+        """Return how many ids of the header end the turn. The end of a turn may be several tokens."""
         num = next((n for n, token_id in enumerate(header) if token_id not in self._added), len(header))
         return next((n for n in range(num, 0, -1) if tuple(turn_ids[-n:]) == tuple(header[:n])), 0)
 
@@ -150,7 +150,7 @@ class TokenBridge:
     # ---- derivation --------------------------------------------------------------------------------------------------
 
     def _derive(self, role: str) -> _Surroundings:
-        """Find the text between a reply and an observation, and that between an observation and the next turn."""
+        """Find the text between a reply and an observation, and the text between an observation and the next turn."""
         user, reply, observation = Message("user", _USER), Message("assistant", _REPLY), Message(role, _OBSERVATION)
         start = self._text((user,), is_open=True)
         two = self._text((user, reply, observation), is_open=True)
@@ -221,7 +221,7 @@ class TokenBridge:
         render = self._tokenizer.hf.apply_chat_template
         try:
             return str(render(list(chat), tools=list(tools) or None, add_generation_prompt=is_open, tokenize=False))
-        except Exception as error:  # templates are programs and raise what they like
+        except Exception as error:  # a template is a program and may raise any exception
             roles = ", ".join(m["role"] for m in chat)
             raise self._refused(f"it cannot render {roles}: {first_line(error)}") from error
 
@@ -233,8 +233,8 @@ class TokenBridge:
 
 
 def _is_mark(token: str, template: str) -> bool:
-    """Whether an added token that has no special flag is a mark, such as <think> and <|file_sep|>, and not a word or a
-    tag of HTML."""
+    """Whether an added token without the special flag is a mark, such as <think> or <|file_sep|>, and not a word or an
+    HTML tag."""
     is_in_form = re.fullmatch(r"<[|｜].+[|｜]>|</?(think|tool_call|tool_response)>", token) is not None
     return bool(token.strip()) and (is_in_form or token in template)
 
@@ -246,7 +246,7 @@ def _opens(prompt: str, shown: str) -> bool:
 
 
 def _clean(text: str) -> str:
-    """Replace what is not a character: lone surrogates, which cannot be encoded, and the marks of `prompt`."""
+    """Replace lone surrogates, which cannot be encoded, and the marks of `prompt`."""
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return re.sub(f"[{_BEGIN_TEXT}{_END_TEXT}]", "\ufffd", text)
 

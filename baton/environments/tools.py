@@ -51,7 +51,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     name: str
     arguments: dict[str, Any]
     error: str | None = None
-    """Reason why the call cannot be read; None if it can."""
+    """Reason why the call cannot be read; None if it was read."""
 
 
 def tool_calls(text: str, family: str) -> list[ToolCall]:
@@ -126,7 +126,7 @@ class ToolEnvironment:
     """An environment whose turns call functions. The first observation is the row's `prompt`."""
 
     instructions = ""
-    """Instructions of a subclass. `configure` appends those of the tools."""
+    """Instructions of a subclass. `configure` appends the instructions of the tools."""
 
     def __init__(
         self,
@@ -137,8 +137,9 @@ class ToolEnvironment:
         max_turns: int | None = None,
     ) -> None:
         """`tools`: functions or import paths. `family`: form of calls; by default that of the chat template.
-        `reward`: path of a function of the last turn's text and of columns of the row; without it the reward is 0.
-        `max_turns`: at most, and by default, those of the task. Raises UserError."""
+        `reward`: import path of a function that scores the last turn. It receives the turn's text and columns of the
+        row. Without it, the reward is 0. `max_turns`: by default, and at most, the `max_turns` of the task. Raises
+        UserError."""
         if family not in (None, *FAMILIES):
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
         functions = [import_function(one, what="tool") if isinstance(one, str) else one for one in tools]
@@ -171,11 +172,10 @@ class ToolEnvironment:
 
     @property
     def rendered_tools(self) -> list[dict[str, Any]]:
-        """Schemas for the chat template, if it renders them."""
+        """Schemas for the chat template, if the template renders them."""
         return self._schemas if self._format is not None and self._format.is_rendered else []
 
     def reset(self, *, seed: int, **row: Any) -> str:
-        """Return the prompt of the row."""
         self._row = row
         return prompt_text(row.get("prompt", ""))
 

@@ -29,7 +29,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
     """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
 
-    The adapters are float32 for every dtype of the model, and have values even if the model is on the meta device.
+    The adapters are float32 whatever the model's dtype. They have values even if the model is on the meta device.
     Raises UserError when PEFT is missing, or when a name in `targets` matches no layer.
     """
     _check_peft()
@@ -49,7 +49,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         revision=None if is_local else revision or None,
     )
     try:
-        # On the meta device, because PEFT would cast adapters to the dtype of their layer's weight.
+        # PEFT would cast adapters on another device to the dtype of their layer's weight.
         with torch.device("meta"):
             model.add_adapter(config, _NAME)
     except ValueError as error:
@@ -61,7 +61,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
 
 
 def _create_values(model: PreTrainedModel, seed: int) -> None:
-    """Replace adapters on the meta device by those that PEFT creates on the CPU in float32."""
+    """Replace adapters on the meta device by float32 adapters that PEFT creates on the CPU."""
     torch.manual_seed(seed)
     device = model.device
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
@@ -213,7 +213,7 @@ class BaseWeights:
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Copy the base weights back to the engine's weights `own`, which removes the merged adapter; then drop the
+        """Copy the base weights back to the engine's weights `own`, which removes the merged adapter. Then drop the
         copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
@@ -221,15 +221,14 @@ class BaseWeights:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The copied base weights."""
         return list(self._kept.values())
 
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return name and value of W_0 + B A for each weight with an adapter, one after another. The sum is computed in
-        float32 and cast to the weight's dtype. own: the engine's weights, whose names the result has. tensors: the
+        """Return the name and the value W_0 + B A of each weight with an adapter, one after another. The sum is
+        computed in float32 and cast to the weight's dtype. own: the engine's weights, with the same names. tensors: the
         published adapter.
 
-        Raises EngineFault if the name or shape of an adapter matches no weight; then nothing has changed.
+        Raises EngineFault, before any change, if the name or shape of an adapter matches no weight.
         """
         modules = adapted_modules(own, tensors)
         for module in modules:

@@ -1,8 +1,8 @@
 """Computes logits, log-probabilities and entropies from the hidden states of a causal LM, in pieces that save memory.
 
-Matrix products are computed in the dtype of the model's forward pass (bfloat16 in autocast); all later values are
-float32. The gradient of the head's weight accumulates in float32, so that the gradient hardly depends on the number of
-pieces; on a CPU in bfloat16, the addends are rounded to bfloat16. Shapes: N tokens, H hidden size, V vocabulary.
+Matrix products are computed in the dtype of the model's forward pass (bfloat16 in autocast). All later values are
+float32. The gradient of the head's weight accumulates in float32, so the gradient hardly depends on the number of
+pieces. On a CPU in bfloat16, each addend is rounded to bfloat16 first. Shapes: N tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ENTROPY_ROWS = 4096
 summed."""
 
 CACHED_LOGITS = 2**19
-"""Maximum number of float32 logits at a time on a CPU (2 MiB), where reading them from memory takes longer than
-computing with them. The matrix products have more rows."""
+"""Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). Reading more logits
+from memory would take longer than computing with them. The matrix products have more rows."""
 
 PRODUCT_ROWS = 8192
-"""Rows of the head's gradient that are computed at a time if their product is stored in a separate tensor before it is
+"""Number of rows per product in the head's gradient, if products are stored in a separate tensor before they are
 added."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -63,7 +63,6 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
-        """Vocabulary size V."""
         return self.linear.weight.shape[0]
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
@@ -105,8 +104,8 @@ def _float32_linear(head: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor
 
 
 def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 output of a linear layer. On a device with such products, bfloat16 factors need no float32
-    copies."""
+    """Return the float32 output of a linear layer. bfloat16 factors are copied to float32 only on devices without
+    `has_wide_products`."""
     if states.dtype is torch.float32 or torch.is_grad_enabled() or not has_wide_products(states.device):
         return linear(states.float(), weight.float(), None if bias is None else bias.float())
     found = torch.mm(states.reshape(-1, states.shape[-1]), weight.T, out_dtype=torch.float32)
@@ -115,7 +114,8 @@ def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 @cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether a device multiplies bfloat16 matrices to float32. A CPU does not, nor do some builds for ROCm."""
+    """Return whether a device multiplies bfloat16 matrices to float32 products. CPUs and some builds for ROCm do
+    not."""
     factor = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.mm(factor, factor, out_dtype=torch.float32)
@@ -125,12 +125,11 @@ def has_wide_products(device: torch.device) -> bool:
 
 
 def find_head(model: PreTrainedModel) -> Head | None:
-    """Return the head, which maps the base model's last hidden states to logits, or None if the model's head is not
-    supported.
+    """Return the head, which maps the base model's last hidden states to logits, or None if it is not supported.
 
     Scale and cap come from the model's configuration. The head's logits are compared once with those of the model's
-    `forward`. For an unsupported head, a warning is logged and callers use `forward`, which computes all logits of a
-    pass in one tensor.
+    `forward`. For an unsupported head, a warning is logged, and callers use `forward`, which computes all logits at
+    once.
     """
     module: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     known: tuple[Any, Head | None] | None = getattr(model, "_baton_head", None)
@@ -138,8 +137,8 @@ def find_head(model: PreTrainedModel) -> Head | None:
         known = module, _checked(model, _configured(model, module))
         if known[1] is None:
             logger.warning(
-                "the head of %s is not recognised (only a linear layer on the last hidden states is, scaled or "
-                "capped by %s); using the model's forward, which needs memory for all logits of a microbatch",
+                "the head of %s is not recognised: it is not a linear layer on the last hidden states, scaled or "
+                "capped by %s; using the model's forward, which needs memory for all logits of a microbatch",
                 type(model).__name__,
                 ", ".join((*_FACTORS, *_CAPS)),
             )
@@ -148,7 +147,8 @@ def find_head(model: PreTrainedModel) -> Head | None:
 
 
 def set_max_logits(model: PreTrainedModel, max_logits: int) -> None:
-    """Compute more logits of a model at a time. Has no effect if `find_head` does not support its head."""
+    """Set the number of a model's logits in memory at the same time. Has no effect if `find_head` does not support the
+    head."""
     module, head = model._baton_head  # type: ignore[misc]  # set by find_head
     if head is not None:
         model._baton_head = module, replace(head, max_logits=max_logits)  # type: ignore[assignment]
@@ -228,7 +228,7 @@ def head_scores(
         weight, bias = head.linear.weight, head.linear.bias
         return _HeadScores.apply(states_TH, weight, bias, targets_T, kept_TK, head, wanted, dtype)  # type: ignore[no-untyped-call]
 
-    call = getattr(head.linear, "compute", None)  # of a sharded head, whose weight is gathered (`sharding.py`)
+    call = getattr(head.linear, "compute", None)  # a sharded head gathers its weight first (`sharding.py`)
     with torch.autocast(device, enabled=False):
         logprobs, entropies = compute(hidden_TH) if call is None else call(compute, hidden_TH)
     return logprobs.view(targets_N.shape), None if entropies is None else entropies.view(targets_N.shape)
@@ -329,7 +329,7 @@ def _gradient(
     """Return the gradient [n, V] of the linear layer's output, float32.
 
     For logits x: ∂ log π(t) / ∂x_v = 1[v = t] − p_v, and ∂H / ∂x_v = −p_v (log p_v + H).
-    With sampling masks, it is 0 at all other tokens.
+    With sampling masks, the gradient is 0 at all tokens outside the mask.
     """
     shaped = _logits(head, products, kept)
     logits = shaped if wanted.temperature == 1.0 else shaped / wanted.temperature

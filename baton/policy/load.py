@@ -71,7 +71,7 @@ def load_model(
 def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_dtype: str = "auto") -> PreTrainedModel:
     """Construct the model of `path` with parameters on the meta device, for `fill_model`; set eval mode.
 
-    Buffers that no file contains have their values, on the CPU. Raises UserError when `path` has no causal LM.
+    Buffers that no file contains are computed on the CPU. Raises UserError when `path` has no causal LM.
     """
     check_model_path(path, holding="config.json" if base_of_adapter(Path(path)) is None else "adapter_config.json")
     base, meta = base_of_adapter(Path(path)) or path, torch.device("meta")
@@ -93,10 +93,10 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
 
 
 def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors:
-    """Return the tensors of a model's files by their names in `model`. Each rank may read only its shards of them.
+    """Return the tensors of a model's files by their names in `model`. A rank can read only its shards of each tensor.
 
-    The tensors are loaded into host memory as a whole in four cases: `path` is an adapter; the files are not
-    safetensors; `file_layout` does not know their arrangement; `is_exact` is set and the files have further tensors.
+    All tensors are loaded into host memory in four cases: `path` is an adapter; the files are not safetensors;
+    `file_layout` does not know their arrangement; `is_exact` is set and the files contain tensors that the model lacks.
 
     Raises UserError when no model can be loaded from `path`.
     """
@@ -146,8 +146,8 @@ def check_weight_files(path: str) -> None:
 
 
 def _fit_head(model: PreTrainedModel, head_dtype: str) -> None:
-    """Compute the head in float32 if `model.head_dtype` or the configuration says so. The configuration records it for
-    checkpoints, workers and vLLM."""
+    """Compute the head in float32 if `model.head_dtype` or the configuration requests it. The configuration records
+    this for checkpoints, workers and vLLM."""
     if head_dtype == "float32":
         model.config.head_dtype = "float32"
     if getattr(model.config, "head_dtype", None) == "float32":
@@ -165,7 +165,6 @@ def supported_attention(config: PretrainedConfig, attention: str) -> str:
 
 @cache
 def _warn_once(text: str) -> None:
-    """Log a warning once per process."""
     logger.warning(text)
 
 
@@ -233,7 +232,8 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
 
 
 def dtype_of(path: str) -> str:
-    """Return the dtype of a model's configuration, or float32, which loses no bits, if it has no such dtype."""
+    """Return the dtype in a model's configuration, or float32, which loses no bits, if `EXPORT_DTYPES` has no such
+    dtype."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError):
@@ -253,14 +253,14 @@ def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def torch_dtype(name: DTypeChoice, device: torch.device | None = None) -> torch.dtype:
-    """Return the torch dtype of a recipe's dtype name. "auto" requires the device that computes."""
+    """Return the torch dtype of a recipe's dtype name. "auto" requires `device`."""
     assert name != "auto" or device is not None, 'dtype "auto" has no meaning without a device'
     kind = "cpu" if device is None else device.type
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype_here(kind, name)]
 
 
 def dtype_here(device_type: str, choice: DTypeChoice) -> DTypeName:
-    """Return the dtype that `choice` means on this machine: `dtype_on`, but float32 on a GPU without bfloat16."""
+    """Return the dtype that `choice` means on this machine. "auto" means float32 on a GPU without bfloat16."""
     if choice == "auto" and device_type == "cuda" and torch.cuda.is_available():
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16"
@@ -270,7 +270,7 @@ def dtype_here(device_type: str, choice: DTypeChoice) -> DTypeName:
 
 
 def device_type(name: str) -> str:
-    """Return the type of a recipe's device, such as "cuda", which need not exist on this machine."""
+    """Return the type of a recipe's device, such as "cuda". The device need not exist on this machine."""
     return torch_device(name).type if name == "auto" else name.partition(":")[0]
 
 

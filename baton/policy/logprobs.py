@@ -51,7 +51,7 @@ def padded_scores(
     Rows are padded on the right; scores at padding are meaningless. If `find_head` does not support the model's head,
     all logits are computed in one tensor and `with_hidden` is not supported. `kept`: sampling masks [B, K, ids].
     """
-    assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} places"
+    assert 1 <= first < input_ids_BS.shape[1], f"first={first} for rows of {input_ids_BS.shape[1]} positions"
     num_kept = input_ids_BS.shape[1] - first
     targets_BK = input_ids_BS[:, first:]
     wanted = RequestedScores(temperature, with_entropy, entropy_has_gradient)
@@ -82,8 +82,8 @@ def packed_scores(
     """Score the tokens at `places` of concatenated rows, which have no padding. The scores have shape [N]. `kept`:
     sampling masks [N, ids].
 
-    If the attention of `packing.py` is not set, transformers uses the positions to build a mask that separates the
-    rows; rows must not share a prompt then. Requires a head that `find_head` supports.
+    Without the attention of `packing.py`, transformers builds a mask from the positions to separate the rows. Rows must
+    not share a prompt in this case. Requires a head that `find_head` supports.
     """
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"
@@ -126,7 +126,7 @@ def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), 
 
 
 def hidden_states(model: PreTrainedModel, input_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states [B, S, H] that the model's head would get."""
+    """Return the hidden states [B, S, H] that are the input of the model's head."""
     hidden: torch.Tensor = model.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
     return hidden
 
@@ -163,14 +163,14 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
-    """Compile each block with torch. Blocks of one kind share their compiled code; the attention of `packing.py` runs
-    between its parts. A model whose blocks transformers does not mark is compiled as a whole, without its head.
+    """Compile each block with torch. Blocks of one kind share their compiled code. The attention of `packing.py` is not
+    compiled. A model whose blocks transformers does not mark is compiled as a whole, without its head.
     """
     blocks = _blocks(model)
     for block in blocks:
         if block.gradient_checkpointing:
-            # Inside the checkpoint: torch compiles no checkpoint with a `context_fn`, and a block that is recomputed
-            # must save the tensors that its forward pass saved.
+            # The block is compiled inside the checkpoint: torch compiles no checkpoint with a `context_fn`, and a
+            # recomputed block must save the same tensors as its forward pass.
             block._gradient_checkpointing_func = partial(_compiled, block._gradient_checkpointing_func)
         else:
             block.compile(dynamic=True)

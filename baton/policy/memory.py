@@ -16,7 +16,8 @@ contains "max"."""
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to a device. Does not wait for CUDA, which reads the copy from pinned memory."""
+    """Copy a tensor of the host to a device. CUDA reads it from pinned memory, so the call does not wait for the
+    copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -54,8 +55,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def peak_memory() -> dict[str, float]:
-    """Return the metric of this process's peak memory: of torch's allocator on the CUDA device where it is largest,
-    otherwise of the resident set."""
+    """Return the metric of this process's peak memory. With CUDA, it is the peak of torch's allocator on the device
+    where this peak is highest; otherwise, the peak of the resident set."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         peak = max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
     elif _STATUS.is_file():  # on Linux, ru_maxrss includes the peak of the parent process

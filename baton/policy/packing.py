@@ -1,8 +1,8 @@
 """Packing: one pass computes concatenated rows of different lengths without padding, with attention only within each
-row. Rows with the same prompt may share its tokens: prompt, response, response, …
+row. Rows with the same prompt may share its tokens, in the order prompt, response, response, …
 
 On CUDA in bfloat16, if no rows share a prompt, torch's variable-length kernel computes attention for all rows together.
-Otherwise attention is computed row by row; responses of similar length to one prompt are computed together. Neither way
+Otherwise each row has its own attention call, and responses of similar length to one prompt share one. Neither way
 allocates a mask of shape [T, T].
 """
 
@@ -27,12 +27,12 @@ PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""For each packed row its length, as a tuple of one number. For each shared prompt: its length and the lengths of its
+"""One tuple for each packed row, with its length, and for each shared prompt, with its length and the lengths of its
 responses."""
 
 SIMILAR = 0.5
-"""Responses to one prompt are padded to the longest of a piece. A response shorter than this fraction of it begins a
-new piece."""
+"""Pieces are responses to one prompt, padded to the longest of the piece. A response shorter than this fraction of the
+longest begins a new piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,13 @@ class PackedTokens:
     places: torch.Tensor
     """[N] indices of the tokens to score, row by row."""
     before: torch.Tensor
-    """[N] indices of the tokens before them in their rows. The token before the first token of a response is the last
+    """[N] index of the token before each token to score. The token before the first token of a response is the last
     token of its prompt, wherever the shared prompt is."""
     ends: torch.Tensor
-    """[number of shapes + 1] int32: 0, and where each shape ends."""
+    """[number of shapes + 1] int32: 0, then the index where each shape ends."""
     shapes: Shapes
 
     def to(self, device: torch.device) -> PackedTokens:
-        """Copy the tokens to a device."""
         return PackedTokens(
             sent(self.input_ids, device),
             sent(self.positions, device),
@@ -76,11 +75,11 @@ def concatenated(
     shares: Sequence[int] = (),
     multiple: int = 1,
 ) -> PackedTokens:
-    """Concatenate rows on the host that are padded on the right.
+    """Concatenate rows on the host. The rows are padded on the right.
 
     `shares`: number of consecutive rows that share each prompt. Only the first of these rows keeps the prompt. Empty if
-    all rows keep theirs. Tokens of a shared prompt cannot be scored. `multiple`: add a row of id 0 so that T becomes a
-    multiple of this.
+    every row keeps its prompt. Tokens of a shared prompt cannot be scored. `multiple`: add a row of id 0 so that T
+    becomes a multiple of this number.
     """
     num_rows, width = input_ids_BS.shape
     shapes: list[tuple[int, ...]] = []
@@ -123,8 +122,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
     """Return the hidden states [T, H] of concatenated rows."""
     assert sum(map(sum, tokens.shapes)) == len(tokens.input_ids)
     separates = model.config._attn_implementation == PACKED
-    # transformers passes on a mask of four dimensions, which `_attend` ignores. To find that none is needed, it would
-    # wait for the device.
+    # `_attend` ignores this mask. Without a mask of four dimensions, which transformers forwards unchanged,
+    # transformers would wait for the device to find that no mask is needed.
     mask = {"attention_mask": tokens.input_ids[None, None, None]} if separates else {}
     with _in_pass(tokens if separates else None):
         hidden: torch.Tensor = model.base_model(
@@ -135,7 +134,7 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
 
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
-    The recomputation runs in the backward pass, after the forward pass has reset the tokens, on CUDA in another thread.
+    The backward pass recomputes after the forward pass has reset the tokens. On CUDA it runs in another thread.
     """
     return nullcontext(), _in_pass(_packed.get())
 
@@ -149,7 +148,7 @@ def _in_pass(tokens: PackedTokens | None) -> Iterator[None]:
         _packed.reset(token)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # each pass has other lengths, which would be compiled again
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each pass has other lengths, so each would compile again
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -185,7 +184,7 @@ def _by_rows(
     if not shapes:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     sizes = [size for shape in shapes for size in shape]
-    # `split`, because the backward pass of a slice writes a gradient of all T tokens for each row.
+    # `split`, because the backward pass of each slice would write a gradient of all T tokens.
     parts = zip(*(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True)
     found = []
     for shape in shapes:

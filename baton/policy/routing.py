@@ -1,10 +1,9 @@
-"""Routing replay for mixture-of-experts models: records which experts one pass uses, so that a later pass uses the same
-experts.
+"""Routing replay for mixture-of-experts models: records which experts one pass uses, and reuses them in a later pass.
 
-After a small change of the weights, a router may choose other experts for a token, and the token's probability ratio to
-the proximal policy then jumps. Baton replays the proximal policy's choice in the updates (arXiv 2507.18071, section
-5.3), or the engine's choice in all passes (rollout routing replay, arXiv 2510.11370). Only the choice of experts is
-fixed. The weights of the chosen experts come from the current router logits, so routers get gradients.
+After a small change of the weights, a router may choose other experts for a token. The token's probability ratio to the
+proximal policy then jumps. Baton replays the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3),
+or the engine's choice in all passes (rollout routing replay, arXiv 2510.11370). Only the choice is fixed: the weights
+of the experts come from the current router logits, so routers get gradients.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ chooses."""
 
 
 class _Choice(TorchFunctionMode):
-    """Within a router, replaces the top k of its E scores [T, E] by given experts. The router weights them as if it had
-    chosen them itself, whatever its formula."""
+    """Within a router, replaces the top k of its E scores [T, E] by given experts. The router weights these experts as
+    if it had chosen them."""
 
     def __init__(self, num_experts: int, given: torch.Tensor | None) -> None:
         super().__init__()
         self._num_experts, self._given = num_experts, given
         self.experts: torch.Tensor | None = None
-        """[T, k] experts of the pass; None before."""
+        """[T, k] experts of the pass; None before the pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -98,10 +97,9 @@ class RoutingReplay:
         self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
     ) -> Routing:
         """Convert the choices that an engine reported for tokens at `places` to a Routing of shape [num_places, k] per
-        router, with −1 at all other places.
+        router, with −1 at all other places and where the engine reported empty bytes.
 
-        Where the engine reported empty bytes, the trainer's routers choose the experts. Raises EngineFault for bytes
-        that do not match this model's routers.
+        Raises EngineFault for bytes that do not match this model's routers.
         """
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         counts = [router.top_k for router in self._routers.values()]
@@ -125,7 +123,6 @@ class RoutingReplay:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would keep the first pass's choice
     def _route(self, name: str, router: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a router; record and replay its choice."""
         if self._recorded is None and self._replayed is None:
             return forward(*args, **kwargs)
         with _Choice(router.num_experts, None if self._replayed is None else self._replayed[name]) as choice:

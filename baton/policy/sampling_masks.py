@@ -1,7 +1,7 @@
 """Sampling masks as tensors: which tokens top-k and top-p kept, for each sampled token (`types.Segment.kept`).
 
-A truncated policy is the softmax over these tokens alone. Engine and trainer use the same ones, so that their
-logprobs agree ("Keep Sampling Mask" of arXiv 2512.02556, section 3.1). Shapes: N tokens, K ids, V vocabulary.
+A truncated policy is the softmax over these tokens alone. Engine and trainer use the same masks, so their logprobs
+agree ("Keep Sampling Mask" of arXiv 2512.02556, section 3.1). Shapes: N tokens, K ids, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def encoded(ids_NK: Tensor, is_kept_NK: Tensor, vocabulary: int) -> list[bytes]:
 
 
 def decoded(masks: Sequence[bytes], vocabulary: int) -> Tensor:
-    """Return the ids of each mask, and −1 after them: [N, K] int32 on the host; K is 0 if all masks are empty.
+    """Return the ids of each mask, padded with −1: [N, K] int32 on the host. K is 0 if all masks are empty.
 
     Raises EngineFault for an id outside the vocabulary.
     """

@@ -25,17 +25,17 @@ class ModelSettings(Settings):
 
     path: str
     """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or the name of a model in the local
-    hub cache. `models/quickstart` is the shipped model. For a run's directory, its newest checkpoint is used. If the
-    checkpoint is an adapter, it is merged into its base model."""
+    hub cache. `models/quickstart` is the shipped model. A run's directory stands for its newest checkpoint. An adapter
+    is merged into its base model."""
     device: str = "auto"
     """`auto` (CUDA if available, else CPU), or a torch device such as `cuda:1`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of transformers in trainer and engine. Model families without SDPA (Gemma-2, GPT-OSS)
     use `eager` after a warning."""
     head_dtype: Literal["auto", "float32"] = "auto"
-    """`float32` computes logits and log-probabilities from float32 products of the head in trainer and engine, while
-    other layers compute in bfloat16. `auto`: the dtype in the model's configuration (`head_dtype`, which a run with
-    `float32` writes), or that of the other layers."""
+    """`float32`: the head computes float32 logits and log-probabilities in trainer and engine, while other layers
+    compute in bfloat16. `auto`: the dtype in the model's configuration (`head_dtype`, which a run with `float32`
+    writes) if there is one, otherwise the dtype of the other layers."""
 
 
 class LoraSettings(Settings):
@@ -55,7 +55,7 @@ class ScratchSettings(Settings):
 
     vocab_size: int = Field(default=512, ge=265)
     """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, 9 special tokens and tags, and merges. Each digit and
-    symbol is a token of its own; with 265, each character is."""
+    symbol is a token of its own. A size of 265 leaves no merges."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4

@@ -1,11 +1,10 @@
-"""Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers all parameters of a block to compute
-the block.
+"""Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers a block's parameters to compute it.
 
 Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32 the results are
 those of one process, except for the order in which gradients are summed.
 
-In bfloat16 a block is gathered in bfloat16, so embeddings, norms and the residual stream are bfloat16 too. One process
-has float32 parameters instead and rounds them in each linear layer. Gradients are summed in float32.
+In bfloat16, embeddings, norms and the residual stream are bfloat16 too, because a block is gathered in bfloat16. One
+process has float32 parameters instead and rounds them in each linear layer. Gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ Result = TypeVar("Result")
 class Sharded(torch.nn.Module):
     """Runs functions on a sharded module while its parameters are gathered.
 
-    Blocks, and an embedding and a head that share no weight, are gathered while they compute. All other parameters
-    stay gathered during the whole call, so the function may call any part of the module. The module keeps its
-    parameter names, because FSDP's hooks are attached to this wrapper.
+    Blocks are gathered while they compute, and so are an embedding and a head that share no weight. All other
+    parameters stay gathered during the whole call, so the function may call any part of the module. The module keeps
+    its parameter names, because FSDP's hooks are attached to this wrapper.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
-        """Shard a module in place, over one dimension of a mesh, or over the second of two with copies along the first.
+        """Shard a module in place. A mesh of one dimension shards the module; a mesh of two holds copies along the
+        first dimension and shards along the second.
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by a number of tokens or
-        samples of all ranks. `dtype`: dtype in which parameters are gathered; the parts that the module names in
-        `float32_parts` are gathered in float32.
+        samples of all ranks. `dtype`: dtype in which parameters are gathered, except the module's `float32_parts`.
         """
         super().__init__()
         self.module = module
@@ -50,7 +49,7 @@ class Sharded(torch.nn.Module):
             fully_shard(part, mesh=mesh, mp_policy=policy)
             if hasattr(part, "compute"):
                 register_fsdp_forward_method(part, "compute")
-        # Reshard after forward, because parameters that stay gathered would have old values after an optimiser step.
+        # Parameters that stay gathered after the forward pass would have old values after an optimiser step.
         fully_shard(self, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for part in self.modules():
             if isinstance(part, FSDPModule):

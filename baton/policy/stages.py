@@ -34,19 +34,19 @@ class StageModel:
         is_first, is_last = stage == 0, stage == len(layers) - 1
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         self.arrived: Tensor | None = None
-        """Output of the stage before, for the next forward pass. None in a pass of this stage alone, which is a probe:
-        its hidden states are invented."""
+        """Output of the previous stage, for the next forward pass. None in a probe, which runs this stage alone on
+        invented hidden states."""
         self.specs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         """Tensors of the whole model, on the meta device."""
         prefix = f"{model.base_model_prefix}."
         by_layer = chain.from_iterable([owner] * count for owner, count in enumerate(layers))
         self._owners = {f"{prefix}layers.{place}.": owner for place, owner in enumerate(by_layer)}
         self._owners |= {f"{prefix}{name}.": len(layers) - 1 for name in after} | {prefix: 0, "": len(layers) - 1}
-        """Prefix of the names of tensors → stage. Of several prefixes, the first one holds."""
+        """Prefix of tensor names → stage. If a name has several of these prefixes, the first one applies."""
         embedding, head = base.get_submodule(before[0]), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_tied = getattr(head, "weight", None) is embedding.weight
         self.shared = [f"{prefix}{before[0]}.weight"] if is_tied and (is_first or is_last) and len(layers) > 1 else []
-        """Names of the parameters that the first and the last stage have: a tied embedding."""
+        """Names of the parameters that both the first and the last stage have: a tied embedding."""
         if not is_first:
             setattr(base, before[0], _Embedding(self, embedding, embedding.weight if is_tied and is_last else None))
         for name in () if is_first else before[1:]:
@@ -66,8 +66,8 @@ class StageModel:
         return next(stage for prefix, stage in self._owners.items() if name.startswith(prefix))
 
 
-# Biases by which routers choose experts, as vLLM keeps them. The classes of MiniMax-M2 and AFMoE name none, so
-# `from_pretrained` would round them.
+# Biases by which routers choose experts: vLLM keeps them in float32. The classes of MiniMax-M2 and AFMoE do not list
+# them, so `from_pretrained` would round them.
 PreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias", "expert_bias"]
 
 
@@ -97,7 +97,7 @@ def _plan_of(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 class _Elsewhere(torch.nn.Module):
-    """A part that another stage has; passes hidden states on."""
+    """Replaces a part that another stage has. Returns hidden states unchanged."""
 
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()
@@ -109,7 +109,8 @@ class _Elsewhere(torch.nn.Module):
 
 
 class _Entry(_Elsewhere):
-    """The last block of the stage before. What a base model did to the embedding's output is without effect here."""
+    """Replaces the last block of the previous stage: returns its output, and ignores what the base model computed
+    before."""
 
     def __init__(self, stage: StageModel, part: torch.nn.Module) -> None:
         super().__init__(part)
@@ -121,7 +122,8 @@ class _Entry(_Elsewhere):
 
 
 class _Embedding(_Elsewhere):
-    """The embedding of the first stage. The last stage has its weight, too, if it is tied to the head."""
+    """Replaces the embedding of the first stage. If the embedding is tied to the head, the last stage also has its
+    weight."""
 
     def __init__(self, stage: StageModel, part: torch.nn.Embedding, tied: torch.nn.Parameter | None) -> None:
         super().__init__(part)
@@ -129,7 +131,7 @@ class _Embedding(_Elsewhere):
         self._width, self._dtype = part.embedding_dim, part.weight.dtype
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what arrived, for ids."""
+        """Return the previous stage's output instead of embeddings of ids, or invented hidden states in a probe."""
         if self._stage.arrived is not None:
             return self._stage.arrived.view(*hidden_states.shape, -1)
         return torch.nn.functional.one_hot(hidden_states % self._width, self._width).to(self._dtype)

@@ -3,8 +3,8 @@
     files ─▶ StoredTensors ─ fill ─▶ a tensor, or this rank's shard of it       nothing else is read
     a tensor, or its shards ─ gathered one by one ─▶ TensorFile or ModelWriter   nothing else is copied
 
-A stored tensor has the name that it has in a model's `state_dict`, and consists of pieces: the shards that ranks wrote,
-or the tensors of a model file, where for example each expert of a layer is a tensor of its own.
+A stored tensor has the name that it has in a model's `state_dict`. It consists of pieces: the shards that ranks wrote,
+or the tensors of a model file, in which for example each expert of a layer is a separate tensor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Spec = tuple[torch.dtype, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A part of a tensor. The part is stored under a name of its own."""
+    """A part of a tensor, stored under its own name."""
 
     name: str
     """Name of the piece in its file."""
@@ -69,12 +69,11 @@ class StoredPiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the piece."""
         return tuple(self.box[dim].stop - self.box[dim].start for dim in self.kept)
 
 
 class StoredTensors:
-    """Tensors by name, of which any part can be read. Files stay mapped until the object is deleted."""
+    """Tensors by name. Any part of a tensor can be read. Files stay mapped until the object is deleted."""
 
     def __init__(self, pieces: Mapping[str, Sequence[tuple[StoredPiece, Callable[[], Any]]]]) -> None:
         """`pieces`: for each name, its pieces, each with a function that returns an object whose slices are tensors."""
@@ -89,12 +88,12 @@ class StoredTensors:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> StoredTensors:
-        """Return tensors in memory in the form of stored ones."""
+        """Present tensors in memory as stored tensors."""
         return cls({name: [(_all_of(name, t.shape), partial(_itself, t))] for name, t in tensors.items()})
 
     @classmethod
     def in_files(cls, paths: Iterable[Path]) -> StoredTensors:
-        """Return the tensors of files, with the shards of a tensor as its pieces.
+        """Return the tensors of files. The pieces of a tensor are its shards.
 
         Raises FileNotFoundError, or SafetensorError for a file that is not safetensors.
         """
@@ -111,8 +110,8 @@ class StoredTensors:
         return cls(found)
 
     def fill(self, name: str, into: torch.Tensor, box: Box | None = None) -> None:
-        """Read a tensor, or the part of it in `box`, into a tensor of that shape. Raises ValueError if the files lack a
-        part of it."""
+        """Read a tensor, or its part `box`, into a tensor of the same shape. Raises ValueError if the files lack any of
+        its numbers."""
         box = box_of(into) if box is None else box
         num_read = 0
         for piece, source in self._pieces[name]:
@@ -127,7 +126,8 @@ class StoredTensors:
             raise ValueError(f"{name} is incomplete: the files have {num_read} of {into.numel()} numbers")
 
     def like(self, name: str, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor in the dtype and layout of `like`, on `device` or its device. Each rank reads its shard."""
+        """Read a tensor in the dtype and layout of `like`, by default to its device. If `like` is sharded, read this
+        rank's shard."""
         own = torch.empty(local(like).shape, dtype=like.dtype, device=device or like.device)
         self.fill(name, own, box_of(like))
         if not isinstance(like, DTensor):
@@ -201,7 +201,8 @@ def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
 
 
 def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece | None:
-    """Return which part of `source` a view is, or None if it is no view, or if its dimensions are in another order."""
+    """Return the part of `source` that a view shows, or None if `part` is no view or has its dimensions in another
+    order."""
     if part.untyped_storage()._cdata != source.untyped_storage()._cdata:
         return None
     if part.shape == source.shape and part.stride() == source.stride():
@@ -220,8 +221,8 @@ def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece |
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
     """Return the tensors of a model's files by their names in the model.
 
-    Returns None if the files lack a tensor that `file_layout` names, or (`is_exact`) have another one. Raises
-    SafetensorError for a damaged file.
+    Returns None if the files lack a tensor that `file_layout` names, or with `is_exact`, if they have other tensors.
+    Raises SafetensorError for a damaged file.
     """
     layout, index = file_layout(model), directory / "model.safetensors.index.json"
     if index.is_file():
@@ -381,8 +382,9 @@ def write_gathered(
 
 
 def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, first: int) -> None:
-    """Write this rank's shards of tensors into a file, unless it has none. Of equal copies only one is written. A
-    tensor without shards is written by rank `first`, the first of the ranks that have these tensors. Raises OSError."""
+    """Write this rank's shards of tensors into a file; write no file if there are none. Only one of several equal
+    copies is written. A tensor without shards is written by rank `first`, the first of the ranks that have these
+    tensors. Raises OSError."""
     own = {name: tensor for name, tensor in tensors.items() if local(tensor).numel() and _is_ours(tensor, rank, first)}
     if not own:
         return
@@ -398,5 +400,5 @@ def _is_ours(tensor: torch.Tensor, rank: int, first: int) -> bool:
         return rank == first
     mesh = tensor.device_mesh
     places = zip(tensor.placements, mesh.get_coordinate() or (), strict=True)
-    # Ranks that share products hold equal shards of the layers that they compute completely, on meshes of their own.
+    # Tensor-parallel ranks hold equal shards of the layers that each computes completely, on separate meshes.
     return first in mesh.mesh.flatten().tolist() and all(index == 0 for place, index in places if place.is_replicate())

@@ -1,9 +1,8 @@
-"""Tensor parallelism by the plan of the model's family: ranks split the matrix products of each block by heads and
-columns.
+"""Tensor parallelism: ranks split the matrix products of each block by heads and columns.
 
-The plan, `base_model_tp_plan` of transformers, states how each linear layer of a block is split. Every rank computes
-all other layers (norms, embedding, head) completely and has the whole residual stream, so the rest of the trainer is
-unchanged.
+The plan of the model's family, `base_model_tp_plan` of transformers, states how each linear layer of a block is split.
+Every rank computes all other layers (norms, embedding, head) completely and has the whole residual stream, so the rest
+of the trainer is unchanged.
 """
 
 from __future__ import annotations

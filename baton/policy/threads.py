@@ -21,7 +21,8 @@ def set_up_threads(threads: int, *, deterministic: bool | None = None) -> None:
     has_cuda = torch.cuda.is_available()
     set_deterministic(deterministic is True or (deterministic is None and not has_cuda))
     if has_cuda:
-        # TF32: 10 bits of mantissa instead of 23, eight times as fast. Positions are excepted (keep_positions_exact).
+        # TF32 has 10 bits of mantissa instead of 23, and is eight times as fast. keep_positions_exact avoids it for
+        # positions.
         torch.backends.cuda.matmul.allow_tf32 = True
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own, one per saved file
 
@@ -36,7 +37,7 @@ def set_deterministic(is_on: bool) -> None:
 
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
-    """Disable deterministic algorithms on CUDA during writes to indices that are all different.
+    """Disable deterministic algorithms on CUDA during writes to indices that all differ.
 
     Such writes are deterministic anyway, and an indexed write then takes one kernel launch instead of about fifteen.
     """

@@ -19,7 +19,6 @@ class Tokenizer:
     """Converts conversations and text to token ids, and ids to text."""
 
     hf: Any
-    """The transformers tokenizer."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the ids of a conversation, followed by the ids that start the assistant's turn."""
@@ -70,10 +69,10 @@ def model_directory(path: str) -> Path:
 
 
 def check_model_path(path: str, *, holding: str = "config.json") -> None:
-    """Check that `path` is a directory with the file `holding`, or the name of a model on the Hugging Face hub. A model
-    that the hub cache does not have is downloaded. Raises UserError if there is no such model.
+    """Check that `path` is a directory with the file `holding`, or the name of a model on the Hugging Face hub.
+    Download a model that the hub cache lacks.
 
-    Raises Damaged if `path` is a checkpoint whose files do not match its manifest.
+    Raises UserError if there is no such model, and Damaged if a checkpoint's files do not match its manifest.
     """
     directory, name = Path(path), split_revision(path)[0]
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()

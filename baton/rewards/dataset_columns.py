@@ -59,8 +59,8 @@ def messages_of(prompt: Any) -> tuple[Message, ...] | None:
     """Return the messages of a prompt that is a conversation or the JSON text of a conversation; None for any other
     text.
 
-    Raises ValueError if a conversation has no messages or ends with a message of the assistant, or if a message lacks
-    role or content.
+    Raises ValueError if a conversation is empty or ends with an assistant message, or if a message lacks role or
+    content.
     """
     if isinstance(prompt, str):
         if not prompt.lstrip().startswith("["):

@@ -117,7 +117,7 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
-    """Call a function, async or not, in a thread without an event loop; otherwise as `call_function`."""
+    """Like `call_function`, but for a thread without an event loop."""
     try:
         result = waited(_call(function, signature, calls))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function is the user's and may raise anything
@@ -188,8 +188,7 @@ def _parts(result: Mapping[str, Any]) -> Outcome:
 def number(result: Any) -> Outcome:
     """Convert a result to a value. A result is a number of Python, numpy or torch, or a bool, which counts as 0 or 1.
 
-    The outcome is a failure for any other object, and for a number that is not finite or exceeds `MAX_REWARD` in
-    magnitude.
+    Any other object, and a number that is not finite or above `MAX_REWARD` in magnitude, becomes a failure.
     """
     if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
         result = result.item()  # a scalar of numpy or torch

@@ -62,8 +62,8 @@ class Isolation:
 
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment of a Python process with one thread: the variables in `run` whose names `_ALLOWED` matches
-    or `names` lists. The process imports this package.
+    """Return the environment of a Python process with one thread that can import this package. It has the variables in
+    `run` whose names `_ALLOWED` matches or `names` lists.
 
     Raises UserError if a variable of `names` is not set.
     """
@@ -116,8 +116,8 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
 
 
 def detach_streams() -> None:
-    """Close standard input, and redirect standard output to standard error: the output of user code must not mix with
-    the messages, for which the caller has duplicated both."""
+    """Close standard input, and redirect standard output to standard error, so that output of user code does not mix
+    with messages. The caller has duplicated both streams for messages."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1)  # by line: this process may be killed before it fills a larger buffer

@@ -1,13 +1,13 @@
 """The run's side of the worker processes for reward scorers. A process starts when it is first needed and is killed
 when a call exceeds its deadline.
 
-While a synchronous scorer executes a call, no other call runs in its worker process. If the process hangs or crashes,
-it is therefore known which call is at fault. Asynchronous scorers share one worker process. If the shared process is
-killed, each of its unfinished calls is repeated in a separate process, which shows which call is at fault. All code of
-this file runs in the thread of one event loop.
+While a synchronous scorer executes a call, its worker process runs no other call. If the process hangs or crashes, this
+call is therefore at fault. Asynchronous scorers share one worker process. If it is killed, each of its unfinished calls
+is repeated in a separate process, which shows the call at fault. All code of this file runs in the thread of one event
+loop.
 
-Process pools of libraries were considered. Tests of pebble 5.2 showed three faults: the whole pool breaks when an idle
-worker dies, the cause of a failed import is lost, and processes that a killed scorer had started keep running.
+Process pools of libraries do not fit. In tests, pebble 5.2 had three faults: the whole pool breaks when an idle worker
+dies, the cause of a failed import is lost, and processes that a killed scorer had started keep running.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ KILL_S = 5.0
 """Seconds that a supervisor process has to kill its scorer and the scorer's children, before the supervisor itself is
 killed."""
 GRACE_S = 1.0
-"""Seconds after a call's deadline during which a shared process may report the timeout itself; then the process is
-killed."""
+"""Seconds after a call's deadline during which a shared process may report the timeout itself. Afterwards the process
+is killed."""
 
 
 class _WorkerExited(Exception):
@@ -129,8 +129,6 @@ class WorkerPool:
 
 
 class _ScorerProcess:
-    """One worker process and its unfinished calls."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.is_alive = True
@@ -192,7 +190,6 @@ class _ScorerProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def ended(self) -> None:
-        """Wait until a killed process has ended."""
         await self._reader
 
     def _send(self, message: msgspec.Struct) -> None:

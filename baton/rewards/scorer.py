@@ -1,13 +1,12 @@
 """Scores responses. The result has the reward, which is the weighted sum of the reward parts, and whether the answer is
 correct.
 
-Scorers that always return quickly are called inline. All other scorers are called in a background thread
-while the run generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the
-trajectory has no reward and the cause is recorded. The missing reward does not count as zero, and the answer does not
-count as wrong.
+Scorers that always return quickly are called inline. All other scorers are called in a background thread while the run
+generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the trajectory has no
+reward, and the cause is recorded. It counts neither as reward 0 nor as a wrong answer.
 
-A multi-turn episode arrives with the reward of its environment. Reward functions and remote scorers are added to it;
-the other kinds of parts compare the answer of a single-turn task and do not apply.
+A multi-turn episode arrives with the reward of its environment. The values of reward functions and remote scorers are
+added. All other kinds of parts score the answer of a single-turn task and do not apply to episodes.
 """
 
 from __future__ import annotations
@@ -80,7 +79,6 @@ class _BackgroundScorer:
     """A scorer that is called in the background thread."""
 
     name: str
-    """Name in messages."""
     call: Callable[[Calls], Coroutine[Any, Any, Outcomes]]
     sees_groups: bool = False
     """True if each call contains all responses of a group, False if each call contains one response."""
@@ -93,7 +91,6 @@ class _InlineScorer:
     """A scorer that always returns quickly, so it needs no deadline."""
 
     name: str
-    """Name in messages."""
     call: Callable[[Calls], Outcomes]
 
 
@@ -170,13 +167,12 @@ class RewardScorer:
             raise DeadlineExceeded(f"{self._names()} returned no reward within {self.timeout_s:.0f} s") from error
 
     def submit(self, finished: Sequence[Finished], prompt: Prompt, responses: Sequence[Response]) -> None:
-        """Submit finished trajectories of one prompt. With `sees_groups`, submit the whole group in one call; otherwise
-        submit each trajectory as soon as it finishes.
+        """Submit finished trajectories of one prompt: with `sees_groups` the whole group in one call, otherwise each
+        trajectory as soon as it finishes.
 
-        `responses`: the text of each trajectory; of an episode its turns and observations.
+        `responses`: the text of each trajectory, or the turns and observations of each episode.
 
-        `collect` and `drain` return trajectories in any order, but trajectories that were submitted in one call are
-        returned together.
+        `collect` and `drain` return trajectories in any order, but return those of one call together.
         """
         if not finished:
             return
@@ -259,7 +255,6 @@ class RewardScorer:
         )
 
     def _rewards_of(self, call: Call) -> Sequence[RewardSettings]:
-        """Return the reward parts that apply to a call."""
         return self._rewards if call.episode is None else [r for r in self._rewards if r.kind in OF_EPISODES]
 
     def _submit_calls(self, calls: Calls) -> Future[list[RewardResult]] | list[RewardResult]:
@@ -476,12 +471,12 @@ class RewardScorer:
 
 
 def trajectory_of(finished: Finished) -> Trajectory:
-    """Return a trajectory; of an episode the last path."""
+    """Return the trajectory; for an episode, its last path."""
     return finished if isinstance(finished, Trajectory) else finished.trajectory
 
 
 def _scored(finished: Finished, result: RewardResult) -> ScoredTrajectory:
-    """Return a trajectory with its result. The environment's reward of an episode is added to it."""
+    """Return a trajectory with its result. For an episode, the environment's reward is added."""
     if isinstance(finished, Trajectory):
         return ScoredTrajectory(finished, result)
     base, episode = finished.judgement, finished.episode
@@ -518,7 +513,6 @@ def failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _per_response(name: str, score: Callable[[Call], Outcome]) -> _InlineScorer:
-    """Return an inline scorer that calls `score` for each response."""
     return _InlineScorer(name, lambda calls: tuple(score(call) for call in calls))
 
 

@@ -30,12 +30,12 @@ class Call(msgspec.Struct, frozen=True):
     answer: str | None
     """Answer extracted from the response; None if the response does not follow the answer format."""
     token_ids: tuple[int, ...] = ()
-    """Token ids of the response as the engine sampled them, shape [L]. Of an episode: all its paths, with the tokens of
-    observations."""
+    """Token ids of the response as the engine sampled them, shape [L]. For an episode: those of all its paths,
+    including observations."""
     episode: Episode | None = None
     """The episode, without its earlier paths; None for a single-turn task."""
     turns: tuple[Message, ...] = ()
-    """Turns and observations of an episode. `response` is their text, and `answer` that of the last turn."""
+    """Turns and observations of an episode. `response` is their text, and `answer` is the answer in the last turn."""
 
 
 class CallValue(msgspec.Struct, frozen=True, tag="Value"):

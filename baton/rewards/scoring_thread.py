@@ -52,7 +52,6 @@ class ScoringThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine in the thread's event loop."""
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:

@@ -22,7 +22,7 @@ class AnswerSettings(Settings):
     format: AnswerFormat = "tags"
     """`tags`, `boxed`, `last_line`, `last_number`, `letter` or `regex`; see docs/tasks.md."""
     pattern: str = ""
-    """Regular expression for format = "regex". The answer is the first group of its last match. It is matched without a
+    """Regular expression for format = "regex". The answer is the first group of its last match. Matching has no
     deadline, so avoid nested repetitions such as `(a+)+`."""
     instruct: bool = True
     """True: prompts begin with a system message that asks for the format. No message exists for `regex`."""

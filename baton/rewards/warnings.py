@@ -87,8 +87,8 @@ def have_equal_rewards(groups: Sequence[Group]) -> bool:
 
 
 def nothing_to_learn(steps: int, groups: Sequence[Group]) -> str:
-    """Return a sentence that rewards have been equal for this number of steps, and the likely reason, found in the last
-    groups."""
+    """Return a sentence which says that rewards have been equal for this number of steps, with the likely reason found
+    in the last groups."""
     members = _scored(groups)
     return (
         f"for {steps} steps all responses to a prompt have had the same reward ({_values(members)}), so they give no "

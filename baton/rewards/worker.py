@@ -2,7 +2,7 @@
 
 The process and its children end when the run ends, even if a scorer hangs (`isolation.py`). Ctrl-C in the terminal
 reaches only the run. Calls execute in a temporary directory that is deleted with the process; modules are imported from
-the run's directory. Synchronous functions run in the main thread, one at a time. Asynchronous functions share the event
+the run's directory. Synchronous functions run one at a time in the main thread; asynchronous functions share the event
 loop.
 """
 
@@ -80,7 +80,6 @@ async def _answer(scorer: LoadedScorer, request: protocol.ScoreRequest, outbox: 
 
 
 def _load(spec: protocol.Spec) -> LoadedScorer:
-    """Import the scorer of a spec."""
     if isinstance(spec, protocol.FunctionSpec):
         function = import_function(spec.path)
         return lambda calls: call_function(function, spec.signature, calls)

@@ -78,7 +78,6 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
-        """Names of the GPU types, in order of appearance."""
         return tuple(dict.fromkeys(node.gpu.name for node in self.nodes))
 
     def count(self) -> dict[str, int]:
@@ -152,7 +151,7 @@ class LinkSettings(Settings):
     latency_us: float = Field(default=20.0, ge=0)
     """Latency of one message between two machines, microseconds."""
     between: tuple[BetweenSettings, ...] = ()
-    """Bandwidth of single pairs, which replaces the values above."""
+    """Bandwidths of single pairs, which override the values above."""
 
 
 class ClusterSettings(Settings):

@@ -16,7 +16,7 @@ WITHOUT_GATE = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon"
 BIASED = {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
 """Model types with a bias in every linear layer and in the norms."""
 QKV_BIASED = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"}
-"""Model types with a bias in the query, key and value projections, which the config may not mention."""
+"""Model types with a bias in the query, key and value projections, even if the config does not mention it."""
 HEAD_NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "qwen3_next"}
 """Model types with a norm for the queries and keys of each head."""
 FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
@@ -88,7 +88,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def head_flops_per_token(self) -> float:
-        """Forward FLOPs of the output head."""
         return 2.0 * self.embedding_params
 
     @property

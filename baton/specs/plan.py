@@ -110,12 +110,12 @@ class Bound(msgspec.Struct, frozen=True):
     gap: float
     """Step time of the plan divided by the bound, minus 1."""
     is_proven: bool
-    """Whether the gap is below PROVEN, so that the plan is optimal in the search space."""
+    """Whether the gap is below PROVEN, which proves the plan optimal in the search space."""
     note: str = ""
 
     @classmethod
     def of(cls, step_s: float, least_s: float, note: str = "") -> Bound:
-        """Return the bound of a plan with step time `step_s`, if no plan is faster than `least_s`."""
+        """Return the bound of a plan with step time `step_s`. `least_s`: lower bound on the step time of all plans."""
         gap = max(0.0, step_s / least_s - 1)
         return cls(least_s, gap, gap < PROVEN, note)
 
@@ -133,7 +133,7 @@ class PlannedWork(msgspec.Struct, frozen=True):
     mean_output_tokens: float
     longest_output_tokens: float
     max_output_tokens: int
-    """Tokens at which responses are cut; 0 if the workload does not say."""
+    """Tokens at which responses are cut; 0 if unknown."""
     engine_context_tokens: int
     updates: int
     """Optimiser updates per train step."""
@@ -176,12 +176,10 @@ class Plan(msgspec.Struct, frozen=True):
     work: PlannedWork | None = None
     """None in a plan that was written by hand or by an earlier version."""
     trainer: Trainer = "baton"
-    """The trainer for which the plan was made."""
     format: int = FORMAT
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained tokens per second."""
         return self.tokens_per_step / self.breakdown.step_s
 
     @property

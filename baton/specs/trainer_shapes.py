@@ -1,21 +1,21 @@
-"""The parallel shapes that Baton's trainer has: one rule for its settings, the planner and the launcher."""
+"""The parallel shapes that Baton's trainer supports. Its settings, the planner and the launcher use these rules."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Trainer = Literal["baton", "idealised"]
-"""Baton's trainer, or that of AReaL-Hex: any TP and data parallelism on each stage, without FSDP. No command carries
-out plans for the latter."""
+"""`baton`: Baton's trainer. `idealised`: the trainer of AReaL-Hex, with any tensor and data parallelism on each stage,
+and without FSDP. No command executes plans for it."""
 
 
 def can_train(num_stages: int, tensor_parallel: int, *, has_critic: bool = False) -> bool:
-    """Return whether the trainer has this shape: pipeline stages were tested neither with tensor parallelism nor with
-    a critic. All stages have the same number of ranks."""
+    """Return whether the trainer supports this shape. Pipeline stages were not tested with tensor parallelism or a
+    critic. All stages have the same number of ranks."""
     return num_stages == 1 or (tensor_parallel == 1 and not has_critic)
 
 
 def can_split(tensor_parallel: int, *counts: float) -> bool:
-    """Return whether so many ranks can split the products of a block. `counts`: its query heads, key/value heads and
-    columns of its MLP."""
+    """Return whether `tensor_parallel` ranks can split the products of a block. `counts`: numbers of its query heads,
+    key/value heads and MLP columns."""
     return not any(count % tensor_parallel for count in counts)

@@ -89,13 +89,10 @@ class Workload(msgspec.Struct, frozen=True):
     prompt: Lengths
     output: Lengths
     max_staleness: int = 8
-    """Maximum staleness of a trained token. With 0, generation and training alternate."""
     epochs: int = 1
     minibatches: int = 1
     trained_share: float = 1.0
-    """Share of trajectories with a nonzero advantage."""
     forwards_all: bool = True
-    """Run a forward pass for trajectories whose advantage is zero, too."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False
@@ -103,9 +100,8 @@ class Workload(msgspec.Struct, frozen=True):
     shard_gradients: bool = False
     """Whether gradients are sharded after each microbatch, so that no rank holds all of them."""
     microbatch_tokens: int = 0
-    """Tokens that a microbatch may have, if that is more than those of the longest trajectory."""
+    """Maximum number of tokens of a microbatch. A longer trajectory is a microbatch alone."""
     trainer: Trainer = "baton"
-    """The trainer that computes the step."""
     reward_latency_s: float = 0.0
     reward_concurrency: int = 1024
     shared_prefill: bool = True

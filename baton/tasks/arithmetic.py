@@ -46,7 +46,6 @@ class _Sizes(Settings):
         return self
 
     def sizes(self, dice: random.Random) -> tuple[int, int]:
-        """Return the number of terms and of digits."""
         return dice.randint(self.min_terms, self.max_terms), dice.randint(self.min_digits, self.max_digits)
 
 
@@ -111,7 +110,8 @@ class BasicArithmetic(_Sizes):
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:
-        """Return the parts of a random expression: some of the terms as the first operand, an operator, the others."""
+        """Return the parts of a random expression: first operand (some of the terms), operator, second operand (the
+        others)."""
         most = 10**num_digits - 1
         num_left = dice.randint(1, num_terms)
         if num_left > 1 and dice.random() > 0.5:

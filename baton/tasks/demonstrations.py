@@ -1,10 +1,10 @@
 """Generates demonstrations for a supervised warm start: answers to arithmetic prompts, and random play of environments.
 
-A pretrained model starts RL with several styles of answering, some better than others. The demonstrations teach a model
-with random weights three styles: two that reason before the answer, and one that does not reason. Some demonstrations
+A pretrained model starts RL with several styles of answering, some better than others. The demonstrations teach a
+randomly initialised model three styles: two that reason before the answer, and one that does not. Some demonstrations
 of each style have a wrong answer. RL then learns which style earns more reward.
 
-Episodes of environments consist of random actions. They show the format and how the environment responds, but no
+Episodes of environments consist of random actions. They show the format and the environment's responses, but no
 solutions.
 """
 

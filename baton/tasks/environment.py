@@ -99,8 +99,8 @@ class EnvironmentTask:
         raise AssertionError("an environment gives its own rewards")
 
     def random_episode(self, metadata: Mapping[str, Any], dice: random.Random) -> Iterator[str]:
-        """Play random actions from the problem's first observation to the end of the episode; yield the actions and the
-        observations that follow them, alternately. The last text is an action.
+        """Play random actions until the episode ends; yield actions and the observations that follow them, alternately.
+        The last text is an action.
 
         Raises UserError if the environment does not ship with Baton, or has no random actions.
         """

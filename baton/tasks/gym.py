@@ -98,11 +98,11 @@ class GymTask:
         )
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Add the problem's reasoning-gym entry to the metadata, because generating the entry again can take longer
-        than scoring.
+        """Add the problem's reasoning-gym entry to the metadata, because generating it again can take longer than
+        scoring.
 
-        The entry is stored as a Python literal, which keeps tuples; JSON would not. An entry that has no literal is
-        left out, and `score` generates it again.
+        The entry is stored as a Python literal, which keeps tuples, unlike JSON. An entry without a literal is left
+        out, and `score` generates it again.
         """
         entry = self._literal(metadata["gym_seed"], metadata["gym_index"])
         return metadata if entry is None else {**metadata, "entry": entry}

@@ -1,9 +1,8 @@
 """Filters answers for the reasoning-gym scorers that evaluate an answer as Python.
 
 Some scorers pass the answer to `eval`, or to sympy's `parse_expr`, which calls `eval`. An answer such as
-`__import__('os').system(…)` would then be executed, and the evaluation of `9**9**9**9` would not return. Answers are
-untrusted, because the policy writes them. The filter therefore admits only the plain form that the task asks for. Every
-other answer scores 0.
+`__import__('os').system(…)` would be executed, and `9**9**9**9` would not return. Answers are untrusted, because the
+policy writes them. The filter admits only the plain form that the task asks for; every other answer scores 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures the prompts of a recipe's tasks before generation starts, so that the run skips prompts that are too long.
 
-Of a file, it tokenises only the rows that may be too long, longest first. For a generated task, it tokenises a sample.
+For a file, it tokenises only the rows that may be too long, longest first. For a generated task, it tokenises a sample.
 A long prompt that this check misses is skipped when it is drawn.
 """
 

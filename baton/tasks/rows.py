@@ -1,8 +1,8 @@
 """Reads the rows of a JSONL file, a parquet file or a Hugging Face dataset, with locations for error messages.
 
 A dataset on the hub is read with the library `datasets`, so its cache, offline mode (HF_HUB_OFFLINE) and token
-(HF_TOKEN, or `hf auth login`) apply. Without the network, a dataset is read from the cache of `datasets`, or from the
-snapshot that `hf download --repo-type dataset` stored in the hub cache.
+(HF_TOKEN, or `hf auth login`) apply. Without network, it is read from the cache of `datasets`, or from the snapshot
+that `hf download --repo-type dataset` stored in the hub cache.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def read_rows(what: str, path: str, split: str = "train", config: str | None = N
     """Return (location, row) of every row. A location is `path, line 3` or `path, row 3`, counted from 1.
 
     path: a JSONL file, a parquet file, a directory written by `save_to_disk` of Hugging Face datasets, or the name of a
-    dataset on the hub, with `@revision` if it is not the newest. Values are plain JSON values. Raises UserError if the
-    path cannot be read or has no rows, if a line is not a JSON object, or if the split or a package is missing. The
-    error message begins with `what`.
+    dataset on the hub, with `@revision` if it is not the newest. Values are plain JSON values. Raises UserError, which
+    begins with `what`, if the path cannot be read or has no rows, if a line is not a JSON object, or if the split or a
+    package is missing.
     """
     source = Path(path)
     if is_hub_name(path):

@@ -190,7 +190,6 @@ class EvalTaskSettings(ProblemSettings):
 
     @property
     def uses_all(self) -> bool:
-        """True if every row is a test problem."""
         return self.held_out == "all" and self.path is not None
 
 
@@ -219,7 +218,6 @@ class TaskMixture:
             )
         opened = {s.name: s.build(environments, tool_format) for s in every}
         self.tasks: dict[str, Task] = {s.name: opened[s.name] for s in settings}
-        """Tasks of the training stream."""
         self.tests: dict[str, Task] = {s.name: opened[s.name] for s in tests}
         """Test sets. Without test sets, evaluations use the held-out problems of `tasks`."""
         self.weights = [s.weight for s in settings]
@@ -256,7 +254,8 @@ class TaskMixture:
             task.close()
 
     def stop_draws(self, check: Callable[[], None]) -> None:
-        """Call `check` about once a second while a problem is drawn from an environment; it raises to end the draw."""
+        """Call `check` about once a second while a problem is drawn from an environment. An error that it raises ends
+        the draw."""
         for task in self._environment_tasks():
             task.check_stop = check
 
@@ -290,11 +289,10 @@ class TaskMixture:
     def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
-        If there are test sets, return the prompts of these instead. `num_prompts` is then the number of prompts of a
-        test set that does not have its own number; without `or_fewer`, it is the maximum of each test set.
+        If there are test sets, return their prompts instead. `num_prompts` is then the number of prompts of a test set
+        without a number of its own; without `or_fewer`, it is the maximum of each test set.
 
-        Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, raises it
-        only if a task has no held-out problem.
+        Raises TaskExhausted if a task has fewer distinct held-out problems than its share, or, with `or_fewer`, none.
         """
         prompts: list[Prompt] = []
         if self.tests:

@@ -2,8 +2,8 @@
 
 To add an estimator, write a function with `Estimator`'s signature and list it in `ESTIMATORS`. An estimator receives
 all outcomes of a batch. Groups are identified by id, not by position.
-Shapes: P policy tokens of one episode, over all its paths in order; T turns of it. Tokens of the environment are not
-actions and are excluded.
+Shapes: P policy tokens of one episode, over all its paths in order; T turns of the episode. Tokens of the environment
+are not actions and are excluded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Turns:
     """The turns of an episode, for rewards by turn."""
 
     num_tokens: tuple[int, ...]
-    """[T] Policy tokens of each turn, at least 1 each, P in sum."""
+    """[T] Number of policy tokens of each turn, at least 1. Their sum is P."""
     rewards: tuple[float, ...]
     """[T] Reward of each turn, given at its last policy token."""
     discount: float
@@ -44,7 +44,7 @@ class Turns:
 
     @property
     def total(self) -> float:
-        """Discounted sum of the rewards from the first turn on."""
+        """Discounted sum of the rewards of all turns."""
         return math.fsum(self.discount**turn * reward for turn, reward in enumerate(self.rewards))
 
 
@@ -56,7 +56,8 @@ class Outcome:
     name: str
     """group/sample, for messages."""
     reward: float
-    """Reward of the whole episode, or with `turns` the part of it that no turn gave. Given at the last policy token."""
+    """Reward of the whole episode. With `turns`, only the part that belongs to no turn. Given at the last policy
+    token."""
     num_tokens: int
     """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None
@@ -85,7 +86,8 @@ class Outcome:
 
     @property
     def totals(self) -> FloatArray:
-        """[T] Discounted sum of the rewards from the start of each turn on; without `turns` [1] the sum of all."""
+        """[T] Discounted sum of the rewards from the start of each turn to the end. Without `turns`: [1] sum of all
+        rewards."""
         if self.turns is not None:
             found: FloatArray = _discounted(self.rewards, self.discounts)[self.turns.starts]
             return found
@@ -101,14 +103,15 @@ class AdvantageShape:
 
 
 Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
-"""Outcomes → [P] advantages of each, in the same order."""
+"""Outcomes → the advantages [P] of each outcome, in the same order."""
 
 
 def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
-    """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group, std with G − 1 (arXiv 2402.03300, section 4.1.2).
+    """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group; std has divisor G − 1 (arXiv 2402.03300, section 4.1.2).
 
     A group of equal rewards gives exactly zero. With rewards by turn, here and in `group_mean`, R_i are the returns of
-    all turns of the group's episodes. GRPO's process supervision (section 4.1.3) normalises rewards before their sum.
+    all turns of the group's episodes. GRPO's process supervision (section 4.1.3) normalises rewards before it sums
+    them.
     """
     return _within_groups(outcomes, _standardised)
 

@@ -33,8 +33,8 @@ def excessive_mismatch(found: BehaviorDistance[float], settings: TrainerSettings
     ):
         if value > limit:
             return (
-                f"the {key.replace('_', ' ')} of engine and trainer is {value:.3g} {unit}, allowed by "
-                f"trainer.max_{key} is {limit:g}: {CAUSE}, or check that the engine serves the published weights"
+                f"the {key.replace('_', ' ')} of engine and trainer is {value:.3g} {unit}, above the limit "
+                f"trainer.max_{key} = {limit:g}: {CAUSE}, or check that the engine serves the published weights"
             )
     return None
 
@@ -47,7 +47,6 @@ class Alarms:
         self._is_on: set[str] = set()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of one train step."""
         kl_limit, diff_limit = self._settings.max_mismatch_kl[0], self._settings.max_logprob_diff[0]
         checks: dict[str, tuple[Callable[[float], bool], str]] = {
             "policy/mismatch_kl": (

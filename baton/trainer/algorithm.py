@@ -1,6 +1,6 @@
 """The [algorithm] section of a recipe: the objective, and presets named after the algorithms of papers.
 
-A preset is a set of values for the keys below and for some keys of [rollout]; a recipe may override any of them. Needs
+A preset is a set of values for the keys below and for some keys of [rollout]. A recipe may override any of them. Needs
 no torch.
 """
 
@@ -42,7 +42,7 @@ class AlgorithmSettings(Settings):
     """Normalise advantages to mean 0 and standard deviation 1 (divisor N) over the N policy tokens of the batch."""
     aggregation: Aggregation = "sequence_mean"
     """How token losses are combined: `sequence_mean` weights episodes equally (GRPO); `token_mean` weights tokens
-    equally (DAPO); `sequence_sum` sums over the tokens of each episode (RLOO); `length_constant` divides that sum by
+    equally (DAPO); `sequence_sum` sums over the tokens of each episode (RLOO); `length_constant` divides this sum by
     rollout.max_new_tokens (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Lower clip: the ratio of current to anchor probability is clipped at 1 − clip_low. 1 disables it."""
@@ -50,7 +50,7 @@ class AlgorithmSettings(Settings):
     """Upper clip: the ratio is clipped at 1 + clip_high. A value above clip_low (0.28 in DAPO) lets rare tokens gain
     probability faster."""
     num_minibatches: int = Field(default=1, gt=0)
-    """Number of minibatches in a batch (whole groups, in order), with one optimiser update each."""
+    """Number of minibatches in a batch. Each consists of whole groups, in order, and gets one optimiser update."""
     num_epochs: int = Field(default=1, gt=0)
     """Passes of a train step over its batch."""
     correction: CorrectionName = "token_tis"
@@ -65,15 +65,15 @@ class AlgorithmSettings(Settings):
     π_behavior − log π_θ exceeds it. 1e-4 fits engines that agree with the trainer to float32 rounding; bfloat16 engines
     need more."""
     second_moment_limit: float = Field(default=0.04, gt=0)
-    """`second_moment` drops tokens until the mean squared log weight of the remaining ones is at most this."""
+    """`second_moment` drops tokens until the mean squared log weight of the remaining tokens is at most this number."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL divergence to the reference model. With 0 no reference model is loaded."""
     kl_estimator: KlEstimator = "k3"
     """KL estimator: `k1` log ratio, `k2` half its square, `k3` non-negative and at most 10 nats (GRPO). In the loss,
     the gradient of k1 has mean 0."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL divergence to the loss, or subtract it from the reward of each token. In the reward, `group_std`
-    amplifies it in groups of equal rewards, and the run logs a warning."""
+    """Add the KL divergence to the loss, or subtract it from the reward of each token. With `reward`, `group_std`
+    amplifies the divergence in groups of equal rewards, and the run logs a warning."""
     reference: str | None = None
     """Directory of the reference model; by default the model that the run starts from."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -90,8 +90,8 @@ class AlgorithmSettings(Settings):
     value_coef: float = Field(default=0.5, gt=0)
     """Coefficient of a shared critic's value loss in the total loss."""
     value_clip: float = Field(default=0.2, gt=0)
-    """Value clip: a value that moved further than this towards its return since the start of the train step gets no
-    gradient. `inf` disables it."""
+    """Value clip: a value that has moved by more than this number towards its return since the start of the train step
+    gets no gradient. `inf` disables the clip."""
     overlong_frac: float = Field(default=0.0, ge=0, lt=1)
     """Final fraction of rollout.max_new_tokens over which the reward decreases linearly by `overlong_penalty` (DAPO); 0
     disables the penalty."""
@@ -141,7 +141,7 @@ class AlgorithmSettings(Settings):
 
     @property
     def compares_episodes(self) -> bool:
-        """Return whether a ratio or weight is computed of all tokens of an episode, over all its paths."""
+        """Return whether a ratio or weight is computed from all tokens of an episode, over all its paths."""
         return self.objective == "gspo" or self.correction in ("sequence_tis", "opsm")
 
     @property

@@ -14,8 +14,8 @@
         baton/manifest.json                                        size and blake3 of all other files, in a run
 
 A checkpoint is written under a temporary hidden name, flushed to disk and renamed. Unfinished checkpoints and
-directories without `baton/state.json` are not listed. Tensors are written and read one after another: beside its own
-shards, a process holds one tensor.
+directories without `baton/state.json` are not listed. Tensors are written and read one after another, so a process
+holds at most one tensor in addition to its own shards.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def write_state(directory: Path, tokenizer: Any, state: CheckpointState) -> None
 
 
 def _made(path: Path) -> Path:
-    """Return a path after creating its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -143,8 +142,8 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read the optimiser's tensors, written by any number of ranks. Each is sharded like its parameter. A tensor that
-    matches no parameter has its shape only.
+    """Read the optimiser's tensors, written by any number of ranks. Each tensor is sharded like its parameter. A tensor
+    that matches no parameter is not read: the result has its shape, on the meta device.
 
     Raises UserError if the files are missing or damaged.
     """
@@ -156,7 +155,7 @@ def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[s
         for name, shape in stored.shapes.items():
             key, _, parameter = name.partition("/")
             like = parameters.get(parameter)
-            if like is not None and "." in key:  # of 8 bits, which only a trainer without ranks has
+            if like is not None and "." in key:  # 8-bit moments, which only a trainer without ranks has
                 found[name] = stored.whole(name).to(like.device)
             elif like is None or shape not in ((), tuple(like.shape)):
                 found[name] = torch.empty(shape, device="meta")
@@ -240,7 +239,7 @@ def set_aside_checkpoints(root: Path, after_step: int) -> None:
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
-    """Remove checkpoints except the newest `keep_last` and the one of `keep_step`; return the removed paths."""
+    """Remove all checkpoints except the newest `keep_last` and that of `keep_step`. Return the removed paths."""
     assert keep_last >= 1, "a run whose last checkpoint was removed cannot be resumed"
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]

@@ -39,7 +39,6 @@ class CorrectionShape:
     """The parameters of a correction."""
 
     cap: float
-    """Maximum weight."""
     floor: float
     """Minimum weight that `icepop` keeps."""
     delta: float
@@ -57,7 +56,8 @@ def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def bypass(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Use the behavior policy as PPO's old policy. The weights are 1, else the same ratio would apply twice."""
+    """Use the behavior policy as PPO's old policy. The weights are 1, because otherwise the same ratio would apply
+    twice."""
     return _anchor(inputs, inputs.behavior_logprobs, inputs.mask, is_cut=False)
 
 
@@ -75,7 +75,8 @@ def sequence_tis(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def icepop(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Masked importance sampling (IcePop of Ring, arXiv 2510.18855): a weight outside [floor, cap] drops the token."""
+    """Masked importance sampling (IcePop of Ring, arXiv 2510.18855): a token whose weight is outside [floor, cap] is
+    dropped."""
     found = weights(inputs)
     is_dropped = (found < shape.floor) | (found > shape.cap)
     return _anchor(inputs, inputs.proximal_logprobs, torch.where(is_dropped, 0.0, found), is_dropped)
@@ -109,7 +110,7 @@ def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> f
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
-    # On the CPU, because torch has no deterministic running sum on CUDA.
+    # Computed on the CPU, because torch has no deterministic running sum on CUDA.
     squares = squares.cpu()
     means = squares.double().cumsum(0) / torch.arange(1, len(squares) + 1)
     num_kept = int((means <= limit).sum())  # running means of ascending numbers ascend
@@ -184,4 +185,3 @@ CORRECTIONS: Mapping[str, Correction] = {
     "opsm": opsm,
     "second_moment": second_moment,
 }
-"""Value of `algorithm.correction` → function."""

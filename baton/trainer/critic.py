@@ -33,7 +33,7 @@ class Critic(torch.nn.Module):
         self.trunk: PreTrainedModel | None = None
         if is_separate:
             self.trunk = copy.deepcopy(cast(PreTrainedModel, policy.base_model))
-        device = None if policy.device.type == "meta" else policy.device  # the head is in no file of a model
+        device = None if policy.device.type == "meta" else policy.device  # no model file contains the head
         self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)

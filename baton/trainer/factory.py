@@ -22,8 +22,8 @@ from baton.trainer.settings import TrainerSettings
 def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank | None = None) -> LocalTrainer:
     """Load the models and construct a trainer. Raises UserError for a model that cannot be loaded or trained.
 
-    With several ranks, each constructs the models on the meta device and, when they are sharded, reads its shards. The
-    frozen weights below adapters have the dtype in which they compute.
+    Each of several ranks constructs the models on the meta device, shards them and reads its shards. Frozen weights
+    below adapters have the dtype in which they compute.
     """
     settings, algorithm = (
         TrainerSettings.model_validate(setup.trainer),

@@ -1,7 +1,7 @@
 """The forward passes of a train step.
 
-Shapes: B rows of a microbatch, S positions of a padded row (prompt and response), K = S − first positions from the
-first one that may hold a response token, T tokens of all rows without padding, N of them by the policy.
+Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − first positions, from the
+first that may hold a response token; T tokens of all rows without padding; N tokens of these that the policy wrote.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from baton.trainer.settings import TrainerSettings
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """The tokens of a microbatch: what a forward pass needs of it. Rows are padded on the right."""
+    """The tokens of a microbatch, as a forward pass needs them. Rows are padded on the right."""
 
     input_ids: torch.Tensor
     """[B, S] int64"""
@@ -38,7 +38,7 @@ class ModelInputs:
     policy_mask: torch.Tensor
     """[B, K] bool: True at tokens that the policy wrote, trained or not."""
     policy_places: torch.Tensor
-    """[N] indices of these tokens among all B · K."""
+    """[N] indices of the policy's tokens among all B · K."""
     prompt_lengths: tuple[int, ...]
     """Number of prompt tokens of each row, without the empty rows at the end."""
     lengths: tuple[int, ...]
@@ -54,12 +54,12 @@ class ModelInputs:
 
     @property
     def num_repeated(self) -> int:
-        """Number of prompt tokens that are not computed, because an earlier row has them."""
+        """Number of prompt tokens that are not computed, because an earlier row has the same prompt."""
         firsts = accumulate(self.shares, initial=0)
         return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
-        """Return the experts that the engine reported, the index of each in a pass, and the number of positions.
+        """Return the experts that the engine reported, the position of each in a pass, and the number of positions.
 
         A token's experts belong to the position before it. A padded pass omits the last column.
         """
@@ -73,8 +73,8 @@ class ModelInputs:
         return found, places, start if self.packed is not None else self.input_ids[:, 1:].numel()
 
     def sampling_masks(self, vocabulary: int) -> torch.Tensor | None:
-        """Return the kept ids of each token to score, and −1 after them: int32 [B, K, ids], or [N, ids] in a packed
-        pass; None if no mask is reported. In a padded pass, tokens that the policy did not write have no id.
+        """Return the kept ids of each token to score, padded with −1: int32 [B, K, ids], or [N, ids] in a packed pass;
+        None if no mask is reported. In a padded pass, tokens that the policy did not write have no id.
 
         Raises EngineFault if not all tokens of the policy have a mask.
         """
@@ -94,14 +94,14 @@ class FixedValues:
     """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]."""
 
     proximal_logprobs: torch.Tensor | None
-    """None if the step has one update, whose logprobs then serve as proximal logprobs, or with `bypass`, which needs
-    none. All scores are None before the last pipeline stage."""
+    """None if the step has a single update, because its logprobs serve as proximal logprobs, and with `bypass`, which
+    needs none. All scores are None before the last pipeline stage."""
     reference_logprobs: torch.Tensor | None
     """None without a reference model."""
     values: torch.Tensor | None
     """The critic's values at the start of the step; None without a critic."""
     routing: Routing | None
-    """Experts to replay, which the proximal policy or the engine chose."""
+    """Experts to replay, chosen by the proximal policy or the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,6 @@ class Passes:
     can_share: bool = False
     """True if rows may share their prompt (`trainer.share_prompts`)."""
     parallel: SingleRank = field(default_factory=SingleRank)
-    """The group of ranks."""
 
     @property
     def is_shared(self) -> bool:
@@ -141,7 +140,7 @@ class Passes:
     def scores(
         self, inputs: ModelInputs, model: PreTrainedModel | None = None, *, is_update: bool
     ) -> TokenScores | None:
-        """Score a microbatch's tokens through all stages; None before the last stage, which has the scores."""
+        """Score a microbatch's tokens through all stages. Returns None before the last stage, which has the scores."""
         pipeline = self.parallel.pipeline
         output = self.output(inputs, pipeline.receive(self.hidden_shape(inputs)), model, is_update=is_update)
         if isinstance(output, TokenScores):
@@ -157,9 +156,9 @@ class Passes:
         *,
         is_update: bool,
     ) -> TokenScores | torch.Tensor:
-        """Score a microbatch's tokens: [B, K]. An update includes entropies, a shared critic hidden states.
+        """Score a microbatch's tokens: [B, K]. An update also returns entropies, a shared critic hidden states.
 
-        With several stages, `arrived` is the output of the stage before, and that of a stage before the last are hidden
+        With several stages, `arrived` is the output of the previous stage. A stage before the last returns hidden
         states.
         """
         model = self.model if model is None else model
@@ -203,7 +202,7 @@ class Passes:
 
     @torch.no_grad()
     def fixed_values(self, inputs: ModelInputs) -> FixedValues:
-        """Run the passes of a microbatch that precede the first update."""
+        """Run the passes of a microbatch before the first update."""
         algorithm = self.algorithm
         reference = None
         if self.reference is not None:

@@ -68,10 +68,10 @@ logger = logging.getLogger(__name__)
 class LocalTrainer:
     """Updates a model, or adapters on it, on one device. Implements `Trainer`.
 
-    The trained parameters are float32 master weights; `trainer.dtype` sets autocast, the dtype in which ranks gather
-    parameters, and (in `factory.py`) that of the frozen weights below adapters. The model stays in eval mode,
-    because dropout would make logprobs differ between rollout, proximal pass and update. Only the initialisation of
-    adapters is random, so equal batches give equal bits if torch's kernels are deterministic.
+    The trained parameters are float32 master weights. `trainer.dtype` sets autocast, the dtype in which ranks gather
+    parameters, and (in `factory.py`) the dtype of frozen weights below adapters. The model stays in eval mode, because
+    dropout would make logprobs differ between rollout, proximal pass and update. Only the initialisation of adapters is
+    random, so equal batches give equal bits if torch's kernels are deterministic.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class LocalTrainer:
 
         `temperature`: sampling temperature of the rollout. `total_steps`: train steps of the run, for the learning
         rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: maximum age of a
-        trained token in versions; older tokens are context without gradient; None trains all tokens. `reference`:
-        required by an algorithm with a KL term, except with `lora`, whose default is the model without its adapters.
-        `parallel`: the group of ranks; each rank constructs a trainer from the same models.
+        trained token in versions; older tokens get no gradient; None trains all tokens. `reference`: required by a KL
+        term, except with `lora`, where it defaults to the model without its adapters. `parallel`: the group of ranks;
+        each rank constructs a trainer from the same models.
         """
         if not temperature > 0:
             raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
@@ -125,8 +125,8 @@ class LocalTrainer:
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        # Find the head now: its check runs a forward pass, which must not be recorded or replayed as routing.
-        # Outside autocast only if the parameters are float32: ranks gather them in the compute dtype.
+        # Find the head now: its check runs a forward pass, which must not be recorded or replayed as routing. Ranks
+        # gather parameters in the compute dtype, so the check runs without autocast only if parameters are float32.
         has_rounded = lora is not None or not self._parallel.is_alone
         dtype = torch_dtype(settings.dtype, model.device) if has_rounded else torch.float32
         with compute_in(dtype, model.device):
@@ -145,7 +145,8 @@ class LocalTrainer:
         self._offload = offload_of(self.passes, self.learners)
         self._publish_dtype, self._num_updates = publish_dtype, 0
         self._num_applied = 0
-        """Updates of a step that diverged after them. Their weights are no version; only `restore` replaces them."""
+        """Number of updates that a diverged step applied. No version has the resulting weights; `restore` replaces
+        them."""
         self._alarms = Alarms(algorithm, settings)
 
     @property
@@ -172,15 +173,15 @@ class LocalTrainer:
         self._offload.wake_up()
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step and return its metrics by name; none before the last pipeline stage.
+        """Run one train step and return its metrics by name. Pipeline stages before the last return no metrics.
 
-        Token metrics are means over the trained tokens of all updates whose logprobs were computed; without one, they
-        are absent. `policy/mismatch_kl` and
-        `policy/logprob_diff_*` compare engine and trainer on tokens of the trainer's own version, if the batch has any.
+        Token metrics are means over the trained tokens whose logprobs the updates computed; without such tokens, they
+        are absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens of the
+        trainer's own version, if the batch has any.
 
-        Raises TrainingDiverged before the update that is at fault. After an earlier update of the same step, the
-        trainer can then only `restore` a checkpoint. Raises UserError for a group that is too small for the algorithm;
-        EngineFault for a logprob that is not finite.
+        Raises TrainingDiverged before the update that is at fault. If the step had already applied an update, the
+        trainer can then only `restore` a checkpoint. Raises UserError for a group that is too small for the algorithm,
+        and EngineFault for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
         self._check_not_diverged()
@@ -218,7 +219,7 @@ class LocalTrainer:
         self._version = PolicyVersion(start.lineage, batch.step)
         if not self._parallel.pipeline.is_last:
             return {}
-        # After the updates, because statistics of rewards that are not finite would hide TrainingDiverged.
+        # Computed after the updates, because statistics of rewards that are not finite would hide TrainingDiverged.
         metrics = {
             **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),
@@ -261,7 +262,7 @@ class LocalTrainer:
         return PublishedWeights(self._version, tensors)
 
     def publish_to(self, path: Path) -> PolicyVersion:
-        """Write the tensors that `publish` returns to a file of the first rank, one after another; return the version.
+        """Write the tensors of `publish` one after another to a file of the first rank; return the version.
 
         Collective: all ranks must call it. Raises OSError.
         """
@@ -274,7 +275,6 @@ class LocalTrainer:
         return self._version
 
     def _published(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
-        """Return the tensors to publish, and the dtype of each."""
         tensors = published_tensors(self.model)
         return tensors, published_dtypes(self.model, tensors, self._publish_dtype)
 

@@ -9,7 +9,8 @@ Three policies: the behavior policy sampled the tokens, the proximal policy is t
 and the current policy has the gradient. A correction (`corrections.py`) computes an `Anchor` from behavior and proximal
 logprobs: the denominator of the ratio, and a weight per token.
 
-Normalisation: an objective receives one microbatch of a minibatch, so it takes no mean. Sums are divided by a `divisor`
+Normalisation: an objective receives one microbatch of a minibatch, so it computes no mean. Sums are divided by a
+`divisor`
 that the caller computes over the minibatch of all ranks, so the losses of the microbatches sum to the minibatch's loss.
 The aggregation determines whether a fully masked episode counts in the divisor:
 
@@ -50,10 +51,10 @@ class LossInputs:
     episode_tokens: torch.Tensor | None = None
     """[B] trained tokens of each row's episode, over all its paths; None if each row is a whole episode."""
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Name of an `episode_sum` → [B, 1] its part in the other paths of each row's episode, without gradient; empty if
-    each row is a whole episode."""
+    """Name of an `episode_sum` → [B, 1] part of this sum in the other paths of each row's episode, without gradient.
+    Empty if each row is a whole episode."""
     own_sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of an `episode_sum` → [B, 1] its part in the row, once it was computed."""
+    """Name of an `episode_sum` → [B, 1] part of this sum in the row, after it was computed."""
 
     def episode_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Sum [B, K] over the trained tokens of each row's episode, over all its paths: [B, 1], without gradient."""
@@ -81,7 +82,6 @@ class LossShape:
     clip_high: float
     aggregation: Aggregation
     divisor: float
-    """Divisor of the summed loss, from `divisor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def k3(apart: torch.Tensor) -> torch.Tensor:
 
 def log_ratio(logprobs: torch.Tensor, baseline_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return [B, K] log (π_θ / π_baseline), 0 at masked tokens."""
-    # Masked before any exp: an infinite value at a masked token would give the gradient 0 · ∞ = NaN.
+    # Mask before any exp: an infinite value at a masked token would give the gradient 0 · ∞ = NaN.
     return torch.where(mask, logprobs - baseline_logprobs, 0.0)
 
 
@@ -237,4 +237,3 @@ OBJECTIVES: Mapping[str, Objective] = {
     "cispo": cispo,
     "policy_gradient": policy_gradient,
 }
-"""Value of `algorithm.objective` → function."""

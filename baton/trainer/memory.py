@@ -1,4 +1,4 @@
-"""How a trainer's settings enter the memory law (`cost/memory.py`)."""
+"""Converts a trainer's settings to the input of the memory estimate (`cost/memory.py`)."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def trainer_phases(
     max_kept: int = 0,
     sampled_tokens: float = 0.0,
 ) -> tuple[Phase, ...]:
-    """Return the phases of one rank of a trainer, in a pipeline stage of several.
+    """Return the phases of one rank of a trainer, in pipeline stage `stage`.
 
     `value_bytes`: bytes of a value in linear layers. `published_bytes`: bytes of a published weight. `longest_tokens`:
-    of a trajectory. `batch_tokens`: at most so many in an update. `max_kept`: ids in the sampling mask of each of the
-    `sampled_tokens` of a batch.
+    maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`: maximum number of
+    ids in a sampling mask. `sampled_tokens`: number of tokens of a batch that have a sampling mask.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
@@ -98,7 +98,8 @@ def trainer_phases(
 def logits_on_gpu(
     config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
 ) -> int:
-    """Return how many logits a rank on a GPU computes at a time, without a higher peak. Larger pieces are faster."""
+    """Return how many logits a rank on a GPU can compute at a time without raising its peak. Larger pieces are
+    faster."""
     model = spec_of(config)
     phases = trainer_phases(
         model,

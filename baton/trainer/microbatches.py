@@ -1,8 +1,8 @@
 """Training samples → microbatches: the rows of each forward and backward pass, their tensors and fixed values.
 
-Shapes: B rows of a microbatch, S positions of a padded row (prompt and response), K = S − first positions from the
-first one that may hold a response token, L tokens of one trajectory after its prompt, P of them by the policy. A row is
-one path of an episode. The paths of an episode may be in different microbatches and on different ranks.
+Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − first positions, from the
+first that may hold a response token; L tokens of one trajectory after its prompt; P tokens of these that the policy
+wrote. A row is one path of an episode. The paths of an episode may be in different microbatches and on different ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PASS_TOKENS = 64
 """Fixed cost of a forward and backward pass, as a number of tokens."""
 
 ROW_TOKENS = 4
-"""Cost of a row in a pass over shared prompts, as a number of tokens: its own kernel calls. Measured for the model of
-0.83 M parameters; larger models need less."""
+"""Cost of a row in a pass over shared prompts, as a number of tokens, because each row has its own kernel calls.
+Measured for the model of 0.83 M parameters; larger models need less."""
 
 COPIED_TOKEN = 0.125
-"""Memory for the copied keys and values of a token of a shared prompt, as a fraction of all activations of a token.
-About 2 of 18 hidden widths in each block of a model of the Llama family."""
+"""Memory for the copied keys and values of a token of a shared prompt, as a fraction of all activations of a token. In
+a model of the Llama family, these are about 2 of 18 hidden widths per block."""
 
 MAX_MASK = 2**26
 """Maximum number of entries of an attention mask [response, prompt and response]: 256 MiB in float32. Longer responses
@@ -126,7 +126,6 @@ class PreparedMicroBatch:
     """A microbatch with everything that stays fixed during the step's updates."""
 
     micro: MicroBatch
-    """The microbatch, including its advantages."""
     fixed: FixedValues
     returns: torch.Tensor | None = None
     """[B, K] targets of the critic: advantages before normalisation + values; None without a critic."""
@@ -139,11 +138,12 @@ class MiniBatch:
     microbatches: tuple[MicroBatch, ...]
     """Microbatches of this rank; microbatches with gradient come first."""
     num_episodes: int
-    """Number of episodes over all ranks, including episodes without a trained token, even if no microbatch has them."""
+    """Number of episodes over all ranks, including episodes without a trained token, even if no microbatch contains
+    them."""
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
-    """Rows with trained tokens, of all ranks, in the order of the batch, including rows that no microbatch has."""
+    """Rows of all ranks with trained tokens, in the order of the batch, including rows that no microbatch contains."""
 
 
 def cut(
@@ -161,15 +161,15 @@ def cut(
 ) -> MiniBatch:
     """Cut the rows of one update into this rank's microbatches.
 
-    All ranks run their passes together, so all get the same number of microbatches with and without gradient; idle
+    All ranks run their passes together, so all get equally many microbatches with gradient and without; idle
     microbatches fill the difference.
 
-    `is_flat`: the loss has no gradient at advantage 0, so rows with zero advantages get microbatches that run forward
-    only, or with `skips_flat` none if the whole episode has no advantage. They still count in the divisors. A loss with
-    a KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a
+    `is_flat`: the loss has no gradient at advantage 0, so microbatches of rows with zero advantages run forward only.
+    With `skips_flat`, rows of an episode without advantage get no microbatch. All these rows still count in the
+    divisors. A loss with a KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a
     trained token, because their logprobs or values affect the advantages of other rows. `multiples`: round rows and
-    width of a microbatch up to these. `is_packed`: the budget counts tokens without padding. `shares_prompts`: rows of
-    the same prompt share it where this costs less; the budget counts a shared prompt once. Requires a single rank.
+    width of a microbatch up to multiples of these. `is_packed`: the budget counts tokens without padding.
+    `shares_prompts`: rows share their prompt if this costs less, and the budget counts it once. Requires a single rank.
     """
     assert share.size == 1 or not shares_prompts
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
@@ -205,8 +205,8 @@ def under_budget(
 ) -> list[list[TrainingSample]]:
     """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (rows × the longest).
 
-    Dynamic programming over the sorted rows minimises padded tokens plus `PASS_TOKENS` per chunk. A row longer than the
-    budget forms a chunk alone. Rows of equal length keep their order. Rounding up to `multiples` counts as padding.
+    Dynamic programming over the sorted rows minimises padded tokens, including rounding up to `multiples`, plus
+    `PASS_TOKENS` per chunk. A row longer than the budget forms a chunk alone. Rows of equal length keep their order.
     """
     # Longest first, so that a run that lacks memory fails in its first pass.
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
@@ -234,7 +234,7 @@ def first_fit(
     """Cut rows into chunks of at most `max_tokens` unpadded tokens by first-fit decreasing bin packing.
 
     The number of chunks is at most 11/9 of the optimum plus one. A row longer than the budget forms a chunk alone.
-    `shares_prompts`: rows with the same prompt stay together, longest first. The prompt's tokens count once, and as
+    `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts once, plus
     `COPIED_TOKEN` for each further row. Rows that exceed the budget are cut into parts; each part computes the prompt.
     """
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
@@ -254,8 +254,8 @@ def first_fit(
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
     """Put blocks of rows, each with its size, into the first chunk that has room.
 
-    A binary tree over the chunks has in each node the most room of any chunk below it, so the first chunk with room is
-    found in logarithmic time.
+    Each node of a binary tree over the chunks has the most room of any chunk below the node. The tree finds the first
+    chunk with room in logarithmic time.
     """
     chunks: list[list[TrainingSample]] = [[] for _ in blocks]
     leaves = 1 << max(0, len(blocks) - 1).bit_length()
@@ -330,8 +330,8 @@ def pad(
 ) -> MicroBatch:
     """Return a microbatch of rows padded on the right, with columns and empty rows added up to `multiples`.
 
-    `is_packed`: forward passes concatenate the rows. `shares_prompts`: they do, and consecutive rows with the same
-    prompt share it.
+    `is_packed`: forward passes concatenate the rows. `shares_prompts`: they concatenate the rows, and consecutive rows
+    with the same prompt share it.
     """
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
@@ -460,7 +460,7 @@ def sums_elsewhere(
 ) -> list[dict[str, torch.Tensor]]:
     """Return for each microbatch the sums of `own` over the other paths of each row's episode, on any rank: [B, 1].
 
-    `rows`: those of all ranks. `own`: for each microbatch of this rank, the sums of its rows by name, [B, 1].
+    `rows`: the rows of all ranks. `own`: for each microbatch of this rank, the sums of its rows by name, [B, 1].
     """
     names = sorted(own[0])
     column = {row.key: place for place, row in enumerate(rows)}

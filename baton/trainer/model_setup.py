@@ -75,8 +75,8 @@ def fit_attention(
 def fit_sharing(
     model: PreTrainedModel, trunk: PreTrainedModel | None, reference: PreTrainedModel | None, settings: TrainerSettings
 ) -> bool:
-    """Set the models' attention for shared prompts if configured, and return whether it is. Raises UserError if a model
-    does not score responses to a shared prompt like separate trajectories."""
+    """If configured, set the models' attention for shared prompts; return whether it is configured. Raises UserError if
+    a model does not score responses to a shared prompt like separate trajectories."""
     if not settings.share_prompts:
         return False
     for each in (model, trunk, reference):
@@ -99,7 +99,7 @@ def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic 
 
 
 def check_critic(head: Head | None, model: PreTrainedModel, algorithm: AlgorithmSettings) -> None:
-    """Raise UserError if the policy cannot have a value head, because `head`, its own, is not known."""
+    """Raise UserError if the policy cannot have a value head: `find_head` does not support its own `head` (None)."""
     if algorithm.advantage == "gae" and algorithm.critic == "shared" and head is None:
         raise UserError(
             f"algorithm.critic: got 'shared', but {type(model).__name__} does not compute its logits from its last "

@@ -16,7 +16,7 @@ from baton.trainer.settings import Decay, OptimizerName
 def learning_rate(
     step: int, *, lr: float, warmup_steps: int, decay: Decay, total_steps: int, min_lr_frac: float
 ) -> float:
-    """Return the learning rate of train step `step` (from 1) of `total_steps`, the same for all its updates.
+    """Return the learning rate of all updates of train step `step` (counted from 1) of `total_steps`.
 
     The warm-up is linear and reaches `lr` at step `warmup_steps`; no step has rate 0. Afterwards the rate decays from
     `lr` and would reach `lr × min_lr_frac` at step `total_steps + 1`.
@@ -74,8 +74,8 @@ def clip_gradients(
 ) -> float:
     """Scale gradients down to the Euclidean norm `max_norm` over all shards; return the norm before scaling.
 
-    `total_norm` returns the norm over all stages, each of which leaves out those in `repeated`. Collective if the
-    gradients are sharded.
+    `total_norm` returns the norm over all stages. A stage does not count its parameters in `repeated`. Collective if
+    the gradients are sharded.
     """
     counted = by_mesh(p.grad for name, p in parameters.items() if p.grad is not None and name not in repeated)
     norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in counted]
@@ -118,7 +118,7 @@ def load_optimizer_tensors(
 ) -> None:
     """Load state returned by `optimizer_tensors`. Parameters that `tensors` does not name get no state.
 
-    The optimiser uses the tensors of matching device and dtype themselves, and later changes them.
+    The optimiser keeps tensors that have the right device and dtype, without a copy, and later changes them.
 
     Raises UserError for a tensor whose parameter is missing from this model or has another shape, and for moments of
     another optimiser.

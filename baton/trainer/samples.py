@@ -1,8 +1,8 @@
 """Batch → training samples, and metrics that need no model. The only module of the trainer that reads groups.
 
-A sample is one path of an episode; in a single-turn task, an episode has one path. Numbers of a whole episode, such as
-its reward, are computed here, because its paths may be in different microbatches and on different ranks. Shapes: L
-tokens of one path after its prompt, P of them written by the policy.
+A sample is one path of an episode; a single-turn episode has one path. Numbers of a whole episode, such as its reward,
+are computed here, because its paths may be in different microbatches and on different ranks. Shapes: L tokens of one
+path after its prompt, P of which the policy wrote.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class TrainingSample:
     token_ids: Sequence[int]
     """[prompt + L]"""
     prompt_length: int
-    """Number of prompt tokens."""
     is_policy: Sequence[int]
     """[L] 1 if the policy wrote the token, otherwise 0."""
     is_trained: Sequence[int]
@@ -127,11 +126,11 @@ def training_samples(
 ) -> list[TrainingSample]:
     """Return one sample per path of each episode that contributes to the loss, in the order of the batch.
 
-    Each token is trained at most once, in the path where the policy sampled it: later paths have it in their prompt.
-    A token of a version below `oldest`, and every token of an episode that `overlong_filter` excludes, is context
-    without gradient; an episode of such tokens still counts in the loss divisor. An episode without a reward, or in a
-    group with too few scored episodes for the algorithm, has no sample and does not count. `longest` is the maximum
-    length of an episode in policy tokens. Raises EngineFault for a logprob that is not finite.
+    Each token is trained at most once, in the path where the policy sampled it, although later prompts contain it too.
+    Tokens get no gradient if their version is below `oldest`, or if `overlong_filter` excludes their episode; an
+    episode without gradient still counts in the loss divisor. An episode has no sample and does not count if it has no
+    reward, or if its group has too few scored episodes for the algorithm. `longest`: maximum length of an episode in
+    policy tokens. Raises EngineFault for a logprob that is not finite.
     """
     return [
         sample
@@ -144,7 +143,6 @@ def training_samples(
 
 
 def _episode(member: ScoredTrajectory, algorithm: AlgorithmSettings, oldest: int, longest: int) -> list[TrainingSample]:
-    """Return a sample for each path of an episode."""
     is_filtered = algorithm.overlong_filter and member.trajectory.finish_reason is FinishReason.LENGTH
     turns = _turns(member) if algorithm.turn_rewards else None
     penalty = overlong_penalty(member.num_policy_tokens, longest, algorithm.overlong_frac, algorithm.overlong_penalty)
@@ -160,7 +158,7 @@ def _episode(member: ScoredTrajectory, algorithm: AlgorithmSettings, oldest: int
 def _turns(member: ScoredTrajectory) -> Turns | None:
     """Return the turns of an episode with their rewards; None for a single-turn task.
 
-    Tokens after the last exchange are a turn that the environment did not see. Its reward is 0.
+    Tokens after the last exchange form a turn with reward 0, because the environment did not receive them.
     """
     if member.episode is None:
         return None
@@ -261,10 +259,10 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a batch that need no model: rewards, lengths, and staleness of its `samples`.
 
-    Rewards and accuracy are means over scored episodes; they are absent if no episode is scored. `reward/std` has
-    divisor N. `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored
-    members. `judge/groups_lost` counts groups with too few scored members for training. Lengths count the policy tokens
-    of an episode. `longest` is the maximum length.
+    Rewards and accuracy are means over scored episodes, absent if there are none. `reward/std` has divisor N.
+    `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored members.
+    `judge/groups_lost` counts groups with too few scored members for training. Lengths count the policy tokens of an
+    episode; `longest` is the maximum.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]
@@ -302,9 +300,9 @@ def batch_metrics(
 def staleness_metrics(samples: Sequence[TrainingSample], *, version: int) -> dict[str, float]:
     """Return metrics of token staleness relative to the trainer's `version`, and counts of trained and masked tokens.
 
-    `staleness/mean` and `/max` are over trained tokens. `stale_frac` is the fraction of tokens that are trained but
-    older than the trainer's version; `masked_frac` is the fraction that is too old to be trained. Episodes that
-    `overlong_filter` excludes count only in `tokens/filtered`.
+    `staleness/mean` and `/max` are over trained tokens. `stale_frac` is the fraction of tokens that are older than the
+    trainer's version and trained; `masked_frac` is the fraction too old to be trained. Episodes that `overlong_filter`
+    excludes count only in `tokens/filtered`.
     """
     kept = [sample for sample in samples if not sample.is_filtered]
     ages = [

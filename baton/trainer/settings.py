@@ -39,13 +39,13 @@ class TrainerSettings(Settings):
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
     Master weights are always float32. Matrix products in float32 use TF32 on CUDA."""
     compile: bool = False
-    """Compile the model's blocks with torch; packed rows, too. On a CPU, steps are about a third faster (half in
-    bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler. The compiled kernels depend on
-    the first batches, so a resumed run may differ in the last bits."""
+    """Compile the model's blocks with torch, also for packed rows. On a CPU, steps are about a third faster (about half
+    in bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler. The compiled kernels depend
+    on the first batches, so a resumed run may differ in the last bits."""
     max_mismatch_kl: tuple[float, float] = (0.01, 0.5)
-    """KL divergence between engine and trainer at equal weights, in nats per token, above which the run warns, and
-    above which a step ends with an error before its next update. Typical values: 1e-9 in float32 on a CPU, 1e-4 to
-    1e-3 in bfloat16. `inf` disables either."""
+    """Two limits of the KL divergence between engine and trainer at equal weights, in nats per token. Above the first
+    limit, the run warns. Above the second, a step ends with an error before its next update. Typical values: 1e-9 in
+    float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
     """The same two limits for the largest difference of a token's log-probability between engine and trainer, in
     nats."""
@@ -56,15 +56,16 @@ class TrainerSettings(Settings):
     """Concatenate trajectories without padding instead of sorting them by length and padding them. `auto` packs on CUDA
     only."""
     share_prompts: bool = False
-    """Compute the prompt of a group once for all its trajectories in a microbatch, in each minibatch in which this
+    """Compute the prompt of a group once for all its trajectories in a microbatch. Applies to minibatches in which this
     costs less by number of tokens. The update changes by rounding only. Requires one rank, and no `compile` or
     `moe_replay`."""
     metrics_of_all_tokens: bool = False
     """Also run a forward pass for the trajectories of episodes without advantage, which have no gradient, so that
-    entropy, mismatch and weights are means over all trained tokens. Does not change the update. Losses to which these
-    trajectories contribute compute them in any case."""
+    entropy, mismatch and weights are means over all trained tokens. Does not change the update. A loss to which these
+    trajectories contribute computes them in any case."""
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass. Saves memory, costs about a third more computation."""
+    """Recompute each block's activations in the backward pass. Saves memory and costs about a third more
+    computation."""
 
     moe_replay: Literal["off", "proximal", "engine"] = "off"
     """Routing replay for mixture-of-experts models. `proximal`: the updates of a train step route each token to the
@@ -81,17 +82,17 @@ class TrainerSettings(Settings):
     """Number of ranks that split each matrix product, by the model's own plan. Must divide `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
     """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or the
-    ranks of a stage. Fewer ranks share a copy across a fast network, such as that within a machine, at the price of
-    more memory. Without the key, all ranks share one copy."""
+    ranks of a stage. With fewer ranks, a copy can stay within a fast network, such as that within a machine, but needs
+    more memory per rank. Default: all ranks share one copy."""
     shard_gradients: bool = False
-    """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. Saves memory,
+    """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. Saves memory and
     costs time."""
 
     @field_validator("max_mismatch_kl", "max_logprob_diff")
     @classmethod
     def _ascend(cls, limits: tuple[float, float]) -> tuple[float, float]:
         if not 0 < limits[0] <= limits[1]:
-            raise ValueError("allowed are two numbers above 0: a warning limit, and an error limit of at least as much")
+            raise ValueError("allowed are two numbers above 0: a warning limit, and an error limit that is not lower")
         return limits
 
     @field_validator("betas")
@@ -103,7 +104,6 @@ class TrainerSettings(Settings):
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages."""
         return self.stages if isinstance(self.stages, int) else len(self.stages)
 
     @property
@@ -117,7 +117,7 @@ class TrainerSettings(Settings):
         if min(numbers) < 1 or self.ranks % self.num_stages:
             raise ValueError(
                 f"stages: got {self.stages if isinstance(self.stages, int) else list(self.stages)} with ranks = "
-                f"{self.ranks}; allowed are a divisor of ranks, or a list of as many positive numbers of layers"
+                f"{self.ranks}; allowed are a divisor of ranks, or a list of as many positive layer counts"
             )
         has_shape = can_train(self.num_stages, self.tensor_parallel)
         if not has_shape or (self.num_stages > 1 and self.moe_replay == "engine"):

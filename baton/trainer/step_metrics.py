@@ -22,7 +22,6 @@ class TokenSums(NamedTuple, Generic[Scalar]):
     loss: Scalar
     """The minimised loss, with all its terms."""
     tokens: Scalar
-    """Number of trained tokens."""
     entropy: Scalar
     clipped: Scalar
     """Number of tokens whose ratio the objective clipped."""
@@ -61,7 +60,7 @@ class Totals:
     places: float = 0.0
     """Number of tokens fed to the model, with padding."""
     imbalance: float | None = None
-    """Maximum over mean of the ranks' `places`; None with one rank."""
+    """Largest `places` of a rank, divided by the mean over ranks; None with one rank."""
 
     def add(
         self,
@@ -83,7 +82,6 @@ class Totals:
         return found.loss
 
     def add_values(self, sums: ValueSums[torch.Tensor]) -> None:
-        """Add a critic's sums of one microbatch."""
         self.values = ValueSums(*map(add, self.values, _numbers(sums)))
 
     def add_ranks(self, parallel: SingleRank) -> None:

@@ -127,7 +127,8 @@ class Update:
     ) -> Sequence[Mapping[str, torch.Tensor]]:
         """Return `LossInputs.elsewhere` of each microbatch.
 
-        It is empty, without a pass, unless the algorithm compares whole episodes and an episode has several paths.
+        The result is empty, and no pass runs, unless the algorithm compares whole episodes and an episode has several
+        paths.
         """
         algorithm = self.passes.algorithm
         found: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in prepared]
@@ -173,7 +174,7 @@ class Update:
         assert scores.entropy is not None
         inputs = micro.loss_inputs(scores.logprobs, each.fixed.proximal_logprobs, elsewhere)
         anchor = CORRECTIONS[algorithm.correction](inputs, correction)
-        # Without logprobs from the start of the step, only its first update has the weights of the engine.
+        # Without logprobs from the start of the step, engine and trainer have equal weights only in its first update.
         has_start = each.fixed.proximal_logprobs is not None or not self.totals.grad_norms
         is_current = (micro.policy_versions == self.step - 1) & has_start
         distance = behavior_distance(inputs, is_current)
@@ -229,7 +230,7 @@ class Update:
                     parameter.grad = torch.zeros_like(parameter)  # the optimiser still steps, so its moments decay
             limit = self.passes.settings.max_grad_norm
             norms.append(clip_gradients(learner.parameters, limit, parallel.total_norm, parallel.repeated))
-            if parallel.pipeline.is_last:  # others have the same norm, but not the loss, which tells more
+            if parallel.pipeline.is_last:  # other stages have the same norm, but no loss
                 self._checked(norms[-1], "the gradient's norm", part.rows)
         mismatch = excessive_mismatch(self.totals.distance, self.passes.settings)
         if self.trouble is None and mismatch is not None:

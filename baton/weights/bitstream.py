@@ -4,8 +4,7 @@
     stream   shorter than 16 bytes: the raw bytes
              otherwise: the number of compressed bytes and these bytes, or the number 0 and the raw bytes
 
-The reader knows the length of each stream in advance. A block that claims a longer stream cannot make the reader
-allocate more.
+The reader knows the length of each stream, so a block that claims a longer stream cannot make it allocate more.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ class BitReader:
         return value
 
     def stream(self, size: int) -> Bytes:
-        """Read a stream of `size` bytes."""
         squeezed = 0 if size < _SMALLEST else self.number(size)
         if not squeezed:
             return np.frombuffer(self._take_bytes(size), np.uint8)

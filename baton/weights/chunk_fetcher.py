@@ -36,7 +36,6 @@ class FetchStats:
 
     @property
     def num_bytes(self) -> int:
-        """Total number of bytes that the sources sent."""
         return sum(self.bytes_by_source.values())
 
 
@@ -90,7 +89,6 @@ class ChunkFetcher:
         self._avoided.add(source.name)
 
     def check_deadline(self, waited_for: str) -> None:
-        """Raise DeadlineExceeded if the fetch has passed its deadline."""
         if time.monotonic() > self._deadline:
             said = "; ".join(self.record.faults[-3:]) or "no fault"
             raise DeadlineExceeded(

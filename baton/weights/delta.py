@@ -8,9 +8,8 @@ every dtype.
     full    the elements
 
 The difference of two elements is the difference of their bit patterns as integers, modulo 2^bits. A weight that changed
-to the next representable number of its dtype has the difference ±1. NaN, infinities and -0.0 need no special case. The
-result of decoding depends only on the base and the encoded bytes. The caller verifies the digest of the base before
-decoding, and the digest of the result after decoding.
+to the next representable number has the difference ±1. NaN, infinities and -0.0 need no special case. The result of
+decoding depends only on the base and the encoded bytes. The caller verifies the digests of the base and of the result.
 """
 
 from __future__ import annotations

@@ -81,7 +81,6 @@ class Fetcher:
         `hold`."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
-        """Statistics of the last fetch."""
 
     @property
     def held(self) -> PolicyVersion | None:

@@ -6,9 +6,9 @@ bfloat16 at small learning rates, 1 % of the weights account for a third of all 
 elements are therefore encoded separately for each bucket.
 
 Both sides hold the base, so only the limits of the buckets are sent. Limits are compared with the highest byte of an
-element without its sign; for bfloat16 and float32 this byte is the exponent. The first bucket contains the elements
-below the first limit, the second bucket those between the two limits. Changed elements in no bucket are encoded by
-their positions among all elements.
+element without its sign, which for bfloat16 and float32 is the exponent. The first bucket contains the elements below
+the first limit, the second those between the limits. All other changed elements are encoded by their positions among
+all elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 Words = NDArray[Any]
 
 MAX_BANDS: Final = 2
-"""Maximum number of buckets."""
 _SAMPLED: Final = 2**15
 """Number of sampled elements that give an estimate of the buckets' sizes."""
 _BAND_BITS: Final = 160.0

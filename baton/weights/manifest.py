@@ -65,7 +65,6 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
         return math.prod(self.shape) * WORD_BYTES[self.dtype]
 
 
@@ -145,7 +144,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors in bytes."""
         return sum(entry.num_bytes for entry in self.tensors)
 
 
@@ -244,8 +242,8 @@ def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
         _require(part.word in (1, 2, 4, 8) and part.word <= last_word, f"a part of words of {part.word} bytes")
         is_size = 0 < part.num_bytes <= MAX_PART_BYTES and part.num_bytes % part.word == 0
         _require(is_size, f"a part of {part.num_bytes} bytes")
-        # Incompressible data become longer than the part, because the lengths of the streams are added: far less than
-        # 2^16 bytes.
+        # The encoding of incompressible data is longer than the part, by the lengths of the streams: far less than 2^16
+        # bytes.
         _require(0 <= part.size <= MAX_PART_BYTES + 2**16, f"an encoded part of {part.size} bytes")
         _require(way.base is not None or part.coding == "full", f"a part of coding {part.coding!r} without a base")
         last_word = part.word

@@ -130,8 +130,8 @@ class LocalStorage:
 class RemoteStorage:
     """Stores files in a bucket or on another machine's disk.
 
-    An object store shows only complete files. On other file systems a reader may see part of a file; the reader detects
-    this by the file's digest. Every method raises WeightsFault, which names the URL, when a call times out (`call_s`).
+    An object store shows only complete files. On other file systems a reader may see part of a file, which the file's
+    digest reveals. Every method raises WeightsFault, which names the URL, when a call times out (`call_s`).
     """
 
     def __init__(self, url: str, call_s: float = CALL_S) -> None:

@@ -28,9 +28,9 @@ ALONE = BatchShare()
 def balanced(costs: Sequence[float], count: int) -> list[list[int]]:
     """Assign indices 0 … len(costs) − 1 to `count` parts of about equal cost, each part in ascending order.
 
-    The algorithm assigns the largest cost first, each to the part with the least cost so far, ties to the first part
-    (Graham 1969). No part exceeds the mean by more than (1 − 1/count) of one row. The result depends on the costs
-    alone, so every rank computes the same parts.
+    The largest cost is assigned first, each to the part with the least cost so far, ties to the first part (Graham
+    1969). No part exceeds the mean by more than (1 − 1/count) of one row. The result depends only on the costs, so
+    every rank computes the same parts.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [(0.0, part) for part in range(count)]

@@ -1,7 +1,7 @@
 """The trainer's view of its rank group: collectives, and how models are sharded.
 
-A train step is the same code on one rank and on many. Every rank receives the whole batch and computes the same
-rows, advantages and divisors; then each takes its share of the rows (`balance.py`). Ranks exchange only
+A train step is the same code on one rank and on many. Every rank receives the whole batch, computes the same rows,
+advantages and divisors, and takes its share of the rows (`balance.py`). Ranks exchange only
 
     parameters and gradients    gathered and summed within forward and backward passes (`policy/sharding.py`)
     sums                        per-token values for the advantages, and metrics
@@ -52,7 +52,7 @@ class SingleRank:
     """First rank of this rank's pipeline stage."""
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
-    """Names of parameters that another stage has, too, and counts in its norms and checkpoints."""
+    """Names of parameters that another stage also has and counts in its norms and checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Cut modules to this rank's stage and shard their parameters, in place; move them to the rank's device.
@@ -66,7 +66,7 @@ class SingleRank:
 
     def run(self, module: Any, work: Callable[[Any], Result], arrived: torch.Tensor | None = None) -> Result:
         """Run `work` with a module that was passed to `shard`; `work` returns a tensor or a dataclass of tensors.
-        `arrived`: output of the stage before, for the module's forward pass."""
+        `arrived`: output of the previous stage, for the module's forward pass."""
         return work(module)
 
     def before_backward(self, *, is_last: bool) -> None:
@@ -76,7 +76,7 @@ class SingleRank:
         """Reduce the gradients that the backward passes of an update did not reduce."""
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm over all stages, given that of this stage's gradients."""
+        """Return the norm over all stages, given the norm of this stage's gradients."""
         return norm
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -119,11 +119,11 @@ class RankGroup(SingleRank):
     ) -> None:
         """Create the device mesh over torch's process group.
 
-        `stages`: number of pipeline stages, or the number of layers of each. A stage has consecutive ranks. Of these,
-        `tensor_parallel` consecutive ranks split the matrix products of the same rows; FSDP shards over the other
-        dimension. `shard_size` consecutive ranks share one copy of the stage, by default all; otherwise
-        `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce gradients after
-        each microbatch.
+        `stages`: number of pipeline stages, or the number of layers of each. A stage has consecutive ranks. Within a
+        stage, `tensor_parallel` consecutive ranks split the matrix products of the same rows; FSDP shards over the
+        other dimension. `shard_size` consecutive ranks share one copy of the stage, by default all. With another
+        `shard_size`, `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce
+        gradients after each microbatch.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.rank = dist.get_rank()
@@ -200,8 +200,8 @@ class RankGroup(SingleRank):
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum the gradients of layers that each rank applied only to its own attention heads, and those of a tied
-        embedding over the first and the last stage."""
+        """Sum the gradients of layers that each rank applied only to its own attention heads. Sum the gradients of a
+        tied embedding over the first and the last stage."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
@@ -229,7 +229,7 @@ class RankGroup(SingleRank):
         return found
 
     def sums(self, values: FloatArray) -> FloatArray:
-        # In float64, so that a value that one rank has and the others pass as 0 is returned exactly.
+        # float64 returns a value exactly if one rank has it and the others pass 0.
         found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
         dist.all_reduce(found, group=self._data.get_group())
         return found.cpu().numpy()
@@ -258,7 +258,6 @@ class RankGroup(SingleRank):
         return self._told(text, 0)
 
     def _told(self, text: str, rank: int) -> str:
-        """Broadcast one rank's text."""
         data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
         found = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         dist.broadcast(found, rank)

@@ -1,8 +1,7 @@
 """Trainer ranks as processes of this machine, connected by socket pairs.
 
-The exit of a rank is detected at once. A rank that does not answer, or does not read a message, is detected when the
-timeout expires. In both cases all ranks are ended. No rank survives this process: a rank exits when its socket closes,
-even within a collective.
+The exit of a rank is detected at once; a rank that does not answer or does not read is detected by the timeout. In both
+cases all ranks are ended. No rank survives this process: it exits when its socket closes, even within a collective.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class LocalRanks:
     """Implements `Ranks` with processes of this machine."""
 
     def __init__(self, size: int, *, threads: int = 1) -> None:
-        """Start `size` processes with `threads` torch threads each."""
         self.pids: list[int] = []
         self._size = size
         self._sockets: list[FrameSocket] = []

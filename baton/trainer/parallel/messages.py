@@ -55,7 +55,6 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     interface: str = "lo"
     """Network interface of that address for gloo and NCCL. Empty: gloo and NCCL choose."""
     threads: int = 1
-    """Number of torch threads."""
     device_index: int | None = None
     """Index among the GPUs visible to the process; None means rank modulo the number of GPUs."""
     scratch: str = ""
@@ -187,16 +186,14 @@ class Ranks(Protocol):
     """Transport of requests to all ranks, and of their answers."""
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    def size(self) -> int: ...
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
         """Send a request to all ranks and return their answers in rank order, Faults included.
 
-        After a rank answered with a Fault, the others have `FAULT_GRACE_S` left, because they may wait for this rank in
-        a collective. If a rank exits or does not answer in time, all ranks are ended. Raises RankLost naming that rank,
-        or the error that another rank answered with (`error_of`).
+        After one rank's Fault, the others have `FAULT_GRACE_S` left, because they may wait for this rank in a
+        collective. If a rank exits or does not answer in time, all ranks are ended, and RankLost naming this rank is
+        raised, or the error that another rank answered with (`error_of`).
         """
         ...
 

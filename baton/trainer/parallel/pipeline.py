@@ -1,7 +1,7 @@
 """A pipeline stage: runs the passes of `schedule.py`, and exchanges hidden states and gradients with its neighbours.
 
-All stages have the whole batch and cut the same microbatches from it. A receiver therefore knows the shape of what
-arrives, which differs between microbatches, and a message is the tensor alone.
+All stages have the whole batch and cut the same microbatches from it. A receiver therefore knows the shape of each
+tensor that it receives, so a message contains only the tensor. Shapes differ between microbatches.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Pipeline:
         """Run the passes of microbatches; the first `num_trained` have a backward pass.
 
         `shapes`: shape of the hidden states between two stages for each microbatch. `forward` gets the output of the
-        stage before, None on the first, and returns this stage's, or the loss. `backward` gets what `forward` returned
-        and its gradient, None for the loss.
+        previous stage (None on the first stage), and returns this stage's output, or the loss on the last stage.
+        `backward` gets the result of `forward` and its gradient (None for the loss).
         """
         kept: dict[int, tuple[Tensor | None, Tensor]] = {}
         leaving: Tensor | None = None
@@ -64,16 +64,16 @@ class Pipeline:
                 leaving = None if received is None else received.grad
 
     def receive(self, shape: Shape) -> Tensor | None:
-        """Return the output of the stage before in a forward pass; None on the first."""
+        """Return the output of the previous stage in a forward pass; None on the first stage."""
         return self._exchange(None, None, Pass(0, True), [shape])
 
     def send(self, output: Tensor) -> None:
-        """Send the output of a forward pass to the next stage, unless this is the last."""
+        """Send the output of a forward pass to the next stage. Do nothing on the last stage."""
         self._exchange(output, Pass(0, True), None, ())
 
     @torch.no_grad()
     def add_other_end(self, values: Tensor) -> None:
-        """Add the values of the last stage on the first one, and those of the first on the last."""
+        """Add the last stage's values to those of the first stage, and vice versa."""
         other = torch.empty_like(values)
         rank = self._ranks[0 if self.is_last else -1]
         transfer([dist.P2POp(dist.isend, values, rank), dist.P2POp(dist.irecv, other, rank)])
@@ -82,7 +82,7 @@ class Pipeline:
     def _exchange(
         self, leaving: Tensor | None, done: Pass | None, following: Pass | None, shapes: Sequence[Shape]
     ) -> Tensor | None:
-        """Send the output of a pass and return the input of another; None if it has none."""
+        """Send the output of a pass and return the input of another pass, or None if the other pass has no input."""
         operations, arriving = [], None
         to = None if done is None else done.output_to(self.stage, self.num_stages)
         source = None if following is None else following.input_from(self.stage, self.num_stages)

@@ -15,7 +15,8 @@ from baton.types import Batch, PolicyVersion
 
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT_S = 1800.0
-"""Maximum time of a request to the ranks (start, train step, publication, checkpoint); then all ranks are ended."""
+"""Maximum time of a request to the ranks (start, train step, publication, checkpoint). After it, all ranks are
+ended."""
 
 
 class RankedTrainer:
@@ -68,7 +69,6 @@ class RankedTrainer:
         self._version = self._ask(messages.Restore(str(directory.absolute())), messages.Ready)[0].version
 
     def close(self) -> None:
-        """End the ranks. Idempotent."""
         self._ranks.close()
 
     def _ask(self, message: messages.ToRank, kind: type[Answer]) -> list[Answer]:
@@ -76,7 +76,7 @@ class RankedTrainer:
         error = messages.error_of(dict(enumerate(answers)))
         if error is not None:
             if not (isinstance(error, TrainingDiverged) and all(isinstance(answer, Fault) for answer in answers)):
-                self.close()  # ranks that did not fail together hold different states
+                self.close()  # after a failure of some ranks, the ranks hold different states
             raise error
         found: list[Answer] = [answer for answer in answers if isinstance(answer, kind)]
         assert len(found) == len(answers), f"ranks answered {message.__class__.__name__} with {answers}"

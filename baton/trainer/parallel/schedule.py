@@ -5,9 +5,9 @@
     stage 1       F0 F1       B0 F2       B1 F3    B2       B3
     stage 2          F0    B0 F1       B1 F2    B2 F3    B3
 
-Before each pass, a stage sends the output of the pass before and receives the input of this one, in one exchange of at
-most two messages. No exchange waits for one that waits for it, even if a message is sent only when its receiver waits
-for it: `tests/trainer/test_schedule.py` simulates this.
+Before each pass, a stage sends the output of its previous pass and receives the input of the next one, in one exchange
+of at most two messages. Exchanges do not deadlock, even if a message is sent only when its receiver waits for it:
+`tests/trainer/test_schedule.py` simulates this.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _stage(stage: int, num_stages: int) -> int | None:
 def schedule(stage: int, num_stages: int, num_trained: int, num_scored: int = 0) -> list[Pass]:
     """Return the passes of a stage over microbatches 0 … num_trained − 1, then `num_scored` further forward passes.
 
-    A stage runs ahead by as many forward passes as there are stages after it. At most num_stages − stage microbatches
-    wait for their backward pass.
+    A stage computes one forward pass ahead for each stage after it. At most num_stages − stage microbatches wait for
+    their backward pass.
     """
     ahead = min(num_stages - 1 - stage, num_trained)
     forwards = [Pass(place, True) for place in range(num_trained + num_scored)]

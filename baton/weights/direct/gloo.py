@@ -1,7 +1,7 @@
 """A communicator over gloo between the trainer (rank 0) and the devices of one replica, for tensors in host memory.
 
-It proves Baton's protocol on CPUs, with real processes, sockets and deadlines. On GPUs, the communicators of vLLM's own
-transfer engines take its place.
+It runs Baton's protocol on CPUs, with real processes, sockets and deadlines. On GPUs, the communicators of vLLM's own
+transfer engines replace it.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
                 ▲                               │          │         │
                 └────── after a delay ◀── CloseGroup ◀── Failed, or a deadline has passed
 
-A replica is one engine, on one or more devices. It has a communicator of its own, and each of its phases has a
-deadline, so a replica that is dead, stopped or slow delays no other one. A communicator is never used again after a
-failure: `generation` numbers the communicators, and events of an older one have no effect.
+A replica is one engine, on one or more devices. It has its own communicator, and each of its phases has a deadline, so
+a dead, stopped or slow replica does not delay others. After a failure, a communicator is never used again: `generation`
+numbers the communicators, and events of an older one have no effect.
 
 A replica overwrites its weights in place. From `announce` to the end of `commit` it therefore has no version, and it
 serves nothing. After a failure it serves nothing until it has received a whole version.
@@ -130,17 +130,17 @@ class DirectRules:
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What is known of a replica."""
+    """The state of a replica, as known from its events."""
 
     generation: int
-    """Number of its communicator, or of the one to build next."""
+    """Number of its current communicator, or of the next one to build."""
     phase: Phase | None = None
     """Phase that runs; None if the replica is idle or waits for a new attempt."""
     has: PolicyVersion | None = None
     """The version that the replica serves; None if its weights are not whole."""
     sending: PolicyVersion | None = None
     deadline_s: float | None = None
-    """When the running phase has failed, or when the delay after a failure ends."""
+    """Time at which the running phase counts as failed, or at which the delay after a failure ends."""
     failures: int = 0
     """Number of consecutive failures."""
     last_cause: str = ""

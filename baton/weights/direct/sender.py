@@ -79,13 +79,12 @@ class DirectSender:
         self._is_closed = False
 
     def join(self, replica: str, link: ReplicaLink) -> None:
-        """Add a replica, or one that has started again. It receives the last offered version."""
+        """Add a new or restarted replica. It receives the last offered version."""
         with self._changed:
             self._links[replica] = link
             self._handle(direct.Joined(self._clock(), replica))
 
     def leave(self, replica: str) -> None:
-        """Remove a replica."""
         self._happened(direct.Left(self._clock(), replica))
 
     def offer(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
@@ -97,7 +96,7 @@ class DirectSender:
             self._handle(direct.Offered(self._clock(), version))
 
     def withdraw(self) -> None:
-        """Free the offered version, which all replicas that need it have loaded."""
+        """Free the offered version, after all replicas that need it have loaded it."""
         with self._changed:
             self._versions.clear()
             self._handle(direct.Withdrawn(self._clock()))
@@ -141,7 +140,7 @@ class DirectSender:
             return "" if state is None else state.last_cause
 
     def close(self) -> None:
-        """Close all communicators. May be called twice."""
+        """Close all communicators. Idempotent."""
         with self._changed:
             self._is_closed = True
             if self._timer is not None:

@@ -3,8 +3,8 @@
     tensors ─▶ OutgoingVersion ─▶ bucket 0 │ bucket 1 │ … ─▶ communicator ─▶ IncomingVersion ─▶ the model's own loader
 
 The coordinates are those of a model file: names, shapes and dtypes before an engine fuses, shards or packs the tensors.
-A checksum covers a tensor as it arrives at the loader, on whatever device it is. It finds errors of transport and of
-order, and no forgery: direct transfers are for machines that trust each other.
+A checksum covers a tensor as it arrives at the loader, on any device. It detects errors of transport and order, but no
+forgery: direct transfers are for machines that trust each other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BUCKET_TENSORS: Final = 512
 ABORT: Final = "abort"
 """Key of an update that ends an unfinished transfer."""
 PIECE_WORDS = 2**15
-"""Number of words of which the checksum is computed at once on a CPU. From 2^15 + 1 elements, torch divides an
-operation among its threads, whose wait for each other takes longer than the operation on a busy machine."""
+"""Number of words whose checksum a CPU computes in one operation. From 2^15 + 1 elements, torch divides an operation
+among its threads. On a busy machine, their synchronisation takes longer than the operation."""
 _ODD: Final = 0x9E3779B97F4A7C15 - 2**64
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,8 +33,8 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's words and their order: an int64 scalar on the tensor's device.
 
-    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c, so a change of one word, and an exchange of two different
-    words, always change it.
+    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. A change of one word, or an exchange of two different
+    words, always changes it.
     """
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     size = PIECE_WORDS if tensor.device.type == "cpu" else 512 * PIECE_WORDS
@@ -100,19 +100,18 @@ class IncomingVersion:
         """Index of the next bucket; None outside of a transfer."""
         self._count: int | None = None
         self._expected: dict[str, int] = {}
-        """Name → checksum, of the tensors of the current bucket that the loader has not received."""
+        """Name → checksum of each tensor of the current bucket that the loader has not received."""
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a transfer has begun and not ended."""
+        """Whether a transfer has begun but not ended."""
         return self._next is not None
 
     def begin(self) -> None:
-        """Start a transfer. An unfinished one is forgotten."""
+        """Start a transfer. An unfinished transfer is discarded."""
         self._next, self._count, self._expected = 0, None, {}
 
     def abandon(self) -> None:
-        """End an unfinished transfer."""
         self._next = None
 
     def expect(self, names: Sequence[str], bucket: Mapping[str, Any]) -> None:
