@@ -67,7 +67,7 @@ def test_a_run_has_its_recipe_metrics_samples_and_evaluations(train: Callable[..
     for sample in samples:
         assert sample.parts == {"evenness": sample.reward}
     assert [(e.step, e.task, e.num_prompts) for e in run.evaluations()] == [(0, "data", 2), (2, "data", 2)]
-    with pytest.raises(UserError, match="no trajectories of step 3; recorded are: steps 1 to 2"):
+    with pytest.raises(UserError, match="no trajectories of step 3; recorded: steps 1 to 2"):
         list(run.samples(3))
 
 
@@ -275,6 +275,6 @@ def test_the_command_eval_leaves_out_a_function_of_another_process(
     del PASSED["__main__:own"]
     (result,) = evaluate_model(run.path, None, temperature=0.0)
     assert set(result.parts) == {"format"}
-    assert "left out: own, because only the script that trained defines these functions" in caplog.text
+    assert "rewards left out: own, because only the script that trained defines these functions" in caplog.text
     with pytest.raises(UserError, match=r"a script passed it to baton\.train; define own"):
         run.resume({"run.steps": 2})

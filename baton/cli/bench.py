@@ -32,7 +32,7 @@ def rollout(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare the modes of [rollout] on this machine, with responses of given random lengths."""
+    """Compare the modes of [rollout] on this machine, with random response lengths from a given distribution."""
     from baton.profile.bench_recipe import bench_rollout
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe

@@ -27,8 +27,8 @@ KINDS = get_args(RewardSettings.model_fields["kind"].annotation)
 def task_section(
     data: Rows, rewards: Sequence[Mapping[str, Any]], directory: Path, played: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the [[task]] of data, with the keys of an environment in `played`. Rows are written to a file in
-    `directory`, whose name is a digest of the rows, so that a resumed run reads the same rows.
+    """Return the [[task]] section of `data` with the environment's keys in `played`. Rows are written to a file in
+    `directory`. The file is named after a digest of the rows, so a resumed run reads the same rows.
 
     Rows without reference answers get `scorer = "none"` if no reward needs a reference. Raises UserError for rows that
     are not dicts of JSON values.
@@ -83,9 +83,9 @@ def environment_section(
 
 
 def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
-    """Return the [[reward]] of each reward, and register functions under the paths that the sections name.
+    """Return a [[reward]] section for each reward, and register functions under the paths in their sections.
 
-    Raises UserError for a reward that is neither a function nor a known text.
+    Raises UserError for a value that is neither a function nor a known reward.
     """
     rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
     sections: list[dict[str, Any]] = []
@@ -111,7 +111,7 @@ def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
 
 
 def _passed(function: Callable[..., Any], taken: set[str]) -> dict[str, Any]:
-    """Register a function, and return its [[reward]]. The path is the function's import path if it has one."""
+    """Register a function, and return its [[reward]] section. The path is the function's import path if it has one."""
     own = getattr(function, "__qualname__", type(function).__qualname__).rpartition(".")[2].strip("<>")
     name = next(n for k in count(1) if (n := own if k == 1 else f"{own}_{k}") not in taken)
     path = f"{getattr(function, '__module__', None) or '__main__'}:{name}"

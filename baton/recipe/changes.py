@@ -11,7 +11,7 @@ REMOVED = {
     "weights.path": "workers always fetch versions as chunks",
     "inspection.remembered": "the newest 64 checked trajectories of a worker are always evaluated together",
     "log.trace_mb": "a trace has at most 32 MB; log.trace = false disables it",
-    "trainer.rank_timeout_s": "a request to the ranks always has 1800 s",
+    "trainer.rank_timeout_s": "a request to the ranks always has a timeout of 1800 s",
     "judge.load_timeout_s": "a worker process always has 300 s to import its scorers",
     "environments.load_timeout_s": "a process always has 300 s to import its environments",
     "inspection.after_suspect": "after a suspect trajectory, the worker's next 16 are always checked",
@@ -107,7 +107,7 @@ CHANGES_BITS = (
     "trainer.shard_size",
     "trainer.shard_gradients",
 )
-"""Keys that a resumed run may change, with rounding differences in its results."""
+"""Keys that a resumed run may change. The last bits of its results may then differ."""
 
 
 def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -143,8 +143,8 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 
 def with_current_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the resolved recipe of a run with the current names of its keys. An earlier version of Baton may have
-    written it."""
+    """Return a run's resolved recipe with the current names of its keys. An earlier version of Baton may have written
+    the recipe."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):

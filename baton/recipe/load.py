@@ -26,8 +26,8 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] | Mapping
     UserError with a line per mistake.
 
     If `path` does not exist, it may be the name of a shipped recipe; the same applies to `model.path`. A relative path
-    in the file is relative to the file's directory if it exists there. If `model.path` is a run's directory, it is
-    replaced by the path of the run's newest intact checkpoint.
+    in the file is relative to the file's directory if it exists there, otherwise to the current directory. If
+    `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
     """
     tree = read_tree(path)
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(_key_and_value, overrides)

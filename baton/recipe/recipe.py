@@ -67,7 +67,7 @@ class Recipe(Settings):
         if self.rollout.group_size < self.algorithm.fewest_judged:
             raise ValueError(
                 f"rollout.group_size: got {self.rollout.group_size}, but {self.algorithm.name} compares the "
-                "trajectories of a group; allowed are 2 and more, or an algorithm without groups (reinforce_pp, ppo)"
+                "trajectories of a group; use 2 or more, or an algorithm without groups (reinforce_pp, ppo)"
             )
         if any(t.held_out == "none" for t in self.task) and self.eval.enabled and not self.eval.task:
             raise ValueError(
@@ -101,8 +101,8 @@ class Recipe(Settings):
         longest = max(self.rollout.max_new_tokens, self.eval.max_new_tokens or 0)
         if longest >= self.engine.max_context_tokens:
             raise ValueError(
-                f"engine.max_context_tokens: got {self.engine.max_context_tokens}, but a prompt and its response of "
-                f"up to {longest} tokens must fit; raise the value, or lower max_new_tokens"
+                f"engine.max_context_tokens: got {self.engine.max_context_tokens}, but a prompt with its response has "
+                f"up to {longest} tokens; raise the value, or lower max_new_tokens"
             )
         if self.algorithm.num_minibatches > self.rollout.batch_groups:
             raise ValueError(
@@ -119,8 +119,9 @@ class Recipe(Settings):
         most = MAX_FRAME_BYTES // 2 // (4 * kept)
         if self.swarm.is_on and tokens > most:
             raise ValueError(
-                f"engine.report_every_tokens: got {tokens}, but with up to {kept} kept tokens (rollout.top_p, top_k) a "
-                f"report of the swarm has room for {most} sampled tokens; lower report_every_tokens or top_k"
+                f"engine.report_every_tokens: got {tokens}, but with up to {kept} kept tokens per sampled token "
+                f"(rollout.top_p, top_k), a report of the swarm has room for {most} sampled tokens; lower "
+                "report_every_tokens or top_k"
             )
         if self.engine.kind == "vllm" and (not self.engine.vllm.return_sampling_mask or self.eval.enabled):
             raise ValueError(
@@ -228,7 +229,7 @@ class WarmStart(Settings):
         if is_evaluated and self.scratch is not None and self.scratch.max_context_tokens < needed:
             raise ValueError(
                 f"scratch.max_context_tokens: got {self.scratch.max_context_tokens}, but evaluations of "
-                f"[[task]] use this context and need {needed}; raise it, or set eval.enabled = false"
+                f"[[task]] use this context and need {needed} tokens; raise it, or set eval.enabled = false"
             )
         return self
 

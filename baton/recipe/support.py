@@ -29,7 +29,7 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The status of the runs that match `when`. Exactly one of the three texts is given."""
+    """The status of the runs that match `when`. Exactly one of `test`, `experimental` and `refused` is given."""
 
     when: dict[str, tuple[str, ...]]
     """Values by axis: a run matches if it has one of the values on every axis."""
@@ -78,7 +78,7 @@ def check_support(run: Run) -> None:
 
 
 def experimental_parts(run: Run) -> tuple[str, ...]:
-    """For the values of a run, return each value and each pair of values that no test covers, with the reason."""
+    """Return each value and each pair of values of a run that no test covers, with the reason."""
     table, found, doubtful = support_table(), [], set()
     for axis in table.axis:
         for value in run.get(axis.name, ()):

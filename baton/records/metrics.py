@@ -156,8 +156,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """Sink that writes to a run at Weights & Biases with the same name. A resumed run continues that run.
 
-    A failure when the run starts raises an error. Only the first later failure is logged, and none stops the run,
-    because `metrics.jsonl` has all metrics.
+    If the start fails, an error is raised. If a later write fails, the failure is logged once and the run continues
+    without Weights & Biases, because `metrics.jsonl` has all metrics.
     """
 
     def __init__(self, directory: Path, project: str) -> None:

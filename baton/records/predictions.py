@@ -1,7 +1,7 @@
-"""What a plan or a simulation predicts for a run, and its comparison with the metrics of the run.
+"""Predictions of a plan or a simulation for a run, and their comparison with the metrics of the run.
 
-A run writes its predictions to predictions.json, and reads the file only at its start. `compare` gets them and the rows
-of metrics.jsonl.
+A run writes its predictions to predictions.json, and reads the file only at its start. `compare` gets the predictions
+and the rows of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from baton.files import write_whole
 
 FILE = "predictions.json"
 TOLERANCE = 0.15
-"""A term is off if measured and predicted differ by a larger fraction, or by more as a difference of two shares."""
+"""A term is off if the measured value differs from the predicted value by more than this fraction, or, for shares, by
+more than this difference."""
 WARM_SHARE = 0.2
 """Share of the train steps at the start of the run that the measured means exclude."""
 
@@ -41,8 +42,8 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     ),
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
-"""Name → unit, and function of a row of metrics, which raises KeyError if the row lacks a metric. The response length
-is an input of the predictions: it explains other differences."""
+"""Name → (unit, function of a row of metrics). The function raises KeyError if the row lacks a metric. The response
+length is an input of the predictions: a difference in it explains differences of other terms."""
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -56,32 +57,32 @@ class Predictions(msgspec.Struct, frozen=True):
     """The predictions for a run."""
 
     source: str
-    """The plan, or the calibration, from which they come."""
+    """The plan or the calibration from which the predictions come."""
     terms: tuple[Prediction, ...]
     after_step: int = 0
-    """They hold for later train steps than this one."""
+    """The predictions apply to train steps after this one."""
 
     def of(self, term: str) -> float | None:
         return next((each.value for each in self.terms if each.term == term), None)
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One term: predicted and measured. A value that is unknown is None."""
+    """The predicted and the measured value of one term; None if unknown."""
 
     term: str
     unit: str
     predicted: float | None
     measured: float | None
-    """Mean over train steps; of memory, the maximum."""
+    """Mean over train steps; for memory, the maximum."""
 
     error: float | None
-    """Measured value divided by the predicted value, minus 1; of shares and of predictions of 0, the difference."""
+    """Measured value divided by predicted value, minus 1. For shares, and if the prediction is 0: the difference."""
     is_off: bool
     """Whether the error exceeds the TOLERANCE."""
 
 
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
-    """Compare predictions with the metrics of a run. Rows of evaluations are left out, and so are the first steps."""
+    """Compare predictions with the metrics of a run. Rows of evaluations and the first train steps are excluded."""
     steps = [row for row in rows if "perf/step_time" in row and row["step"] > predictions.after_step]
     steps = steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
     found = []
@@ -94,7 +95,7 @@ def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, 
 
 
 def ratios(predictions: Predictions, row: Row) -> dict[str, float]:
-    """Return metrics with measured divided by predicted, of each term that both have."""
+    """Return the quotient measured / predicted as a metric, for each term that has both values."""
     found = ((each, _measured([row], *TERMS[each.term])) for each in predictions.terms)
     return {
         f"measured_over_predicted/{each.term.replace(' ', '_')}": value / each.value
@@ -116,14 +117,14 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
 
 
 class RunPredictions:
-    """The predictions of an open run. Changes of their file by others have no effect on the run."""
+    """The predictions of an open run. The run does not read changes that others make to the file."""
 
     def __init__(self, directory: Path, current: Predictions | None) -> None:
         self.current = current
         self._directory = directory
 
     def replace(self, predictions: Predictions, after_step: int) -> None:
-        """Write predictions for the train steps after the given one, unless the run has the same ones already."""
+        """Write predictions for the train steps after the given one, unless the run already has equal predictions."""
         old = self.current
         if old is None or (old.source, old.terms) != (predictions.source, predictions.terms):
             self.current = msgspec.structs.replace(predictions, after_step=after_step)

@@ -143,7 +143,7 @@ class RunDirectory:
         make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
-        """Delete incomplete files, and evaluations of later steps than the given one. A resumed run writes these again.
+        """Delete incomplete files, and evaluations of steps after `step`. The resumed run writes them again.
 
         Recorded trajectories stay: the loop replays them, so no trajectory is generated or scored twice.
         """
@@ -214,7 +214,7 @@ class RunDirectory:
         if not file.is_file():
             steps = self.recorded_steps()
             recorded = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
-            raise UserError(f"{self.path} has no trajectories of step {step}; recorded are: {recorded}")
+            raise UserError(f"{self.path} has no trajectories of step {step}; recorded: {recorded}")
         try:
             data = file.read_bytes()
             if not data:  # an empty file is damaged, but gzip decompresses it without an error

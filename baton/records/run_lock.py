@@ -97,7 +97,7 @@ class RunLock:
     @staticmethod
     def status(directory: Path) -> str:
         """Return `running` if a process holds the directory. Otherwise return how the last run in it ended: `finished`,
-        `stopped` or `failed`, or an empty string if an earlier version of Baton ran it."""
+        `stopped` or `failed`. Return an empty string if an earlier version of Baton ran it."""
         with suppress(FileNotFoundError), (directory / "lock").open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -85,7 +85,7 @@ _PART = "part"
 MAX_PENDING = 200_000
 """Maximum number of spans that wait for the next flush. Further spans are dropped, and a GAP is recorded."""
 LIMIT_BYTES = 32_000_000
-"""Maximum size of a run's trace. If a trace becomes larger, spans between its beginning and its end are deleted."""
+"""Maximum size of a run's trace. If a trace becomes larger, spans in its middle are deleted."""
 
 
 class TraceWriter:

@@ -42,7 +42,7 @@ class Buffer:
         """Version and number of changes at which `take` last found too few groups."""
         self._num_changes = 0
         self._first_incomplete = -1
-        """With `consume = "submission"`, a group that `take` last waited for."""
+        """With `consume = "submission"`: the first incomplete group that the last `take` found."""
 
     def __len__(self) -> int:
         """Return the number of open groups, complete or not."""
@@ -80,7 +80,8 @@ class Buffer:
         """Remove and return the batch of the train step from `version` to `version + 1`, if enough groups are
         complete."""
         if self._refused == (version, self._num_changes):
-            return TakeResult((), ())  # nothing has changed, and the scheduler asks after every event
+            # nothing has changed since the last call; the scheduler calls this method after every event
+            return TakeResult((), ())
         floor = version - self._max_staleness
         expired: tuple[int, ...] = ()
         if self._stale == "drop":

@@ -14,8 +14,8 @@ from baton.types import FromWorker, Lease, PolicyVersion
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 OWN_NOISE: frozenset[str] = frozenset({"vllm", "sglang"})
-"""Kinds that sample with their own random numbers. The other kinds draw by (seed, group, sample, position), so that
-verification can repeat each draw."""
+"""Kinds that sample with their own random numbers. In the other kinds, the random numbers are a function of (seed,
+group, sample, position), so verification can repeat each draw."""
 
 
 _OWNED: dict[str, str] = {
@@ -59,8 +59,8 @@ class VllmSettings(Settings):
     enforce_eager: bool = False
     """Run without compilation and CUDA graphs. The engine then starts faster and generates more slowly."""
     return_sampling_mask: bool = False
-    """Start vLLM so that it reports which tokens top-k and top-p kept (Model Runner V2), as rollout.top_p and
-    rollout.top_k require. Such an engine refuses all other sampling, so eval.enabled must be false. Never run."""
+    """Let vLLM report the tokens that top-k and top-p kept (Model Runner V2). rollout.top_p and rollout.top_k require
+    it. The engine then refuses all other sampling, so eval.enabled must be false. Never run with vLLM."""
     quantization: Literal["fp8"] | None = None
     """Quantise the weights when they are loaded. Requires algorithm.correction, because engine and trainer then compute
     different probabilities. Never run on a GPU."""
@@ -71,11 +71,11 @@ class VllmSettings(Settings):
     """Use vLLM's kernels whose results do not depend on the other rows of a batch (VLLM_BATCH_INVARIANT). They are
     slower. Never run on a GPU."""
     lora_rank: int = Field(default=0, ge=0, le=512)
-    """Maximum rank of the adapters ([lora]) that vLLM applies beside its base weights; a new version is then only the
-    adapter. 0 merges each adapter into the base weights."""
+    """Maximum rank of the [lora] adapters that vLLM applies beside its base weights. A new version then consists of the
+    adapter alone. With 0, each adapter is merged into the base weights."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some of them run code
-    (trust_remote_code), so a worker takes them only from its own command line, or from the run that started it."""
+    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some of them can run code
+    (trust_remote_code), so a worker accepts them only from its own command line, or from the run that started it."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a token or a response after which the engine is considered dead."""
 
@@ -131,7 +131,7 @@ class EngineSettings(Settings):
     for kind `embedded`."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """GPUs for the engines that the run starts on this machine, such as [2, 3], as indices among the visible GPUs. By
-    default, the GPUs that no trainer rank uses; if there are none, engines share the trainer's."""
+    default, the GPUs that no trainer rank uses; if no GPU is free, engines share the trainer's GPUs."""
     slots: int = Field(default=64, ge=8, multiple_of=8)
     """Number of trajectories that an engine generates concurrently; a multiple of 8."""
     max_context_tokens: int = 1024
@@ -150,9 +150,9 @@ class EngineSettings(Settings):
     """Decode with CUDA graphs in all shapes for which a graph computes bit-identical logits. Only for kind `embedded`
     on CUDA. Never run on a GPU."""
     row_attention: bool = False
-    """Let each row attend only over its own length. By default all rows attend over the length of the longest row; on a
-    CPU, of the longest of similar rows. Only for kind `embedded` in bfloat16. On a CPU it requires a C compiler, which
-    compiles attention and norms at the start of the engine. Never run on a GPU."""
+    """Let each row of a decode step attend only over its own length. By default, all rows attend over the length of the
+    longest row; on a CPU, of the longest of similar rows. Only for kind `embedded` in bfloat16. Requires a C compiler
+    on a CPU, because attention and norms are compiled when the engine starts. Never run on a GPU."""
     vllm: VllmSettings = VllmSettings()
     """Settings of kind `vllm`."""
     sglang: SglangSettings = SglangSettings()

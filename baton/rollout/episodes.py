@@ -42,11 +42,13 @@ from baton.types import (
 
 
 class EnvironmentClient(Protocol):
-    """Runs environments and answers later. One client serves training and evaluations."""
+    """Runs environments. `submit` does not block; `collect` returns the answers later. One client serves training and
+    evaluations."""
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets of which one can be read when an answer arrives. Empty: call `collect` every few milliseconds."""
+        """Sockets to wait on: one is readable when an answer arrives. If empty, call `collect` every few
+        milliseconds."""
 
     def submit(self, request: ActRequest) -> None:
         """Send an action, without waiting."""
@@ -65,14 +67,15 @@ class EnvironmentClient(Protocol):
 
 
 class EnvironmentInbox:
-    """Distributes the answers of one client to the streams that asked."""
+    """Distributes the answers of one client to the streams that sent the requests: training and evaluations."""
 
     def __init__(self, client: EnvironmentClient) -> None:
         self.client = client
         self._kept: dict[int, list[Observation | ActFailure]] = {}
 
     def sockets(self, stream: int) -> Sequence[FrameSocket]:
-        """Return the client's sockets, or none if answers of a stream are kept."""
+        """Return the client's sockets; none if the inbox already has answers for a stream, because no wait is
+        needed."""
         return () if self._kept.get(stream) else self.client.sockets
 
     def collect(self, stream: int, timeout_s: float) -> list[Observation | ActFailure]:
@@ -86,21 +89,22 @@ class EnvironmentInbox:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """The limits of a multi-turn task. Tokens are those that the policy writes, unless said otherwise."""
+    """The limits of a multi-turn task. Limits in tokens count the tokens that the policy writes, unless stated
+    otherwise."""
 
     environment: str
     """Name of the environment in the client."""
     max_turns: int
     max_turn_tokens: int
     max_observation_tokens: int
-    """Longest observation in tokens; the rest is cut."""
+    """Longest observation, in tokens; a longer observation is cut."""
     discount: float = 1.0
-    """Factor per turn of later rewards in the episode's reward."""
+    """Discount per turn of the rewards in the episode's reward."""
     may_replay: bool = True
-    """Whether an episode of an earlier process is rebuilt from its recorded actions. If not, it begins again: it is
-    unknown whether its last action was executed."""
+    """Whether an episode of an earlier process is rebuilt from its recorded actions. If not, the episode begins again,
+    because it is unknown whether its last action was executed."""
     max_attempts: int = 3
-    """Attempts at an episode whose environment fails, before it stays without a reward."""
+    """Maximum number of attempts at an episode whose environment fails; the episode then has no reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +138,11 @@ class _Open:
 
 
 class ErrorBudget:
-    """The share of attempts at episodes that may fail with their environment, over training and evaluations of a run.
+    """Limits the share of episode attempts whose environment fails, over training and evaluations of a run.
 
-    Attempts are counted in blocks of `BLOCK` that began one after another, and a failure belongs to the block in which
-    its attempt began. The share therefore does not depend on how late environments fail, nor on how many are open. A
-    process that ends is one failure, however many calls were running in it.
+    Consecutive attempts form blocks of `BLOCK` attempts. A failure belongs to the block in which its attempt began. The
+    share therefore depends neither on how late environments fail, nor on how many are open. The end of an environment
+    process is one failure, even if several calls were running in the process.
     """
 
     BLOCK = 100
@@ -154,8 +158,8 @@ class ErrorBudget:
         return (self._num_begun - 1) // self.BLOCK
 
     def fail(self, block: int, blame: float = 1.0) -> str | None:
-        """Count a failed attempt. Several calls may share one failure; each then counts as a fraction. Return a clause
-        about the attempts if more than the allowed share of a block has failed."""
+        """Count a failed attempt. If several calls share one failure, `blame` is the fraction that each call counts.
+        Return an error text if more than the allowed share of a block has failed, otherwise None."""
         self._failed[block] = self._failed.get(block, 0.0) + blame
         if self._failed[block] <= self.max_share * self.BLOCK + 1e-6:
             return None
@@ -189,7 +193,7 @@ class EpisodePlayer:
     """The open episodes of one stream: those of training, or those of evaluations."""
 
     def __init__(self, setup: EpisodeSetup, sampling: SeededSampling) -> None:
-        """sampling: its `max_new_tokens` is the limit of an episode; its noise seed tells the streams apart."""
+        """sampling: `max_new_tokens` limits a whole episode; each stream has its own noise seed."""
         self._setup, self._sampling, self._stream = setup, sampling, sampling.noise_seed
         self._client = setup.inbox.client
         self._open: dict[tuple[int, int], _Open] = {}
@@ -205,7 +209,7 @@ class EpisodePlayer:
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets of which one can be read when an environment answers; may be empty, see `EnvironmentClient`."""
+        """Sockets to wait on: one is readable when an environment answers. May be empty, see `EnvironmentClient`."""
         return self._setup.inbox.sockets(self._stream)
 
     def plays(self, prompt: Prompt) -> bool:
@@ -230,7 +234,7 @@ class EpisodePlayer:
         return 1 + len(self.episode(key).earlier)
 
     def restore(self, prompt: Prompt, trajectory: Trajectory, episode: Episode) -> None:
-        """Take over an episode of an earlier process."""
+        """Add an open episode of an earlier process."""
         self._open[_key(trajectory)] = _Open(prompt, trajectory, episode)
 
     def sampling(self, prompt: Prompt, trajectory: Trajectory) -> SeededSampling:
@@ -246,10 +250,11 @@ class EpisodePlayer:
         return SeededSampling(params, path_seeds(self._sampling.noise_seed, self.num_paths(_key(trajectory)))[-1])
 
     def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
-        """Send the action of a turn that ended; return the episode if it is over instead.
+        """Send the action of a finished turn, or return the episode if it is over.
 
-        reason: why the engine ended the turn. A turn that reached its own budget is sent as it is, even if the
-        episode's budget ends at the same token; a turn that the limit of the episode or the context cut is not sent.
+        reason: why the engine ended the turn. A turn that used up its own budget is sent unchanged, even if the
+        episode's budget ends at the same token. A turn that was cut by the limit of the episode or of the context is
+        not sent.
         """
         key, rules = _key(trajectory), self._setup.tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))
@@ -266,7 +271,7 @@ class EpisodePlayer:
         return None
 
     def collect(self, timeout_s: float) -> list[Continued | ScoredTrajectory | BeginAgain]:
-        """Return what environments have answered, waiting at most `timeout_s` for the first.
+        """Process the answers of environments, waiting at most `timeout_s` for the first, and return the results.
 
         Raises EnvironmentFault if the error budget is used up.
         """
@@ -277,7 +282,7 @@ class EpisodePlayer:
             if opened is None or key not in self._acting:
                 continue  # the episode was revoked or discarded meanwhile
             if answer.key.attempt != opened.episode.attempt or answer.turn != len(opened.episode.exchanges) + 1:
-                continue  # of an earlier attempt
+                continue  # the answer belongs to an earlier attempt
             self._acting.discard(key)
             if isinstance(answer, Observation):
                 found.append(self._observed(opened, answer))
@@ -286,14 +291,14 @@ class EpisodePlayer:
         return found
 
     def forget(self, key: tuple[int, int]) -> None:
-        """Close an open episode, whose group is discarded."""
+        """Close an open episode, because its group is discarded."""
         opened = self._open.pop(key, None)
         self._acting.discard(key)
         if opened is not None:
             self._client.discard(self._episode_key(opened))
 
     def begin_again(self, prompt: Prompt, trajectory: Trajectory) -> None:
-        """Give an episode that is generated again from its prompt a new environment, by a new attempt."""
+        """Start a new attempt at an episode from its prompt, with a new environment."""
         opened = self._open.get(_key(trajectory))
         if opened is not None:
             before = opened.episode
@@ -418,7 +423,7 @@ class EpisodePlayer:
         return self._setup.bridge.text(trajectory.turn_ids)
 
     def _history(self, opened: _Open, rules: EpisodeRules) -> tuple[Message, ...]:
-        """Return the conversation so far, the last observation included; long observations are cut."""
+        """Return the conversation so far, including the last observation; long observations are cut."""
         found = list(opened.prompt.messages)
         for exchange in opened.episode.exchanges:
             found += (Message("assistant", exchange.action), self._observation(exchange, rules))
@@ -438,7 +443,7 @@ class EpisodePlayer:
 
 
 def path_seeds(noise_seed: int, num_paths: int) -> list[int]:
-    """Return the noise seed of each path of an episode; that of the first is `noise_seed`."""
+    """Return the noise seed of each path of an episode. The seed of the first path is `noise_seed`."""
     return [noise_seed, *((noise_seed + _PATH_SEED * path) % 2**63 for path in range(1, num_paths))]
 
 

@@ -102,7 +102,7 @@ class _EvalLeases:
     def on_message(self, message: FromPort) -> Iterator[Trajectory | ScoredTrajectory]:
         """Apply a message; yield the trajectory if it is finished."""
         if isinstance(message, WorkLost):
-            return  # concerns training, whose rollouts are aborted meanwhile
+            return  # concerns training, whose rollouts are aborted during the evaluation
         if isinstance(message, WorkRevoked):
             self._revoke(message)
             return
@@ -152,7 +152,8 @@ class _EvalLeases:
             return
         leases = [i for i, t in self.growing.items() if (t.group_id, t.sample_index) == key]
         for lease_id in leases:
-            self._worker.transport.send(Abort(lease_id))  # it continues if it is of another path
+            # the lease may belong to another path of the episode than the revoked one
+            self._worker.transport.send(Abort(lease_id))
             del self.growing[lease_id]
         if leases or (self._player is not None and self._player.is_acting(key)):
             self._begin_again(*key)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 LEVELS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 SETTLING = 2
-"""Number of batches after a change that are not measured, because their groups were opened under another level."""
+"""Number of batches after a change that are not measured, because their groups were opened at the previous level."""
 MEASURED = 2
 """Number of batches of one measurement."""
 CLOSE = 0.02
-"""Least relative gain for which the next higher level is chosen, because more open groups make tokens older."""
+"""Minimum relative gain for which the next higher level is chosen, because more open groups make tokens older."""
 BUSY = 0.95
 """Occupancy above which more open groups do not increase throughput."""
 CHANGED = 0.3
@@ -49,7 +49,7 @@ class OverprovisionSearch:
     _wait: int = SETTLING + 1
     """Number of requests for a batch until the measurement begins or ends."""
     _before: SlotUse | None = None
-    """The use of the slots at the beginning of the measurement; None while the level is new."""
+    """`SlotUse` at the start of the measurement; None until the first measurement of a new level starts."""
     _rates: dict[float, tuple[float, int]] = field(default_factory=dict)
     """Level → (useful tokens per slot-second, number of batches at the end of the measurement)."""
     _measured: dict[float, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class OverprovisionSearch:
         return self.level
 
     def _choose(self, *, is_full: bool) -> float:
-        """Return the best of the present level and its measured neighbours, or a neighbour that is to be measured."""
+        """Return the best of the present level and its measured neighbours, or a neighbour that must be measured."""
         levels = [level for level in LEVELS if level <= self.most]
         at = levels.index(self.level)
         near = [self.level, *levels[at + 1 : at + 2 - is_full], *levels[max(0, at - 1) : at]]
@@ -87,5 +87,5 @@ class OverprovisionSearch:
             return best
         oldest = self._batches - MEMORY
         to_measure = [level for level in near if level not in self._rates or self._rates[level][1] < oldest]
-        # the one that was left longest ago, so that changing rates do not lead to the same side again and again
+        # prefer the level measured longest ago, so that changing rates do not always lead to the same side
         return min(to_measure, key=lambda level: self._measured.get(level, 0), default=self.level)

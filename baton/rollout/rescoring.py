@@ -39,11 +39,12 @@ class Rescored:
     """[N] Recomputed logprobs, nats: over the reported sampling mask or, without one, over the whole vocabulary, at the
     sampling temperature."""
     draw_gaps: tuple[float, ...]
-    """[N] Distance in log-odds, nats, from the keyed draw to the token's interval of the distribution function; 0 if
-    the draw selects the token. For greedy decoding: the largest logit minus the token's logit."""
+    """[N] Distance in log-odds, nats, from the draw that the noise seed gives to the token's interval of the
+    distribution function; 0 if the draw selects the token. For greedy decoding: the largest logit minus the token's
+    logit."""
     tail_masses: tuple[float, ...]
     """[N] Total probability of the token and all tokens that are at most as likely, in the sampling distribution; 1 for
     greedy decoding."""
     mask_gaps: tuple[float, ...] = ()
-    """[N] Distance in nats from the reported sampling mask to that of top-k and top-p: 0 if they are equal. Empty if no
-    mask is reported."""
+    """[N] Distance in nats from the reported sampling mask to that of top-k and top-p: 0 if the masks are equal. Empty
+    if no mask is reported."""

@@ -63,8 +63,8 @@ class RolloutScheduler:
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
         self._slots = self._max_leases = 0
         self._pending: list[tuple[bool, int, int]] = []
-        """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids. Of a
-        revoked trajectory, an outdated entry may remain, which is skipped."""
+        """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids. An
+        outdated entry of a revoked trajectory may remain; it is skipped."""
         self._dropped: deque[tuple[int, int]] = deque()
         """Dropped groups whose prompts will be tried again: (group id, attempts including the dropped one)."""
         self._leased: dict[tuple[int, int], None] = {}
@@ -73,8 +73,8 @@ class RolloutScheduler:
         self._is_requested = False
         self._is_paused = False
         self._is_changing = True
-        """Whether the workers do not serve the latest published version yet. No lease is assigned until they do, unless
-        workers load versions while leases run (`Rules.is_in_flight`)."""
+        """True until the workers serve the latest published version. Meanwhile no lease is assigned, unless workers
+        load versions while leases run (`Rules.is_in_flight`)."""
         self._published = version
         """Latest published version."""
         self._served: int | None = None
@@ -205,7 +205,7 @@ class RolloutScheduler:
         yield from self._load_when_free()
 
     def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[ev.Command]:
-        """Discard a trajectory's tokens under a cause; they are generated again from its prompt."""
+        """Discard a trajectory's tokens, and generate it again from its prompt. cause: account of the lost tokens."""
         forgotten = trajectory.forget()
         self.ledger.lose(cause, forgotten)
         self.step.lost_tokens += forgotten
@@ -293,7 +293,7 @@ class RolloutScheduler:
                 self.step.resumed += 1
                 self.step.reprefilled_tokens += trajectory.num_tokens
             trajectory.begins_turn = False
-            # versions never decrease along a trajectory, so its next tokens need at least the version of its last one
+            # versions never decrease along a trajectory, so new tokens need at least the version of its last token
             least = version if is_exact or not trajectory.versions else max(version, trajectory.versions[-1][0])
             yield ev.Assign(group_id, sample_index, least, is_exact)
 

@@ -19,8 +19,8 @@ DEFAULT_OVERPROVISION = 2.0
 DEFAULT_MAX_STALENESS = 4
 MAX_AUTO_OVERPROVISION = 4.0
 FILTERED_LIMIT = 20
-"""Maximum number of groups that dynamic sampling may filter for one batch, as a multiple of batch_groups. Beyond it the
-run stops, because the tasks are too easy or too hard."""
+"""The run stops if dynamic sampling filters more than this number times batch_groups groups for one batch, because the
+tasks are then too easy or too hard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Rules:
     batch_groups: int = 32
     group_size: int = 8
     overprovision: float = 1.0
-    """Number of open groups divided by batch_groups; infinite if only `max_concurrency` limits them."""
+    """Number of open groups divided by batch_groups; infinite if only `max_concurrency` limits the open groups."""
     is_adaptive: bool = False
     """Whether `overprovision` is only the initial value, which then adapts to measurements."""
     most_overprovision: float = MAX_AUTO_OVERPROVISION
@@ -46,7 +46,7 @@ class Rules:
     is_swarm: bool = False
     """Whether the workers are a swarm: each worker loads a new version as soon as it has fetched the weights."""
     max_lag: int = 0
-    """Maximum number of published versions that a swarm worker may be behind and still receive leases."""
+    """A swarm worker receives leases only if it is at most this number of published versions behind the latest."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -81,11 +81,11 @@ class RolloutSettings(Settings):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature. The trainer computes logprobs at the same temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample among the most likely tokens with this share of the probability. The trainer computes logprobs over the
-    tokens that the engine kept, of which there are at most 512: top_k = 0 then means 512."""
+    """Keep the most likely tokens whose probabilities sum to this value, and sample among them. Below 1, at most 512
+    tokens are kept (top_k = 0 then means 512). The trainer computes logprobs over the kept tokens."""
     top_k: int = Field(default=0, ge=0, le=MAX_KEPT)
-    """Sample among this number of most likely tokens, before top_p; 0 samples among all. The trainer computes logprobs
-    over the tokens that the engine kept."""
+    """Sample only among this number of most likely tokens, before top_p applies; 0 samples among all tokens. The
+    trainer computes logprobs over the kept tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, in addition to the model's end-of-sequence ids."""
     overprovision: float | Literal["auto"] | None = None

@@ -34,7 +34,7 @@ class WorkerTransport(Protocol):
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets of which one can be read when `receive` has messages. Empty: only `receive` itself can wait."""
+        """Sockets to wait on: one is readable when `receive` has messages. If empty, only `receive` itself can wait."""
         return ()
 
     def send(self, message: FromHub) -> None:

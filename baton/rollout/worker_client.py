@@ -16,9 +16,10 @@ from baton.stop import StopRequest
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
-"""Longest wait for the worker's messages while another event may occur that cannot end the wait."""
+"""Maximum seconds of one wait for the worker's messages, if another event may occur that cannot end the wait."""
 MAX_COUNTED_WAIT_S = 5.0
-"""Maximum time that counts between two calls of `receive`: this process may have been suspended in the meantime."""
+"""Maximum number of seconds between two calls of `receive` that count as time without progress. In a longer gap, this
+process may have been suspended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class WorkerClient:
         self.stop = stop or StopRequest()
         """A stop request ends every wait for the worker."""
         self.set_aside: list[WorkRevoked] = []
-        """Revocations of training's trajectories that an evaluation has received."""
+        """Revocations of training trajectories that arrived during an evaluation."""
         self._stall_timeout_s, self._max_context_tokens = stall_timeout_s, max_context_tokens
         self._lease_ids = itertools.count()
         self.begin_wait()
@@ -90,12 +91,12 @@ class WorkerClient:
     ) -> Sequence[FromPort]:
         """Return the worker's messages; wait at most `timeout_s` for the first one.
 
-        beside: sockets of environments that work; the wait ends if one can be read. Without such sockets, or with a
-        transport that has none, it ends after SHORT_WAIT_S. None: no other event can arrive meanwhile.
+        beside: sockets of environments; the wait also ends when one of them is readable. If `beside` or the transport
+        has no sockets, the wait ends after SHORT_WAIT_S. None: no other event can arrive during the wait.
 
-        Progress is a message, a change of the engine's counters, or a change between no slots and some. Raises
-        DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. names: their
-        names, consumed only for the error.
+        Raises DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. Progress
+        is a message, a change of the engine's counters, or the change of the number of slots from or to zero. names:
+        names of the waiting trajectories, read only for the error.
         """
         messages = self._messages(timeout_s, beside)
         is_empty, now_s = not self.transport.slots, self.clock()
@@ -104,7 +105,8 @@ class WorkerClient:
         if messages or is_empty != self._is_empty or not num_waiting:
             self._waited_s, self._is_empty = 0.0, is_empty
             return messages
-        stats = self.transport.stats()  # not for each message, because a swarm adds the counters of all workers
+        # once per call and not per message, because a swarm adds the counters of all workers
+        stats = self.transport.stats()
         if stats != self._stats:
             self._waited_s, self._stats = 0.0, stats
             return messages

@@ -190,7 +190,7 @@ def train_here(
 
 @contextmanager
 def _memory_errors(recipe: Recipe | TaskRecipe) -> Iterator[None]:
-    """Replace an error of a full device by a UserError that says which keys to change."""
+    """Convert an out-of-memory error of the device to a UserError that names the keys to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -199,7 +199,7 @@ def _memory_errors(recipe: Recipe | TaskRecipe) -> Iterator[None]:
         )
         if isinstance(recipe, Recipe):
             most = recipe.trainer.max_tokens_per_microbatch
-            advice += f" if it generated, or trainer.max_tokens_per_microbatch = {most} if it trained"
+            advice += f" (to generate) or trainer.max_tokens_per_microbatch = {most} (to train)"
         raise UserError(
             f"the device is out of memory: {first_line(error)}; lower {advice}, use a smaller model or [lora], or set "
             "trainer.activation_checkpointing = true; a run with a checkpoint continues with --resume"
@@ -446,7 +446,7 @@ def evaluate_model(
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
 
-    Without `samples`, the recipe determines the number of responses to each prompt of a test set; otherwise it is 1.
+    samples: responses to each prompt. By default, the recipe determines the number for a test set; otherwise it is 1.
 
     `path` is a run's directory (its latest checkpoint is evaluated), a checkpoint, any model directory, or
     `models/quickstart`, which is shipped. Without `recipe_path`, the tasks are those of the run. Raises UserError if
@@ -466,7 +466,7 @@ def evaluate_model(
     lost = [r for r in recipe.reward if (r.function or "").startswith("__main__:") and r.function not in PASSED]
     if lost:
         logger.warning(
-            "left out: %s, because only the script that trained defines these functions",
+            "rewards left out: %s, because only the script that trained defines these functions",
             ", ".join(r.name for r in lost),
         )
         kept = tuple(r for r in recipe.reward if r not in lost) or (RewardSettings(kind="correct"),)
@@ -505,8 +505,8 @@ class Sampler:
     rollout: EvalRollout
 
     def sample(self, sampling: SamplingParams, samples: int | None) -> tuple[list[Evaluation], list[Group]]:
-        """Generate and score `samples` responses to each prompt, by default the test set's number or 1; return the
-        results of each task, and the groups. Greedy decoding generates one response."""
+        """Generate and score responses to each prompt; return the results of each task, and the groups. samples:
+        responses per prompt, by default the test set's number or 1. Greedy decoding generates one response."""
         return evaluate(
             self.rollout,
             self.judge,

@@ -36,10 +36,10 @@ class DeviceLayout:
 def divide(
     num_gpus: int, trainer: Sequence[int], num_engines: int, *, each: int = 1, chosen: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each engine, `each` per engine. If these are too few for all engines, engines share them.
+    """Return the GPUs of each engine. An engine gets `each` GPUs; if there are too few GPUs, engines share them.
 
-    chosen: GPUs that engines may use, instead of those that the trainer does not use. Raises UserError if a chosen GPU
-    does not exist, or if one engine needs more GPUs than there are.
+    chosen: GPUs that engines may use; by default, the GPUs that the trainer does not use. Raises UserError if a chosen
+    GPU does not exist, or if one engine needs more GPUs than exist.
     """
     if missing := [gpu for gpu in chosen if gpu >= num_gpus]:
         raise UserError(
@@ -51,7 +51,7 @@ def divide(
     places = [tuple(pool[first : first + each]) for first in range(0, len(pool) - each + 1, each)]
     if not places:
         raise UserError(
-            f"engine.vllm.tensor_parallel × pipeline_parallel: got {each}, but {len(pool)} GPU(s) are there for "
+            f"engine.vllm.tensor_parallel × pipeline_parallel: got {each}, but {len(pool)} GPU(s) are available to "
             "engines; lower the value, or change engine.devices"
         )
     return tuple(places[engine % len(places)] for engine in range(num_engines))
@@ -90,15 +90,15 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
 
 
 def direct_backend(layout: DeviceLayout | None) -> DirectBackend:
-    """Return how weights get from the trainer's memory into that of the run's engine. NCCL refuses two processes on one
-    GPU."""
+    """Return the backend of direct transfers from the trainer to the run's engine. It is `ipc` if both use the same
+    GPU, because NCCL refuses two processes on one GPU."""
     if layout is None:
         return "gloo"
     return "ipc" if set(layout.trainer) & set(layout.engines[0]) else "nccl"
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:
-    """Return the environment variable with which a new process sees only these of the GPUs that this process sees."""
+    """Return the environment variable that restricts a new process to these of the GPUs that this process sees."""
     import torch
 
     names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if torch.version.hip else ("CUDA_VISIBLE_DEVICES",)

@@ -48,7 +48,7 @@ class Footprint(msgspec.Struct, frozen=True):
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """Peak memory of one trainer rank without the assumed part: weights, gradients, moments, activations, copies."""
+    """Peak memory of one trainer rank: weights, gradients, moments, activations, copies. Assumed parts are excluded."""
     engine_bytes: int
     """Memory of an embedded engine of this size: weights, KV cache, copies."""
     cache_bytes: int
@@ -120,8 +120,8 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
 
 
 def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> float:
-    """Return the memory of the process that trains; of the largest of several ranks. A single trainer on this machine
-    (`is_here`) runs in the process of the hub. By default, the device is that of `footprint`."""
+    """Return the memory of the training process, or of its largest rank. A single trainer on this machine (`is_here`)
+    runs in the process of the hub. on_cpu: by default, as in `footprint`."""
     config, model = check_room(recipe, is_here=is_here)
     spec = spec_of(config, sum(p.numel() for p in model.parameters()))
     on_cpu = _on_cpu(recipe, is_here=is_here) if on_cpu is None else on_cpu
@@ -131,7 +131,7 @@ def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) 
 
 
 def _on_cpu(recipe: Recipe, *, is_here: bool) -> bool:
-    """Return whether trainer and engine run on CPUs. Elsewhere "auto" is taken to be a GPU."""
+    """Return whether trainer and engine run on CPUs. On other machines, "auto" is assumed to be a GPU."""
     name = recipe.model.device
     return torch_device(name).type == "cpu" if is_here else name == "cpu"
 
@@ -206,6 +206,6 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
     if sum(uses.values()) > host:
         needs = " and ".join(f"{name} needs {gib(num_bytes)}" for name, num_bytes in uses.items())
         raise UserError(
-            f"{needs}, but {gib(host)} are free in host memory; use a smaller model or [lora], or neither "
-            'checkpoint.background nor rollout.placement = "colocated"'
+            f"{needs}, but {gib(host)} are free in host memory; use a smaller model or [lora], or disable "
+            'checkpoint.background and rollout.placement = "colocated"'
         )

@@ -3,7 +3,7 @@
 DIRECTORY/
   config.json  model.safetensors  generation_config.json    AutoModelForCausalLM.from_pretrained, vLLM, SGLang
   tokenizer.json  tokenizer_config.json  chat_template.jinja
-  README.md  learning_curve.svg  recipe.toml                the model card, and what the run trained
+  README.md  learning_curve.svg  recipe.toml                model card, learning curve, recipe of the run
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class Loop:
     trainer: Trainer
     predictions: RunPredictions
     save_checkpoint: Callable[[LoopState], Callable[[], SavedCheckpoint]]
-    """Function that takes a checkpoint of the trainer and the given state, and returns a function that writes it
-    atomically."""
+    """Function that takes a snapshot of the trainer and the given state, and returns a function that writes the
+    snapshot as a checkpoint, atomically."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings
@@ -198,7 +198,7 @@ class Loop:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         return StorageFault(
             f"{'the disk is full' if is_full else error.strerror}: {error.filename or self.run.path} could not be "
-            f"written after train step {self.state.step}; {'make room' if is_full else 'repair it'}, then continue "
+            f"written after train step {self.state.step}; {'free space' if is_full else 'repair it'}, then continue "
             f"with --resume; {self._way_back()}"
         )
 
@@ -293,7 +293,8 @@ class Loop:
         )
         values |= counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
         values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
-        values = self.peak_memory() | values  # ranks have measured their own
+        # a sharded trainer measures its ranks itself, and its value replaces this process's
+        values = self.peak_memory() | values
         if (predictions := self.predictions.current) is not None:  # a new plan replaces them
             values |= ratios(predictions, values)
         self.metrics.write(step, values)
@@ -302,7 +303,7 @@ class Loop:
         self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
 
     def _lacks_evaluation(self) -> bool:
-        """Return True if the current step should have an evaluation, and a stop prevented it."""
+        """Return True if the current step should have an evaluation, but a stop prevented it."""
         step = self.state.step
         if step == 0:
             return self.eval.enabled and self.eval.at_start

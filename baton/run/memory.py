@@ -27,10 +27,11 @@ from baton.trainer.parallel.schedule import stage_layers
 
 GENERATION = "generation"
 _SLEEPING = ("weights", "moments", "frozen weights")
-"""Terms that a trainer holds while an engine uses the device."""
+"""Parts that a trainer keeps while an engine uses the device."""
 
 _CODED_PART_BYTES = 80 * 2**20
-"""Maximum bytes with which a thread codes a part of a version (measured: 76 MiB, at 90 % changed elements)."""
+"""Maximum memory in bytes of a thread that encodes a part of a version (measured: 76 MiB, with 90 % of the elements
+changed)."""
 
 
 class MemoryPart(msgspec.Struct, frozen=True):
@@ -39,22 +40,22 @@ class MemoryPart(msgspec.Struct, frozen=True):
     name: str
     num_bytes: int
     is_assumed: bool
-    """Whether the number is assumed, because no tensor shows it."""
+    """Whether the number is an assumption. Otherwise it is computed from the shapes of tensors."""
 
 
 class ProcessMemory(msgspec.Struct, frozen=True):
-    """The memory of a process of a run, or of several equal ones, while it needs most."""
+    """The peak memory of a process of a run, or of each of several equal processes."""
 
     name: str
     count: int
-    """Number of equal processes. On a CPU they share the memory; on GPUs each has a GPU of its own."""
+    """Number of equal processes. On a CPU they share the memory; each GPU holds one of them."""
     phase: str
-    """What the process does while it needs most."""
+    """The phase in which the process needs most memory."""
     parts: tuple[MemoryPart, ...]
     gpus: tuple[tuple[int, ...], ...] = ()
     """The GPUs of each of the equal processes; empty on a CPU, and on other machines."""
     on_host: bool = False
-    """Whether the memory is the host's, also beside GPUs."""
+    """Whether this is host memory, even if the run uses GPUs."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +68,7 @@ def value_bytes(dtype: DTypeChoice, *, on_cpu: bool) -> int:
 
 
 def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int = 0) -> tuple[Phase, ...]:
-    """Return the phases of a rank of the recipe's trainer, in a pipeline stage of several."""
+    """Return the phases of a trainer rank of the recipe. stage: index of the rank's pipeline stage."""
     longest = recipe.engine.max_context_tokens
     trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
     return trainer_phases(
@@ -93,14 +94,14 @@ def _published_bytes(recipe: Recipe, *, on_cpu: bool) -> int:
 
 
 def stages_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> list[tuple[tuple[Phase, ...], int]]:
-    """Return the phases of a rank of each pipeline stage, and its number of layers. Raises UserError if the recipe's
+    """Return the phases of a rank and the number of layers, for each pipeline stage. Raises UserError if the recipe's
     stages do not fit the model."""
     layers = stage_layers(recipe.trainer.stages, model.num_layers)
     return [(rank_phases_of(recipe, model, on_cpu=on_cpu, stage=stage), count) for stage, count in enumerate(layers)]
 
 
 def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Term, ...]:
-    """Return what each embedded engine of the recipe holds."""
+    """Return the terms of the memory of each embedded engine of the recipe."""
     wide, slots = value_bytes(recipe.engine.dtype, on_cpu=on_cpu), recipe.engine.slots
     resumes = recipe.rollout.mode != "sync" or recipe.multi_turn_task is not None
     return engine_terms(
@@ -185,7 +186,7 @@ def processes_of(
 def _process(
     name: str, places: int | tuple[tuple[int, ...], ...], phases: Sequence[Phase], layers: int, *, on_cpu: bool
 ) -> ProcessMemory:
-    """places: the GPUs of each of equal processes, or their number."""
+    """places: the GPUs of each process, or the number of processes."""
     top = largest(phases, layers)
     terms = (*top.terms, overhead(float(top.bytes(layers)), on_cpu=on_cpu))
     parts = [MemoryPart(term.name, math.ceil(float(term.bytes(layers))), term.is_assumed) for term in terms]
@@ -204,8 +205,8 @@ def sleeping_bytes(phases: Sequence[Phase], layers: int) -> float:
 
 
 def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
-    """Return the bytes that processes need together on a CPU, or on the GPU where they need most. If the GPUs are
-    unknown, processes of the same kind have a GPU each, and the first GPU holds one process of every kind."""
+    """Return the bytes that all processes need on a CPU, or that the fullest GPU needs. If the GPUs are unknown,
+    processes of one kind have a GPU each, and the first GPU holds one process of every kind."""
     processes = [process for process in processes if on_cpu or not process.on_host]
     if any(process.gpus for process in processes):
         gpus = {gpu for process in processes for each in process.gpus for gpu in each}
@@ -214,7 +215,7 @@ def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
 
 
 def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: str) -> str:
-    """Return a sentence that names what does not fit into memory, and a change that would make it fit."""
+    """Return a sentence that names the processes that do not fit into memory, and a change that would make them fit."""
     lines = []
     for process in sorted(processes, key=lambda process: -process.num_bytes):
         parts = sorted(process.parts, key=lambda part: -part.num_bytes)[:3]
@@ -224,7 +225,7 @@ def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: 
 
 
 def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
-    """Return the changes of the recipe with which it fits, cheapest first."""
+    """Return a text with the changes that make the recipe fit into memory, cheapest first."""
     steps = [step for step in _steps(recipe) if step[2] is not None]
     taken: list[tuple[str, str, Any]] = []
     while steps and not fits(_with(recipe, taken)):
@@ -234,7 +235,7 @@ def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
             "no key of the recipe changes this: use a smaller model, trainer.ranks or workers ([swarm]) on more "
             "devices, or more memory"
         )
-    for step in list(taken):  # leave out what later changes made unnecessary
+    for step in list(taken):  # omit changes that later changes made unnecessary
         if fits(_with(recipe, [other for other in taken if other is not step])):
             taken.remove(step)
     return "with " + " and ".join(_named(*step) for step in taken) + " it fits"

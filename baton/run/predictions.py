@@ -1,4 +1,4 @@
-"""The predictions of a plan for a run, and efficiencies corrected by what a run measured."""
+"""Predictions of a plan for a run, and corrections of efficiencies by the measurements of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FACTORS = 0.1, 10.0
 
 
 def predictions_of_plan(plan: Plan, source: str, memory_bytes: float | None) -> Predictions:
-    """Return the predictions of a plan. `memory_bytes` is that of the trainer, which follows from the recipe."""
+    """Return the predictions of a plan. memory_bytes: the trainer's memory, which follows from the recipe."""
     times, work = plan.breakdown, plan.work
     values: dict[str, float | None] = {
         "step": times.step_s,
@@ -30,7 +30,7 @@ def predictions_of_plan(plan: Plan, source: str, memory_bytes: float | None) -> 
         "staleness": plan.mean_staleness,
         "trainer memory": memory_bytes,
         "trainer idle": 1 - times.train_s / times.step_s,
-        # without overlap, the slots of a batch become idle one by one, and a plan does not say when
+        # without overlap, the slots of a batch become idle one by one, and a plan does not predict the times
         "engine slots idle": 1 - times.rollout_s / times.step_s if times.overlaps else None,
         "response length": None if work is None else work.mean_output_tokens,
     }
@@ -45,11 +45,11 @@ def predictions(source: str, values: Mapping[str, float | None]) -> Predictions:
 def measured_rates(
     known: Efficiencies, plan: Plan, told: Predictions | None, run: Path
 ) -> tuple[Efficiencies, tuple[str, ...]]:
-    """Correct the efficiencies of a plan's GPU types by what a run measured, if its predictions are of this plan.
-    Return them, and a line for each correction.
+    """Correct the efficiencies of a plan's GPU types by the measurements of a run, if the run has predictions of this
+    plan. Return the efficiencies, and a line for each correction.
 
-    Rates are times per token, because the responses may have other lengths than planned. All GPU types that train, and
-    all that generate, get the same factor.
+    told: the run's predictions. Times per token are compared, because responses may be longer or shorter than planned.
+    All GPU types that train are corrected by one factor, and all that generate by another.
     """
     if told is None or told.of("step") != plan.breakdown.step_s:
         return known, ()

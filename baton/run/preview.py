@@ -55,13 +55,13 @@ def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds
     lengths_tokens = [member.num_policy_tokens for group in groups for member in group.members]
     generated, longest = sum(lengths_tokens), max(lengths_tokens)
     wanted = needs.trajectories_per_step * generated / len(lengths_tokens)
-    # all slots are busy and a wide decode step takes as long as a narrow one; or as many tokens per second as here
+    # fastest: all slots are busy, and a wide decode step takes as long as a narrow one; slowest: the rate measured here
     fastest = wanted / min(recipe.engine.slots, needs.trajectories_per_step) * seconds / longest
     slowest = max(fastest, wanted * seconds / generated)
     mean = generated / len(lengths_tokens)
     yield (
         f"generation of a step: {fastest:.2g} to {slowest:.2g} s for {needs.trajectories_per_step} responses of "
-        f"{mean:.3g} tokens on average, from {seconds:.2g} s for {len(lengths_tokens)} responses; without training"
+        f"{mean:.3g} tokens on average, from {seconds:.2g} s for {len(lengths_tokens)} responses; training not included"
     )
     used = ", ".join(f"{process.name} {gib(process.num_bytes)}" for process in needs.processes)
     free = "" if needs.available_bytes is None else f"; {gib(needs.available_bytes)} free on {needs.device}"

@@ -112,11 +112,11 @@ def _as_recorded(path: str | None, old: str | None) -> str | None:
 def checkpoint_writer(
     recipe: Recipe, run: RunDirectory, trainer: Trainer
 ) -> Callable[[LoopState], Callable[[], SavedCheckpoint]]:
-    """Return a function that takes a checkpoint, and returns a function that writes it.
+    """Return a function that takes a snapshot of the run, and returns a function that writes it as a checkpoint.
 
-    The second writes a sealed checkpoint atomically and removes the checkpoints that are not kept. With
-    `checkpoint.background` the first copies the trainer's state into host memory, so the second may run in another
-    thread while the trainer continues. Raises UserError if this system has no host memory for files.
+    The second function writes a sealed checkpoint atomically and removes the checkpoints that are not kept. With
+    `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory. The second function may then
+    run in another thread while the trainer continues. Raises UserError if this system has no host memory for files.
     """
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 

@@ -1,4 +1,4 @@
-"""The conversion between text and token ids around the rollout controller, which handles only token ids."""
+"""Converts between text and token ids for the rollout controller, which handles only token ids."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def response_of(finished: Finished, tokenizer: Tokenizer) -> Response:
             found.append(Message("user" if exchange.tool is None else "tool", exchange.observation))
     last, path = finished.trajectory, len(finished.paths) - 1
     if all((e.path, e.token_offset) != (path, last.num_tokens) for e in finished.episode.exchanges):
-        found.append(Message("assistant", tokenizer.text(last.turn_ids)))  # it was not sent
+        found.append(Message("assistant", tokenizer.text(last.turn_ids)))  # the last turn was not sent
     return found
 
 

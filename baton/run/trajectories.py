@@ -42,8 +42,8 @@ class ShownTurn(msgspec.Struct, frozen=True):
     """Mean behavior logprob of the turn's tokens, nats."""
     lowest_logprob: float
     observation: str | None
-    """The observation as the policy reads it: the decoded tokens of the path, or the environment's text if no token of
-    it was appended. None if a token budget ended the episode with this turn, or if the environment failed."""
+    """The observation as the policy reads it: the decoded tokens of the path, or the environment's text if none of its
+    tokens were appended. None if a token budget ended the episode with this turn, or if the environment failed."""
     num_observation_tokens: int
     """Number of tokens appended to the path; 0 for the last observation, and for an observation that the prompt of a
     new path contains."""
@@ -115,7 +115,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     turns: tuple[ShownTurn, ...] = ()
     """Turns of a multi-turn episode; empty for a single-turn task."""
     attempt: int = 0
-    """Earlier attempts at the episode that failed with their environment."""
+    """Number of earlier attempts at the episode whose environment failed."""
     siblings: tuple[Sibling, ...] = ()
     """All members of a multi-turn group, this trajectory included."""
 
@@ -280,7 +280,8 @@ def _turn(
     places: tuple[int, int, int],
     exchange: Exchange | None,
 ) -> tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]:
-    """Decode a turn. places: begin of the turn's segments, end of the policy's tokens, end of the observation's."""
+    """Decode a turn. places: start of the turn's segments, end of the policy's tokens, end of the observation's
+    tokens."""
     start, middle, end = places
     sampled = _by_policy(path.segments_between(start, middle))
     token_ids = [token for segment in sampled for token in segment.token_ids]

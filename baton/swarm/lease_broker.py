@@ -28,8 +28,8 @@ from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkL
 MAX_REFUSALS = 64
 """Maximum number of consecutive leases that a worker may refuse. One more refusal disconnects the worker."""
 MAX_PROVENANCE = 200_000
-"""Maximum number of trajectories without a lease whose authors are remembered, so that the trajectories can be revoked.
-The latest are remembered."""
+"""Maximum number of trajectories without a lease whose authors are stored, so that the trajectories can be revoked. The
+oldest are removed first."""
 MAX_REPLACEMENTS = 10_000
 """Maximum number of replacement trajectories that wait for the controller's next request."""
 

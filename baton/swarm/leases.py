@@ -11,10 +11,10 @@ attempt at a task:
 
 Reported tokens stay in the trajectory when the worker leaves, and the next lease starts after these tokens. With
 `restarts` (mode `sync`), the next lease starts at the prompt and generates the same tokens again, because sampling is
-deterministic. In a multi-turn episode it starts at the current turn (`TaskSubmitted.start`), because an observation
-cannot be generated again. Only its tokens beyond the committed tokens are then new. A straggler gets a backup lease.
-Without `restarts`, the two leases of a task generate different tokens from the same prefix. No tokens are committed
-until one lease finishes, and the tokens of the other lease are then discarded.
+deterministic. In a multi-turn episode, the next lease starts at the current turn (`TaskSubmitted.start`), because an
+observation cannot be generated again. Only tokens beyond the committed tokens are then new. A straggler gets a backup
+lease. Without `restarts`, the two leases of a task generate different tokens from the same prefix. No tokens are
+committed until one lease finishes, and the tokens of the other lease are then discarded.
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
 Therefore a task that has committed tokens keeps them, and a lease on a worker of another kind commits nothing until it
@@ -44,7 +44,7 @@ class LeaseRules:
     """Options and time limits of the lease table. Time limits are in seconds."""
 
     restarts: bool = False
-    """True (mode `sync`): after a lost lease, the next lease starts at the begin of the current turn. False: it starts
+    """True (mode `sync`): after a lost lease, the next lease starts at the current turn. False: it starts
     after the last reported token."""
     heartbeat_timeout_s: float = 30.0
     """A worker that sends no message for this time is considered dead."""

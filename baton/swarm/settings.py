@@ -27,11 +27,11 @@ class SwarmSettings(Settings):
     """True: other machines may connect without TLS (`--insecure`). Tokens, prompts and weights are then readable on the
     network."""
     publish_every: int = Field(default=1, ge=1)
-    """Number of train steps from one published version to the next, at most max_staleness. A value above 1 is allowed
-    only in mode `async`."""
+    """Publish a version after each this number of train steps, at most max_staleness. A value above 1 is allowed only
+    in mode `async`."""
     max_lag: int | None = Field(default=None, ge=0)
-    """In mode `async`, a worker is granted leases only if its version is behind the latest published version by at most
-    this number of versions. The default is `publish_every` if max_staleness allows this, otherwise 0."""
+    """In mode `async`, a worker is granted leases only if its version is at most this number of versions behind the
+    latest published version. The default is `publish_every` if max_staleness allows this, otherwise 0."""
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
     """A worker that sends no message for this number of seconds is considered dead. Its leases are then granted to
     other workers."""
@@ -40,7 +40,7 @@ class SwarmSettings(Settings):
     disconnected."""
     no_worker_timeout_s: float = Field(default=3600.0, ge=0)
     """Maximum number of seconds that a run waits while no worker is connected; then the run ends with an error.
-    Messages on the terminal report that it waits. Must be at least rollout.stall_timeout_s."""
+    Messages on the terminal show that the run waits. Must be at least rollout.stall_timeout_s."""
     backup_lease_factor: float = Field(default=2.0, ge=0)
     """Start a backup lease if a lease's expected remaining time exceeds this multiple of the time that an idle worker
     would need. 0 disables backup leases."""

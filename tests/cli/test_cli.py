@@ -256,7 +256,7 @@ def test_mistakes_in_keys_tasks_and_steps(small: Any) -> None:
     assert "did you mean 'num_epochs'?" in mistake("train", small.recipe, "algorithm.num_epoch=2")
     assert "did you mean 'chain_sum'?" in mistake("train", small.recipe, "task.0.name=chain_sums", "--dry-run")
     assert "write section.key=value" in mistake("train", small.recipe, "trainer.lr")
-    assert "has no trajectories of step 9; recorded are: steps 1 to 3" in mistake("show", small.run, "--step", 9)
+    assert "has no trajectories of step 9; recorded: steps 1 to 3" in mistake("show", small.run, "--step", 9)
     assert "has no group 99; its groups are 8 to 11" in mistake("show", small.run, "--group", 99)
     assert "distinct held-out problems" in mistake("eval", small.run, "-n", 100_000)
 

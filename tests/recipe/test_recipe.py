@@ -166,9 +166,9 @@ def test_a_wrong_key_or_value_is_one_sentence_with_what_is_allowed(base: Path, o
         (["rollout.group_size=1"], "rollout.group_size: got 1, but grpo compares the trajectories of a group"),
         (
             ["rollout.max_new_tokens=1024"],
-            "engine.max_context_tokens: got 1024, but a prompt and its response of up to 1024 tokens",
+            "engine.max_context_tokens: got 1024, but a prompt with its response has up to 1024 tokens",
         ),
-        (["eval.max_new_tokens=2000"], "but a prompt and its response of up to 2000 tokens must fit"),
+        (["eval.max_new_tokens=2000"], "but a prompt with its response has up to 2000 tokens"),
         (["algorithm.num_minibatches=33"], "algorithm.num_minibatches: got 33, but a batch has only"),
     ],
 )

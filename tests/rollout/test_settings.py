@@ -34,15 +34,15 @@ REFUSED = [
         "allowed at most max_staleness + 1 = 3",
     ),
     (["rollout.mode=async"], "engine.processes: got 0"),
-    (["rollout.group_size=1"], "allowed are 2 and more"),
+    (["rollout.group_size=1"], "use 2 or more"),
     (["rollout.mode=fast"], "rollout.mode: got 'fast'"),
     (["rollout.overprovsion=2.0"], "did you mean 'overprovision'?"),
     (["rollout.top_k=513"], "rollout.top_k: got 513"),
     (["rollout.top_p=0.0"], "rollout.top_p: got 0.0"),
     (
         ["rollout.top_p=0.9", "engine.report_every_tokens=600", "engine.processes=0", "swarm.workers=1"],
-        "engine.report_every_tokens: got 600, but with up to 512 kept tokens (rollout.top_p, top_k) a report of the "
-        "swarm has room for 512 sampled tokens",
+        "engine.report_every_tokens: got 600, but with up to 512 kept tokens per sampled token (rollout.top_p, top_k), "
+        "a report of the swarm has room for 512 sampled tokens",
     ),
 ]
 

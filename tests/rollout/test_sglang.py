@@ -277,7 +277,7 @@ def test_the_directory_of_the_last_weights_is_kept_and_older_ones_are_not(server
         ("huge", "an event of the stream has more than"),
         ("shrink", "has returned . tokens before and now contains only 1"),
         ("impostor", "serves weights 'another' instead of 'run-0-"),
-        ("early", "after 2 tokens .finish reason .length.. without a request, and although 98 more tokens"),
+        ("early", "after 2 tokens .finish reason .length.. without an abort, although 98 more tokens"),
         ("hang", "failed to generate trajectory 0/0: the server sent nothing for 5 s .engine.sglang.answer_timeout_s."),
     ],
 )

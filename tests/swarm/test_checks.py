@@ -215,8 +215,8 @@ def test_a_sampling_mask_has_its_own_token_and_known_ids_in_order():
 @pytest.mark.parametrize(
     ("lease", "kept", "sentence"),
     [
-        (MASKED, (), "has the sampling masks of 0 tokens; needed are 2"),
-        (LOOSE, (mask(2), mask(9)), "has the sampling masks of 2 tokens; needed are 0"),
+        (MASKED, (), "has the sampling masks of 0 tokens; it needs 2"),
+        (LOOSE, (mask(2), mask(9)), "has the sampling masks of 2 tokens; it needs 0"),
         (MASKED, (mask(2), b""), "token 1 has a sampling mask of 0 bytes; allowed are 1 to 3 ids of 2 bytes"),
         (MASKED, (mask(2), mask(6, 7, 8, 9)), "token 1 has a sampling mask of 8 bytes; allowed are 1 to 3 ids"),
         (MASKED, (mask(2), b"\x09\x00\x0a"), "token 1 has a sampling mask of 3 bytes"),

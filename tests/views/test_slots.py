@@ -119,10 +119,10 @@ def test_the_note_says_how_long_the_tail_is():
     # 4 slots in 10 s: 2 are at work for 6 s, 2 for 2 s: 16 of 40 slot seconds; any for 6 s: 16 of 24; never under 1
     (picture,) = slot_pictures(a_run(1))
     words_of_it = "4 slots, busy 40 % of the time shown, and 67 % of the time in which at least one slot was busy. "
-    words_of_it += "In the long tail, 0 % of that time"
+    words_of_it += "During 0 % of that time"
     assert picture.note.startswith(words_of_it)
     (lonely,) = slot_pictures([*a_run(1, workers=[f"node#{i}" for i in range(4)]), lease("node#0", 2, 6.0, 10.0)])
-    assert "In the long tail, 40 % of that time, fewer than a quarter" in lonely.note
+    assert "During 40 % of that time, fewer than a quarter" in lonely.note
 
 
 def test_a_name_that_is_markup_stays_text():
@@ -140,7 +140,7 @@ def test_ten_thousand_workers_make_a_picture_of_bounded_size():
     assert sum(bars(picture.svg).values()) <= MAX_ROWS
     assert len(picture.svg) < 200_000
     assert picture.note.startswith("10,000 slots, "), "and all are counted"
-    assert picture.note.endswith("Drawn are 80 slots of 40 workers; the run has 5,000 workers.")
+    assert picture.note.endswith("The chart shows 80 slots of 40 of the run's 5,000 workers.")
 
 
 # ---- which part is drawn ---------------------------------------------------------------------------------------------

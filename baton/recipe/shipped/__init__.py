@@ -1,6 +1,6 @@
 """The recipes and the model that are part of the package, for use from any directory.
 
-In a checkout, `recipes` and `models` are links to the folders at its top; a wheel has their files.
+In a checkout, `recipes` and `models` are links to the folders at its top level. A wheel contains copies of their files.
 """
 
 from __future__ import annotations

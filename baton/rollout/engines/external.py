@@ -82,8 +82,9 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """Time of the last token, started request or loaded version."""
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError if the prompt leaves no room for a token, or if top-p or top-k is set in an
-        engine that does not report sampling masks, or not set in one that does."""
+        """Queue a lease. Raises UserError if the prompt leaves no room for a token. Also raises UserError for top-p or
+        top-k in an engine that reports no sampling masks, and for a lease without them in an engine that reports
+        masks."""
         sampling = lease.sampling
         if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
             raise UserError(
@@ -136,7 +137,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return None
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the tensors that `_load_tensors` gets: those of the whole model, named as in a model file."""
+        """Return the tensors for `_load_tensors`: those of the whole model, named as in a model file."""
         return self._weights.whole(tensors)
 
     @abstractmethod
@@ -163,7 +164,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
             reports += self._append_tokens(said, running)
-        # an estimate that each step gives one token per request, because the program does not report its steps
+        # estimate one token per request and step, because the program does not report its steps
         self._decode_steps += max(steps.values(), default=0)
         return reports
 
@@ -204,7 +205,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         row = running.row
         raise EngineFault(
             f"{self._client.name} ended trajectory {row.lease.trajectory.name} after {row.length} tokens "
-            f"(finish reason {said.finish!r}) without a request, and although {row.room} more tokens are allowed"
+            f"(finish reason {said.finish!r}) without an abort, although {row.room} more tokens are allowed"
         )
 
     def _is_held(self, running: RunningRequest) -> bool:

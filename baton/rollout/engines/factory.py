@@ -36,7 +36,7 @@ def engine_of_model(
 ) -> Engine:
     """Build an engine that serves the model in a directory as `version`.
 
-    direct: how an engine of kind `vllm` gets later versions from the trainer's memory; None: as files.
+    direct: backend that sends an engine of kind `vllm` later versions from the trainer's memory; None: as files.
     Raises UserError if the engine does not support the model, or if a package is missing.
     """
     match settings.kind:
@@ -115,7 +115,7 @@ def chosen(
 
 
 def _decoded(text: str) -> Any:
-    """Return the value of a table given as JSON; the text itself if it is not JSON."""
+    """Decode a value given as JSON; return the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -27,8 +27,8 @@ _MASK_64 = (1 << 64) - 1
 _SCALE = float(1 << 50)
 """Probabilities are converted to integers in units of 2^-50, so that their cumulative sum is exact and monotonic."""
 CHUNK_VALUES = 1 << 18
-"""Number of logits from which a CPU samples at once. Intermediate results of this size stay in the processor's cache.
-The allocator would return those of a whole batch to the system, which then clears their pages in every step."""
+"""Number of logits that a CPU samples in one part. Intermediate results of this size stay in the processor's cache.
+For a whole batch, the allocator would return their memory to the system, which would clear its pages in every step."""
 
 
 def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
@@ -123,12 +123,12 @@ def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device:
 def sample(
     logits_WV: Tensor, params: RowParams, uniform_W: NDArray[np.float64]
 ) -> tuple[Tensor, Tensor, list[bytes] | None]:
-    """Draw one token per row; return the ids [W], the behavior logprobs [W], and the sampling masks [W], of which rows
-    that report none have empty bytes; None if no row reports one.
+    """Draw one token per row. Return the ids [W], the behavior logprobs [W], and the sampling masks [W]. The masks are
+    None if no row reports one; a row without a mask has empty bytes.
 
-    Logprobs are normalised over the row's sampling mask or, without one, over the whole vocabulary, before top-p and
-    top-k; at the row's temperature (1 for greedy rows). If the logits of a row are not finite, the row's logprob is nan
-    and its id is arbitrary.
+    Logprobs are at the row's temperature (1 for greedy rows). They are normalised over the row's sampling mask or,
+    without a mask, over the whole vocabulary before top-p and top-k. If the logits of a row are not finite, the row's
+    logprob is nan and its id is arbitrary.
     """
     width, vocabulary = logits_WV.shape
     size = max(1, CHUNK_VALUES // vocabulary) if logits_WV.device.type == "cpu" else width
@@ -183,8 +183,8 @@ def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
 
 
 def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Apply top-k, then top-p: return the masses of the `most` likeliest tokens, zero for those removed, and their ids,
-    both [F, most].
+    """Apply top-k, then top-p. Return the masses of the `most` likeliest tokens, with zero for the removed tokens, and
+    the ids of these tokens, both [F, most].
 
     Top-k keeps the k most likely tokens. Of these, top-p keeps the smallest set of most likely tokens that has at least
     the share p of the mass of the k tokens. Equally likely tokens are ranked by id. The most likely token is always

@@ -28,23 +28,24 @@ Text = Callable[[Sequence[int]], str]
 
 
 class Piece(NamedTuple):
-    """A part of the ids before the next input, whose keys and values are computed and kept together."""
+    """A part of the ids before the next input. Its keys and values are computed and kept together."""
 
     end: int
     """Number of ids from the start of the prompt to the end of the piece."""
     version: int | None
-    """Number of the version whose weights compute it; None for the version that the engine serves."""
+    """Number of the version whose weights compute the piece; None for the version that the engine serves."""
     is_within_turn: bool = False
-    """Whether the piece ends with tokens of an unfinished turn. Only such keys and values may come from decode."""
+    """Whether the piece ends with tokens of an unfinished turn. Only for such a piece may decode have computed the keys
+    and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:
-    """The identity of the keys and values of a piece, whose context are the pieces before it."""
+    """Identifies the keys and values of a piece, which also depend on the pieces before it."""
 
     digest: bytes
-    """Digest of the piece, its ids, and the digest of the piece before it: keys of a long context are compared without
-    reading its ids again."""
+    """Digest of the piece, its ids and the digest of the previous piece. Keys of long contexts can therefore be
+    compared without reading the ids again."""
     piece: Piece = field(compare=False)
     begin: int = field(compare=False)
     """Number of ids before the piece."""
@@ -55,7 +56,8 @@ class PrefixKey:
 def prefix_keys(
     pieces: Sequence[Piece], ids: tuple[int, ...], before: PrefixKey | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Return the keys of successive pieces, after an earlier piece if given. ids: all from the start of the prompt."""
+    """Return the keys of successive pieces. ids: all ids from the start of the prompt. before: key of the piece before
+    the first of these pieces."""
     found = []
     digest, begin = (b"", 0) if before is None else (before.digest, before.piece.end)
     for piece in pieces:
@@ -107,7 +109,7 @@ class RunningLease:
         return self._max_length - self.length
 
     def prefix_keys(self, version: int, *, is_own: bool = False) -> tuple[PrefixKey, ...]:
-        """Return the keys of `pieces` for one version or, if `is_own`, for the versions under which they ran."""
+        """Return the keys of `pieces` for one version or, if `is_own`, for the version of each piece."""
         if (version, is_own) not in self._keys:
             numbers = [version if piece.version is None or not is_own else piece.version for piece in self.pieces]
             named = [piece._replace(version=number) for piece, number in zip(self.pieces, numbers, strict=True)]
@@ -344,11 +346,12 @@ class SlotTable:
 
 
 def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
-    """Divide the ids before the last one at the start of each turn: a pure function of the trajectory.
+    """Divide the ids before the last one into pieces, at the start of each turn. This is a pure function of the
+    trajectory.
 
-    A piece thus has the tokens of a turn and the observation after them, or the tokens of an unfinished turn. The
-    version of a piece is that of the first token sampled after it, or of the last token of an unfinished turn: a lease
-    that ran from one version to the next computed the piece under these weights.
+    A piece has the tokens of a turn and the observation after them, or the tokens of an unfinished turn. Its version is
+    that of the first token sampled after it, or, in an unfinished turn, that of its last token. A lease that continued
+    from one version to the next computed the piece under these weights.
     """
     found, before = [], Author.ENVIRONMENT
     offset = len(trajectory.prompt_ids) - 1

@@ -19,13 +19,13 @@ Handover = tuple[int, FromHub]
 
 
 def returns_home(num_home: int, num_least: int, slots: int) -> bool:
-    """Return whether a trajectory is sent back to its last engine: if the engine has a free slot, and exceeds the
-    leases of the least busy engine by at most a quarter of its slots."""
+    """Return whether a trajectory is sent back to its last engine. The engine must have a free slot, and its leases may
+    exceed those of the least busy engine by at most a quarter of its slots."""
     return num_home < slots and num_home - num_least <= slots // 4
 
 
 class LeaseQueue:
-    """The leases of a pool: those that wait for a slot, and those of each engine."""
+    """The waiting leases of a pool, and the leases of each engine."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         """slots: number of slots of each engine."""
@@ -35,15 +35,15 @@ class LeaseQueue:
         self._begun: dict[int, Lease] = {}
         self._new: dict[int, Lease] = {}
         self._homes: dict[str, int] = {}
-        """Name of a trajectory → its last engine, in the order in which they were sent."""
+        """Name of a trajectory → its last engine, in the order in which the trajectories were sent."""
 
     def add(self, lease: Lease) -> None:
         """Add a lease, which waits until `assign` returns it."""
         (self._begun if lease.trajectory.num_tokens else self._new)[lease.lease_id] = lease
 
     def abort(self, abort: Abort) -> list[Handover]:
-        """Return the messages that abort a lease. A lease that waits is sent to an engine first, because the scheduler
-        expects a report of each abort and only an engine sends reports."""
+        """Return the messages that abort a lease. A waiting lease is first sent to an engine, because the scheduler
+        expects a report of each abort and only engines send reports."""
         number = abort.lease_id
         found: list[Handover] = []
         if (waiting := self._begun.pop(number, None) or self._new.pop(number, None)) is not None:
@@ -80,7 +80,7 @@ class LeaseQueue:
         return home
 
     def _num_free(self, engine: int) -> int:
-        """Return the number of free slots. It is negative after an abort of a lease that had to be sent first."""
+        """Return the number of free slots. It is negative if a waiting lease was sent only to be aborted."""
         return self._slots[engine] - len(self.leases[engine])
 
     def _hand_over(self, engine: int, lease: Lease) -> Handover:

@@ -1,12 +1,12 @@
-"""Decides which connections a listening process keeps, and how much one caller may use. Uses no socket and no clock.
+"""Decides which connections a listening process keeps, and limits the use by one caller. Uses no socket and no clock.
 
     accept ──▶ stranger ──valid token──▶ known caller ──▶ closed
                   └──▶ evicted: too many strangers, or no token in time
 
 Connections without a token ("strangers") have a limit of their own. At the limit, the oldest stranger of the address
-with the most strangers is evicted. A caller that opens many connections therefore loses its own, and callers without a
-token cannot block callers with a token. Each token may use a share of the connections with a token. Only the run's
-owner (admins, trusted workers) may use the last quarter.
+with the most strangers is evicted. A caller that opens many connections therefore loses its own connections, and
+callers without a token cannot block callers with a token. Each token may use a share of the connections with a token.
+Only the run's owner (admins, trusted workers) may use the last quarter.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Admission:
         return evicted
 
     def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
-        """Count a connection towards its token. Return why the connection is refused, or None; a refused connection
+        """Count a connection towards its token. Return why the connection is refused, or None. A refused connection
         stays a stranger."""
         if connection in self._known:
             return None

@@ -1,11 +1,11 @@
-"""The workers of a hub: who is connected, what each serves, and which commands of the broker reach it.
+"""The workers of a hub: which are connected, which version each serves, and which of the broker's commands it gets.
 
     HubSession ─▶ join, on_message, connection_lost ────────┐      ┌─▶ Outgoing queue of a worker
     background_publisher ─▶ announce ───────────────────────┼─▶ Membership ─▶ inbox of the controller
     VerificationService ─▶ release, remake, quarantined ────┘      └─▶ LeaseBroker, VerificationService
 
-All methods must be called in the hub's thread. Membership uses no socket, no thread of its own and no clock but the
-broker's, so the live hub and the simulator use the same class.
+All methods must be called in the hub's thread. Membership uses no socket and no thread, and only the broker's clock, so
+the live hub and the simulator use the same class.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Membership:
         """Number of each worker, by worker id."""
         self._next_worker = 0
         self._switched_s: float | None = None
-        """When a worker last began to serve another version; None if none did since the last tick."""
+        """Time at which a worker last switched versions; None if no worker has switched since the last tick."""
         self._commands: deque[BrokerCommand] = deque()
         self._is_executing = False
 
@@ -150,7 +150,7 @@ class Membership:
     # ---- versions and relays -----------------------------------------------------------------------------------------
 
     def announce(self, want: messages.Want, *, only_near: bool = False) -> None:
-        """Send a published version to all workers; if `only_near`, only to those that find it in shared memory."""
+        """Send a published version to all workers or, if `only_near`, to workers that find it in shared memory."""
         want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.want = self.want if only_near else want
         self.versions[want.version.number] = want.version
@@ -205,7 +205,7 @@ class Membership:
         return peer
 
     def connection_lost(self, peer: Peer, *, is_stopping: bool) -> None:
-        """Handle the end of a connection. The worker gets no new leases, and keeps its leases until its heartbeat
+        """Handle the end of a connection. The worker gets no new leases. It keeps its leases until its heartbeat
         timeout."""
         peer.outgoing = None
         self._count_slots()
@@ -264,7 +264,7 @@ class Membership:
             reason = self._access.recheck(peer.grant, peer.worker, peer.address)
             if reason is not None:
                 self.remove(peer.number, reason, is_final=True)
-        if self._switched_s is not None:  # once per tick, because it looks at all workers
+        if self._switched_s is not None:  # once per tick, because all workers are visited
             self.broker.pace.serve(self._switched_s, (p.served for p in self.peers.values() if p.is_connected))
             self._switched_s = None
         self.execute(self.broker.tick(delay_s))
@@ -273,7 +273,7 @@ class Membership:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, worker: int, message: messages.FromHub) -> None:
-        """Queue a message for a worker. No effect if the worker is not connected. A worker whose queue is full is
+        """Queue a message for a worker. Has no effect if the worker is not connected. A worker whose queue is full is
         removed."""
         peer = self.peers.get(worker)
         if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):

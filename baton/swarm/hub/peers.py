@@ -25,7 +25,7 @@ MAX_RELAYS = 256
 
 
 class Outgoing(Protocol):
-    """The way to one worker: the queue of a connection, or a simulated network."""
+    """Sends messages to one worker: the queue of a connection, or a simulated network."""
 
     def put(self, message: FromHub) -> bool:
         """Queue a message. Return False if the queue is full."""

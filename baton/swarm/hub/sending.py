@@ -24,8 +24,8 @@ QUEUE_S = 20.0
 """Seconds that a request waits for a download slot before it gets HTTP 503."""
 PIECE_BYTES = 2**18
 READ_S = 180.0
-"""Seconds after which a read from a store or cache is abandoned. Longer than a remote store's own deadlines for a
-piece."""
+"""Seconds after which a read from a store or cache is abandoned. This is longer than the deadlines of a remote store
+for a piece."""
 STALL_S = 30.0
 """Seconds after which a connection is reset if its receiver does not accept a piece."""
 

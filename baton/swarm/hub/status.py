@@ -28,7 +28,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Error of the last fetch; empty if the fetch succeeded."""
     is_trusted: bool
     checked: int
-    """Number of its trajectories that were scored again."""
+    """Number of the worker's trajectories that were scored again."""
 
 
 class QuarantineStatus(msgspec.Struct, frozen=True):
@@ -93,27 +93,29 @@ class _StatusCollector:
     def collect(self) -> Iterator[Metric]:
         status = self._status
         yield _gauge("version", "Latest published version", _number(status.version))
-        yield _gauge("step", "Train steps done", status.step)
-        yield _gauge("tasks", "Trajectories wanted", status.tasks)
-        yield _gauge("tasks_waiting", "Trajectories that nobody grows", status.waiting)
+        yield _gauge("step", "Completed train steps", status.step)
+        yield _gauge("tasks", "Trajectories that are neither finished nor aborted", status.tasks)
+        yield _gauge("tasks_waiting", "Trajectories without a lease", status.waiting)
         states = Counter(worker.state for worker in status.workers)
         yield _gauge("workers", "Workers by state", states, "state")
         workers = {worker.name: worker for worker in status.workers}
         speeds = {name: worker.tokens_per_s for name, worker in workers.items()}
-        yield _gauge("worker_tokens_per_second", "Tokens a second", speeds, "worker")
+        yield _gauge("worker_tokens_per_second", "Decoded tokens per second", speeds, "worker")
         yield _gauge("worker_leases", "Leases held", {name: w.leases for name, w in workers.items()}, "worker")
         versions = {name: _number(worker.version) for name, worker in workers.items()}
         yield _gauge("worker_version", "Version served", versions, "worker")
-        yield _gauge("wasted_tokens", "Tokens made for nothing", status.wasted_tokens, "cause")
-        yield _gauge("staleness_share", "Share of trained tokens", status.staleness, "versions")
+        yield _gauge("wasted_tokens", "Discarded tokens", status.wasted_tokens, "cause")
+        yield _gauge("staleness_share", "Share of the last batch's tokens", status.staleness, "versions")
         yield _gauge("bytes_out", "Bytes sent", status.bytes_out, "route")
-        yield _gauge("publication", "Of the last version", status.publication, "what")
-        yield _gauge("provisioning", "Provisioning rule", status.rule, "what")
+        yield _gauge(
+            "publication", "Bytes, density and seconds of the last published version", status.publication, "what"
+        )
+        yield _gauge("provisioning", "Quantities of the provisioning rule", status.rule, "what")
         yield _gauge("quarantined", "Workers in quarantine", len(status.quarantine))
         yield _gauge("denied", "Requests without a valid token", status.denied)
-        yield _gauge("malformed", "Connections ended for what was said", status.malformed)
+        yield _gauge("malformed", "Connections ended because of an invalid message", status.malformed)
         yield _gauge("not_inspected", "Trajectories that could not be scored again", status.not_inspected)
-        yield _gauge("loop_delay_seconds", "The longest that the hub was late by", status.loop_delay_s)
+        yield _gauge("loop_delay_seconds", "Maximum delay of the hub's event loop", status.loop_delay_s)
 
 
 def prometheus(status: HubStatus) -> str:

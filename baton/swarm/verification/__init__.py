@@ -1,2 +1,2 @@
-"""Checks that workers' reports agree with the policy and the keyed noise, and quarantines workers whose reports do
-not."""
+"""Checks that workers' reports agree with the policy and with the noise that the hub assigned. Quarantines workers
+whose reports disagree."""

@@ -137,7 +137,7 @@ def _wrong_masks(segment: Segment, limits: ReportLimits, place: int, max_kept: i
     """Check that each mask has 1 … max_kept different ids of the vocabulary in ascending order, and the token's own."""
     needed, dtype = len(segment.token_ids) if max_kept else 0, np.dtype(kept_dtype(limits.vocabulary))
     if len(segment.kept) != needed:
-        return f"the segment at token {place} has the sampling masks of {len(segment.kept)} tokens; needed are {needed}"
+        return f"the segment at token {place} has the sampling masks of {len(segment.kept)} tokens; it needs {needed}"
     for i, (token, mask) in enumerate(zip(segment.token_ids, segment.kept, strict=False), place):
         if len(mask) % dtype.itemsize or not 1 <= len(mask) // dtype.itemsize <= max_kept:
             allowed = f"1 to {max_kept} ids of {dtype.itemsize} bytes"

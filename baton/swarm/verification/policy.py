@@ -370,7 +370,8 @@ class VerificationPolicy:
     def _is_drawn(self, author: SegmentAuthor, name: str, turn: int) -> bool:
         """Count a finished trajectory, and return whether to check it.
 
-        turn: offset of its last turn. Each turn has its own draw, because a worker may notice that a turn is held back.
+        turn: offset of the trajectory's last turn. Each turn has its own draw, because a worker may notice that a turn
+        is held back.
         """
         account = self._of(author.worker)
         self._owners.setdefault(name, {})[author.worker] = None

@@ -40,7 +40,7 @@ class Quarantine:
     """The quarantine records that are in force."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read the file if it exists. None: keep the records in memory only. Raises UserError if the file is
+        """Read the file if it exists. Without a path, the records stay in memory. Raises UserError if the file is
         damaged."""
         self._path = path
         self._size = 0

@@ -3,9 +3,9 @@
     hub's thread                          this thread          hub's thread
       finished ─▶ VerificationPolicy ─▶ queue ─▶ score, judge ─▶ VerificationPolicy ─▶ release, remake, quarantine
 
-Each segment is scored under the policy version that generated it, for which the service keeps the last versions. With
-`on_new_version = "keep"`, weights change while a trajectory runs and its KV cache is kept, so no single version
-explains its tokens. In that case only trusted workers are admitted, and no trajectory is scored.
+The service keeps the latest versions, and scores each segment under the policy version that generated it. With
+`on_new_version = "keep"`, weights change while a trajectory runs and its KV cache is kept, so the tokens do not follow
+from a single version. In that case only trusted workers are admitted, and no trajectory is scored.
 """
 
 from __future__ import annotations

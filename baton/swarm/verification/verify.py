@@ -175,7 +175,7 @@ def violation(sentence: str) -> VerificationResult:
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """Return the larger one of a token's mask gap and its draw gap, which is 0 for a sampled token if only the worker
+    """Return the larger of a token's mask gap and draw gap. The draw gap of a sampled token is 0 if only the worker
     knows the noise."""
     of_draw = rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
     return max(of_draw, rescored.mask_gaps[i]) if rescored.mask_gaps else of_draw
@@ -271,8 +271,8 @@ class Calibration:
     """Estimates the tolerances of worker classes from the trajectories of trusted workers."""
 
     def __init__(self, *, max_mismatch_kl: float = 1e-2, min_tokens: int = 4000, sample: int = 20_000) -> None:
-        """min_tokens: number of tokens of a class from which on its tolerance is calibrated. sample: maximum number of
-        values kept for each class."""
+        """min_tokens: number of observed tokens at which the tolerance of a class is calibrated. sample: maximum number
+        of values kept for each class."""
         self._max_mismatch_kl, self._min_tokens, self._sample = max_mismatch_kl, min_tokens, sample
         self._seen: dict[WorkerClass, _Seen] = {}
         self._random = random.Random(0)

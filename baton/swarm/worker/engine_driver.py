@@ -41,7 +41,7 @@ class EngineDriver:
         return self._engine.stats
 
     def lease(self, lease: Lease) -> None:
-        """Start a trajectory. No effect if the lease is already known."""
+        """Start a trajectory. Has no effect if the lease is already known."""
         if lease.lease_id not in self._leases:
             self._leases[lease.lease_id] = lease
             self._submit(lease)
@@ -104,7 +104,8 @@ class EngineDriver:
         self._engine.submit(lease)
 
     def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Abort leases that this worker resumes. Their reports to the hub are not marked as aborted."""
+        """Report the tokens of aborted leases. The reports of leases that this worker resumes are not marked as
+        aborted."""
         reports: list[FromWorker] = []
         for said in self._engine.step():
             if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:

@@ -21,7 +21,7 @@ class Outbox:
         self._unconfirmed.setdefault(lease_id, [])
 
     def add(self, report: Report) -> None:
-        """Add a report of a lease. No effect if the lease is not open."""
+        """Add a report of a lease. Has no effect if the lease is not open."""
         if report.lease_id in self._unconfirmed:
             self._unconfirmed[report.lease_id].append(report)
 

@@ -51,7 +51,7 @@ Command = (
 
 
 class WorkerSession:
-    """A worker without its engine, its weights and its connections."""
+    """The state of a worker, without its engine, its weights and its connections."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class WorkerSession:
         """The engine's counters, as the driver has set them."""
         self.fetched_bytes = 0
         self.served_s = 0.0
-        """Time until which the hub has served this worker, at first the time of the worker's start."""
+        """Last time at which a hub served this worker; initially, the worker's start."""
         self.is_ready = False
         """Whether Hello has been sent on this connection; before that, reports wait in the outbox."""
         self.is_welcomed = False
         """Whether Welcome has arrived on this connection."""
         self._incarnation: str | None = None
-        """Incarnation of the hub of the engine's leases."""
+        """Incarnation of the hub that granted the engine's leases."""
         self._outbox, self._sync, self._failures = Outbox(), vs.VersionSync(rules), 0
         self._url, self._first_wait_s, self._reconnect_timeout_s, self._jitter = (
             url, first_wait_s, reconnect_timeout_s, jitter,
@@ -110,7 +110,7 @@ class WorkerSession:
         return wait_s * self._jitter()
 
     def ready(self, worker_class: WorkerClass, slots: int) -> list[messages.FromWorker]:
-        """Handle that the engine exists. Return the messages to send: Hello, and the reports that the hub has not
+        """Record that the engine is built. Return the messages to send: Hello, and the reports that the hub has not
         confirmed."""
         assert self.welcome is not None, "an engine exists before a hub has described it"
         self.is_ready, self._incarnation = True, self.welcome.incarnation
@@ -129,8 +129,8 @@ class WorkerSession:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def receive(self, message: messages.FromHub, now_s: float) -> Sequence[Command]:
-        """Handle a message of the hub. Raises ConnectionLost, and UserError if no hub of this address can use the
-        worker."""
+        """Handle a message of the hub. Raises ConnectionLost. Raises UserError if a new connection cannot succeed
+        either."""
         if isinstance(message, messages.Rejected):
             if message.is_final:
                 raise UserError(f"the hub refuses this worker: {message.reason}")

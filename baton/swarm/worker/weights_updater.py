@@ -50,7 +50,7 @@ class WeightsUpdater:
 
     def fetch(self, version: PolicyVersion, want: Want) -> None:
         """Start to fetch a version, unless closed. want: the last announcement, which names the relays."""
-        if self._is_closed:  # a timer of `VersionSync`, or the engine's last switch
+        if self._is_closed:  # called by a timer of `VersionSync`, or after the engine's last switch
             return
         task = asyncio.create_task(self._fetch(version, want))
         self._fetches.add(task)

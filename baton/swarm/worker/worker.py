@@ -65,7 +65,7 @@ class WorkerOptions:
     store: str | None = None
     """The run's weights.store (a directory or a bucket), if this machine can read it directly."""
     device: str = "cpu"
-    """Name of the device, shown to users and part of the class within which logprobs are compared."""
+    """Name of the device, shown to users. It is part of the worker class, within which logprobs are compared."""
     engine: str | None = None
     """Kind of engine, also part of the class; None uses the recipe's."""
     reconnect_timeout_s: float | None = None
@@ -96,8 +96,8 @@ class SwarmWorker:
         """
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         tls = self._options.ssl or True
-        # a connection from before an outage may be dead: chunks of one transfer share a connection, later chunks do
-        # not
+        # a connection from before an outage may be dead, so a connection is kept only between the chunks of one
+        # transfer
         kept = aiohttp.TCPConnector(ssl=tls, keepalive_timeout=2.0)
         once = aiohttp.TCPConnector(ssl=tls, force_close=True)
         self.session.served_s = self._loop.time()

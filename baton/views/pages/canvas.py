@@ -34,7 +34,7 @@ LEGEND_CHARACTERS = 58
 """Maximum number of characters per line of the legend; a marker counts as four."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "baton",  # without a fixed salt the ids are random, and equal runs would give different pages
+    "svg.hashsalt": "baton",  # without a fixed salt, ids are random, and the pages of two equal runs differ
     "text.parse_math": False,  # a "$" in a task's or metric's name is text
     "font.size": 10.5,
     "text.color": INK,

@@ -46,7 +46,7 @@ class LineChart:
     is_log: bool = False
     is_left_out_if_zero: bool = False
     repeats: str = ""
-    """Name of another metric; the chart is omitted if both metrics have equal curves."""
+    """Name of another metric. The chart is omitted if the two metrics have equal curves."""
 
 
 LEARNING = (
@@ -223,7 +223,7 @@ def accuracy_charts(history: History) -> Iterator[Chart]:
         history,
         [e for e in history.evaluations if e.result.task == overall],
         lambda result: "greedy" if result.temperature == 0 else f"sampled at {result.way}",
-        "Bars are 95 % intervals. All evaluations use the same problems, and no problem of them is used in training.",
+        "Bars are 95 % intervals. All evaluations use the same problems, which are never trained on.",
     )
     if len(tasks) > 1:
         yield _accuracy_chart(

@@ -1,4 +1,4 @@
-"""Read the records of a run as arrays: metrics by train step, and response lengths with verdicts."""
+"""Read the records of a run as arrays: metrics by train step, and the lengths and verdicts of responses."""
 
 from __future__ import annotations
 

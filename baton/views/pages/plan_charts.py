@@ -45,7 +45,7 @@ def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
         colour = ROLLOUT_COLOURS[index % len(ROLLOUT_COLOURS)]
         by_gpu |= {gpu: colour for replica in same for gpu in replica.gpu_ids}
         r = same[0]
-        shape = f"{len(same)} × {r.gpu}, tp {r.tp} · pp {r.pp}, {r.batch} trajectories at once"
+        shape = f"{len(same)} × {r.gpu}, tp {r.tp} · pp {r.pp}, {r.batch} trajectories concurrently"
         keys.append(LegendEntry(colour, f"rollout: {shape}"))
     if plan.idle:
         by_gpu |= {gpu: IDLE_COLOUR for idle in plan.idle for gpu in idle.gpu_ids}
@@ -151,7 +151,7 @@ def timeline(plan: Plan) -> str:
         for lane, parts in lanes.items():
             start = late_s if lane == 0 else 0.0
             for name, length, colour in parts:
-                if length > 0.002 * b.step_s:  # a thinner bar would be invisible but have an entry in the legend
+                if length > 0.002 * b.step_s:  # a thinner bar would be invisible, but the legend would list it
                     axes.barh(lane, length, left=start, height=0.42, color=colour, label=name)
                 start += length
         end = b.step_s - b.sync_s

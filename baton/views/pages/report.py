@@ -217,7 +217,7 @@ def _accuracy(result: Evaluation) -> str:
 
 def _examples(run: RunDirectory) -> list[tuple[int, list[tuple[str, ReadableTrajectory]]]]:
     """Return the examples of each step with readable texts. Each example is labelled with the order (best, worst or
-    longest) that lists it first."""
+    longest) in which it is first listed."""
     by_step: dict[int, list[tuple[str, ReadableTrajectory]]] = {}
     for order, found in choose_examples(run):
         readable = ReadableTrajectory(

@@ -80,14 +80,14 @@ def _occupancy_note(window: Window) -> str:
         return ""
     few = float(np.mean(at_work < slots / 4))
     left_out = (
-        f" Drawn are {drawn:,} slots of {len(rows):,} workers; the run has {len(lanes):,} workers."
+        f" The chart shows {drawn:,} slots of {len(rows):,} of the run's {len(lanes):,} workers."
         if drawn < slots
         else ""
     )
     return (
         f"{slots:,} slots, busy {100 * busy.mean() / slots:.0f} % of the time shown, and "
-        f"{100 * at_work.mean() / slots:.0f} % of the time in which at least one slot was busy. In the long tail, "
-        f"{100 * few:.0f} % of that time, fewer than a quarter of the slots were busy.{left_out}"
+        f"{100 * at_work.mean() / slots:.0f} % of the time in which at least one slot was busy. During "
+        f"{100 * few:.0f} % of that time, fewer than a quarter of the slots were busy (the long tail).{left_out}"
     )
 
 
@@ -283,10 +283,8 @@ def _versions(span: Span) -> list[tuple[int, float]]:
 
 
 def _pieces(span: Span) -> Iterator[tuple[int, float, float]]:
-    """Yield (version, begin_s, end_s) for each policy version of a lease.
-
-    The time of the lease is divided among its versions in proportion to their tokens.
-    """
+    """Yield (version, begin_s, end_s) for each policy version of a lease. The time of the lease is divided among its
+    versions in proportion to their tokens."""
     at_s = span.begin_s
     for version, share in _versions(span):
         end_s = at_s + share * (span.end_s - span.begin_s)

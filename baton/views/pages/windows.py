@@ -19,7 +19,7 @@ class TracedStep:
 
     number: int
     begin_s: float
-    """Start of the wait for the step's batch; without a recorded wait, end of the previous step."""
+    """Start of the wait for the step's batch. If the trace has no such wait: end of the previous step."""
     train_s: float
     """Start of training."""
     end_s: float
@@ -32,7 +32,7 @@ class Window:
 
     title: str
     spans: Sequence[Span]
-    """All spans of the uninterrupted part of the trace that contains the window."""
+    """All spans of the uninterrupted part of the trace in which the window lies."""
     steps: Sequence[TracedStep]
     begin_s: float
     end_s: float
@@ -63,7 +63,8 @@ def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
 
 
 def choose_windows(spans: Sequence[Span]) -> list[Window]:
-    """Return one window for a short trace; else the first steps, the slowest step with its neighbours, the last steps.
+    """Return one window for a short trace; otherwise the first steps, the slowest step with its neighbours, and the
+    last steps.
 
     No window contains a gap, such as the time between a kill and the resume.
     """

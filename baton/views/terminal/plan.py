@@ -71,7 +71,7 @@ def _say_certainty(console: Console, of: Certainty) -> None:
     else:
         change = of.change
         text = (
-            f"who trains depends on {change.parameter}: {change.value} ({change.origin}); at {change.at}, "
+            f"which GPUs train depends on {change.parameter}: {change.value} ({change.origin}); at {change.at}, "
             f"{' and '.join(change.trains)} train"
         )
     console.print(text)

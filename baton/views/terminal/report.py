@@ -147,7 +147,7 @@ def print_dry_run(console: Console, recipe: Recipe, needs: Footprint, *, keys: b
         f"evaluation  {evaluated if recipe.eval.enabled else 'none (eval.enabled = false)'}",
         *(f"memory      {_memory(process)}" for process in needs.processes),
         *([f"GPUs        {needs.gpus}"] if needs.gpus else []),
-        f"            {free or 'for other machines, whose free memory is not known here'}",
+        f"            {free or 'the free memory of other machines is not known here'}",
         f"each step   {needs.trajectories_per_step} trajectories of at most {recipe.rollout.max_new_tokens} tokens "
         f"({needs.max_generated_tokens_per_step:,} tokens), {needs.updates_per_step} optimiser update(s)",
         f"support     {'experimental: ' * bool(needs.experimental)}{'; '.join(needs.experimental) or 'tested'}",

@@ -29,7 +29,7 @@ def print_preview(console: Console, preview: Preview) -> None:
         best, *_, worst = sorted(groups[number], key=lambda reading: -reading.shown.reward)
         print_trajectories(console, [best, worst] if best.shown.reward > worst.shown.reward else [best])
     console.print(
-        f"{len(preview.responses)} responses; shown are those with the highest and the lowest reward to each prompt, "
+        f"{len(preview.responses)} responses; for each prompt, those with the highest and the lowest reward are shown, "
         "or one if all rewards are equal"
     )
     for line in preview.findings:

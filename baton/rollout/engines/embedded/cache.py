@@ -36,7 +36,8 @@ class Prefix:
 class KeptPrefixes:
     """Keys and values of pieces that a later lease may need, in the order of their last use.
 
-    A lease that needs a piece needs the pieces before it, too. They count as used later, so they are dropped later.
+    A lease that needs a piece also needs the pieces before it. Earlier pieces therefore count as used later than later
+    pieces, and are dropped after them.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,7 @@ class SlotCache(Cache):
     """The slots of all layers."""
 
     def __init__(self, like: Prefix, slots: int, max_context_tokens: int) -> None:
-        """Allocate the slots. `like`: the result of a prefill, whose shapes and dtype they take."""
+        """Allocate the slots. like: the result of a prefill; the slots get its shapes and dtype."""
         self.window = DecodeWindow()
         self.length = length = round_up(max_context_tokens, KV_BUCKET)
         """Number of positions per slot."""
@@ -243,8 +244,8 @@ def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length:
 
 
 def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tensor:
-    """Return the pieces of each row [L, kv_heads, head_dim], one after another, in zeros [rows, kv_heads, length,
-    head_dim]."""
+    """Return a tensor [rows, kv_heads, length, head_dim] that has the pieces [L, kv_heads, head_dim] of each row one
+    after another, and zeros after them."""
     found = pieces[0][0].new_zeros((rows, length, *pieces[0][0].shape[1:]))
     for row, tensors in zip(found, pieces, strict=False):
         start = 0
@@ -284,7 +285,7 @@ class Masks:
 
         kv: positions of the keys [..., 1, K], or K if they are 0 to K - 1.
 
-        A boolean mask would not do: the eager implementation of attention adds the mask to the scores.
+        The masks are not boolean, because eager attention adds the mask to the scores.
         """
         if isinstance(kv, int):
             kv = torch.arange(kv, device=query_Q1.device)

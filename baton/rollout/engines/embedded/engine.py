@@ -1,6 +1,6 @@
 """`EmbeddedEngine`: continuous batching in torch for any Hugging Face causal LM, with the same code on CPU and CUDA.
 
-    step:  report aborts ─▶ fill free slots (prefill what is not kept) ─▶ decode one token per row ─▶ report
+    step:  report aborts ─▶ fill free slots (prefill missing pieces) ─▶ decode one token per row ─▶ report
 
 **Only decode samples.** Prefill computes the keys and values of all ids except the last one, and no logits. The last id
 is the first input of decode. A new prompt, the shared prompt of a group, and a resume from ids use the same code.
@@ -41,7 +41,7 @@ from baton.types import FromWorker, PolicyVersion
 
 _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
-"""Number of waiting prefixes that are searched for the unused rows of a prefill."""
+"""Number of waiting prefixes that are searched to fill the unused rows of a prefill."""
 _KEPT_CONTEXTS = 8
 """Number of contexts whose keys and values are always kept outside the slots."""
 
@@ -86,7 +86,7 @@ class EmbeddedEngine(SlotEngine):
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
         """[slots]"""
         self._params: RowParams | None = None
-        """Sampling parameters of the rows; None if the rows have changed since they were gathered."""
+        """Sampling parameters of the rows; None if the rows have changed since `_gather_params`."""
         self._needs_version = False
         """Whether the engine has slept since the last load of weights."""
 
@@ -173,7 +173,7 @@ class EmbeddedEngine(SlotEngine):
     def _missing(
         self, chains: Iterable[tuple[PrefixKey, ...]]
     ) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
-        """Return the first piece of each row's pieces that is not kept, and the pieces before it, by the shape of its
+        """Return the first missing piece of each row together with the pieces before it, grouped by the shape of the
         prefill."""
         found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
         for keys in chains:
@@ -218,15 +218,16 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def _kept_limit(self) -> int:
-        """Maximum number of tokens whose keys and values are kept outside the slots. On a CPU these are as many
-        contexts as slots are free, at least half of the slots: new work takes slots, and older contexts are dropped."""
+        """Maximum number of tokens whose keys and values are kept outside the slots. On a CPU this is one context per
+        free slot, and at least one per two slots. When new work takes slots, older contexts are dropped."""
         contexts = _KEPT_CONTEXTS
         if self.network.device.type == "cpu":
             contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)
         return contexts * self._context_tokens
 
     def _drop_kept(self) -> None:
-        """Drop the oldest pieces beyond the limit. Those of running leases, and then of waiting ones, come last."""
+        """Drop the oldest pieces beyond the limit. Pieces of running leases are dropped after all others, and pieces of
+        waiting leases last."""
         if self._kept.num_tokens > (limit := self._kept_limit):
             for _, row in self._table.running():
                 self._kept.use(row.kept)
@@ -338,7 +339,7 @@ def skeleton_engine(
         tied = set(getattr(model, "all_tied_weights_keys", {}))
         if unexpected or set(missing) - tied:
             raise UserError(
-                "the tensors of the base model do not fit its configuration: unexpected or missing are "
+                "the tensors of the base model do not fit its configuration: unexpected or missing: "
                 f"{', '.join([*unexpected, *missing][:3])}; check that model.path is the model of the run"
             )
     tokenizer = load_tokenizer(str(directory))

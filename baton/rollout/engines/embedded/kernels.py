@@ -52,7 +52,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def replace_norms(model: Module) -> int:
-    """Compute the root mean square norms of a bfloat16 model on the CPU with a kernel; return how many.
+    """Replace the root mean square norms of a bfloat16 model on the CPU by a kernel; return the number of norms.
 
     Only modules that compute the same values, up to rounding, are replaced.
     """

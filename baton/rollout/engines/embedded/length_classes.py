@@ -19,8 +19,8 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 _COPY_COST = 2
 """Cost of copying one position to another slot, in scanned positions."""
 HORIZON_STEPS = 16
-"""Number of decode steps after which the classes are chosen again. Within them, shorter scans must save the cost of
-moving rows."""
+"""Number of decode steps after which the classes are chosen again. During these steps, shorter scans must save more
+than moving the rows costs."""
 
 
 class SlotRange(NamedTuple):

@@ -52,10 +52,10 @@ _PREFILL_BUCKETS = ((128, 16), (256, 32))
 _LONG_BUCKET = 64
 """Bucket of lengths above those in `_PREFILL_BUCKETS`."""
 _PAST_TOKENS = 2048
-"""Maximum positions of a prefill of several rows after earlier pieces, which are copied for it."""
+"""Maximum positions of a prefill of several rows that follow earlier pieces, because the prefill copies the pieces."""
 _MASKED_TOKENS = 1024
-"""Maximum tokens of a row that one forward of a prefill computes: the attention mask has an entry for each of them and
-each position before."""
+"""Maximum tokens of a row that one forward of a prefill computes. The attention mask has an entry for each of these
+tokens and each position before it."""
 _NOWHERE = 2**62
 """Position of a key that no query attends to."""
 MIN_WIDTH = 16
@@ -199,7 +199,7 @@ class Network:
     def decode_ranges(
         self, ids_W: Tensor, position_W: Tensor, kv_length: int, ranges: Sequence[SlotRange] = ()
     ) -> Tensor:
-        """Decode in the given ranges of slots; without them, or by row, as if all slots were one range."""
+        """Decode in the given ranges of slots. Without ranges, or if rows attend by row, all slots are one range."""
         with torch.inference_mode():
             self.cache.focus(len(ids_W), kv_length, position_W)
             rows = Rows.of(position_W, kv_length) if self._attends_by_row else ranges

@@ -1,4 +1,4 @@
-"""`Rescorer`: computes the logprobs of reported tokens again, and whether the keyed noise could have drawn them.
+"""`Rescorer`: recomputes the logprobs of reported tokens, and checks that the trajectory's noise could have drawn them.
 
 A draw is a pure function of the logits and of (noise seed, group, sample, position) (`rollout/engines/sampling.py`).
 The weights therefore determine both the logprob of a reported token and the token that must be drawn. One prefill of
@@ -221,8 +221,9 @@ def _masked_distance(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return logprobs, draw gaps and tail masses over the reported masks, and `Rescored.mask_gaps`.
 
-    A token is outside top-p by the log-odds of the probability before it, and outside top-k by the difference of its
-    logprob to the last one inside. Like the draw gap, both move by at most 2δ if no logit moves by more than δ.
+    The distance of a token outside top-p is the log-odds of the probability before it. Outside top-k, it is the
+    difference of its logprob to that of the last token inside. Like the draw gap, both distances move by at most 2δ if
+    no logit moves by more than δ.
     """
     last = logs_RV.shape[-1] - 1
     columns_RK = kept_RK.masked_fill(kept_RK < 0, last + 1)

@@ -1,4 +1,4 @@
-"""Decode attention in which rows do not scan up to the longest row: by row, or on a CPU by class of rows.
+"""Decode attention that does not scan the longest row's length in every row: by row, or on a CPU by class of rows.
 
 Masked attention scans the length of the longest row for every row. On a CPU it is computed once per class of rows of
 similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler makes (`kernels.c`). On CUDA

@@ -60,8 +60,8 @@ class SglangEngine(ExternalEngine[SglangClient]):
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights. Running leases continue under the new version, with recomputed keys and values.
 
-        Raises EngineFault if the server does not load the weights, or if tensors do not fit; then no weight has
-        changed.
+        Raises EngineFault if tensors do not fit, or if the server does not load the weights. No weight has changed if
+        tensors do not fit.
         """
         self._is_loading = True
         try:

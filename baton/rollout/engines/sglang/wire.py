@@ -81,7 +81,7 @@ def abort_body(rid: str | None) -> dict[str, Any]:
 def read_server(info: Any) -> ServerInfo:
     """Parse the response of `/server_info`. Raises EngineFault if it is not an object."""
     if not isinstance(info, dict):
-        raise EngineFault(f"an SGLang server sent {str(info)[:100]!r} as /server_info, expected is a JSON object")
+        raise EngineFault(f"an SGLang server sent {str(info)[:100]!r} as /server_info, expected a JSON object")
     length = info.get("context_length")
     return ServerInfo(
         is_incremental=bool(info.get("incremental_streaming_output") or info.get("stream_output")),
@@ -98,7 +98,7 @@ def load_of(answer: Any) -> int:
         answer = answer["loads"]
     parts = answer if isinstance(answer, list) else [answer]
     if not parts or not all(isinstance(part, dict) for part in parts):
-        raise EngineFault(f"an SGLang server sent {str(answer)[:100]!r} as its load, expected are JSON objects")
+        raise EngineFault(f"an SGLang server sent {str(answer)[:100]!r} as its load, expected JSON objects")
     return sum(_requests(part) for part in parts)
 
 

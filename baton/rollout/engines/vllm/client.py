@@ -57,7 +57,8 @@ class VllmClient(EngineClient):
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
     def call_workers(self, method: str, info: Any, timeout_s: float) -> list[Any]:
-        """Call a method of vLLM's workers, from any thread; return their results. info: its argument, if not None."""
+        """Call a method of vLLM's workers, from any thread, and return the results. info: the method's argument, if
+        any."""
         arguments = () if info is None else (info,)
         return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 
@@ -142,7 +143,8 @@ class VllmClient(EngineClient):
                 )
                 self._inbox.put(said)
         except asyncio.CancelledError:
-            if self._llm is not None:  # generate() aborts its request when cancelled, unless it was still adding it
+            # a cancelled generate() aborts its request, unless it was still adding the request
+            if self._llm is not None:
                 with contextlib.suppress(Exception):
                     await self._llm.abort(request.key)
             raise

@@ -19,7 +19,7 @@ from baton.weights.direct.settings import DirectBackend
 from baton.weights.direct.stream import OutgoingVersion
 
 _ATTEMPTS = 3
-"""Number of attempts, each with its deadlines, after which an engine beside its trainer has failed."""
+"""Number of attempts to load a version, each with its own deadlines, after which the engine has failed."""
 
 
 def arguments_of(backend: DirectBackend | None) -> dict[str, Any]:
@@ -27,7 +27,8 @@ def arguments_of(backend: DirectBackend | None) -> dict[str, Any]:
     if backend is None:
         return {"worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader"}
     if backend == "ipc":
-        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # handles of memory, to this process's children
+        # needed to send memory handles to the child processes
+        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     return {
         "worker_extension_cls": "baton.rollout.engines.vllm.transfer.DirectWorker",
         "weight_transfer_config": {"backend": f"baton_{backend}"},

@@ -67,7 +67,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
         """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load.
 
-        If this fails, the weights may not be whole, and vLLM stays paused until a load succeeds.
+        If this fails, the weights may be incomplete, and vLLM stays paused until a load succeeds.
         """
         if self.direct is not None and not is_adapter(tensors):
             self.direct.load(tensors, label)
@@ -124,8 +124,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
             return  # there is nothing to compare, or vLLM has generated tokens after the end of the trajectory
         if account != running.by_weights:
             raise EngineFault(
-                f"trajectory {running.row.lease.trajectory.name}: tokens by weights are {running.by_weights} in this "
-                f"engine and {said.by_weights} in vLLM"
+                f"trajectory {running.row.lease.trajectory.name}: tokens by weights: this engine counted "
+                f"{running.by_weights}, but vLLM counted {said.by_weights}"
             )
 
 
@@ -141,7 +141,7 @@ def vllm_of_model(
 ) -> VllmEngine:
     """Build an engine that serves the model of a directory, which may be an adapter, as `version`.
 
-    direct: how later versions come from the trainer's memory; None: as files.
+    direct: backend that sends later versions from the trainer's memory; None sends versions as files.
     """
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)

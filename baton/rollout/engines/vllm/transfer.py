@@ -8,8 +8,8 @@
 | `baton_nccl`  | vLLM's engine `nccl`                       | CUDA, GPUs of a cluster; never run          |
 | `baton_ipc`   | vLLM's engine `ipc`                        | CUDA, the trainer's own GPU; never run      |
 
-All three load through the model's own loader, and compare a checksum of each tensor that the loader receives. A
-transfer that fails at any point leaves the model without whole weights; the next one starts from a clean state.
+All three use the model's own loader, and compare a checksum of each tensor that the loader receives. If a transfer
+fails, the model's weights are incomplete. The next transfer starts from a clean state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DirectWorker(WeightsLoader):
 
 
 class _CheckedReceiver:
-    """Mixin for an engine of vLLM: checks that a version arrives whole, and cleans up after a failure."""
+    """Mixin for an engine of vLLM: checks that a version arrives complete, and cleans up after a failure."""
 
     model: Any
     model_config: Any
