@@ -22,6 +22,7 @@ from baton.errors import UserError
 from baton.recipe.recipe import Recipe
 from baton.records.journal import Journal
 from baton.records.metrics import MetricsWriter, read_metrics
+from baton.records.predictions import RunPredictions
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.rollout.controller import RolloutController
@@ -158,6 +159,7 @@ def build(wanted: Recipe) -> Scripted:
         num_steps=STEPS,
         state=point.state,
         last_checkpoint=point.checkpoint,
+        predictions=RunPredictions(path, None),
         writer=Later(),  # type: ignore[arg-type]
     )
 
