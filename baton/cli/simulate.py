@@ -51,8 +51,8 @@ def simulate(
 ) -> None:
     """Simulate a run in virtual time: throughput, idle time, staleness, cost, and the effect of faults.
 
-    Starts nothing and needs no GPU. The code of a real run makes the scheduling decisions; the cost model gives the
-    times of engines, trainer and links. --plan needs the --model and the --workload of the plan.
+    Starts nothing and needs no GPU. Scheduling uses the code of a real run. The cost model gives the times of engines,
+    trainer and links. --plan needs the --model and the --workload of the plan.
     """
     from baton.simulate import simulate as run_simulation
     from baton.simulator.parameter_sweep import ParameterSweep

@@ -24,8 +24,8 @@ class RunSettings(Settings):
     threads: int = Field(default=0, ge=0)
     """Number of torch threads on the CPU; 0 uses all cores."""
     deterministic: bool | None = None
-    """Use torch's deterministic algorithms, which are slower on CUDA. By default, true in `sync`, so that equal runs
-    give equal bits; in the other modes, true only without CUDA."""
+    """Use torch's deterministic algorithms, which are slower on CUDA. The default is true in `sync`, so that equal runs
+    give equal bits. In the other modes it is true only without CUDA."""
 
     @property
     def path(self) -> Path:
@@ -41,7 +41,7 @@ class FleetSettings(Settings):
     cluster: str | None = None
     """Cluster TOML with the links, prices and GPU types for replanning."""
     workload: str | None = None
-    """Workload TOML, or a run's directory, for replanning and predictions; by default, replanning measures this run."""
+    """Workload TOML, or a run's directory, for replanning and predictions. By default, replanning measures this run."""
     calibration: str | None = None
     """Calibration file for replanning and predictions, written by `baton profile`."""
 
@@ -50,7 +50,7 @@ class EvalSettings(Settings):
     """[eval]: the held-out evaluation."""
 
     enabled: bool = True
-    """False: the run makes no evaluations."""
+    """Whether the run makes evaluations."""
     task: tuple[EvalTaskSettings, ...] = ()
     """Test sets, one block [[eval.task]] each."""
     at_start: bool = True

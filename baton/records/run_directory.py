@@ -180,7 +180,6 @@ class RunDirectory:
         return found
 
     def write_groups(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the groups of a step's batch."""
         self.check_held()
         lines = b"".join(msgspec.json.encode(group, enc_hook=plain) + b"\n" for group in groups)
         write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
@@ -226,7 +225,6 @@ class RunDirectory:
             ) from error
 
     def has_groups(self, step: int) -> bool:
-        """Return whether the groups of the step are recorded."""
         return self._groups_file(step).is_file()
 
     def recorded_steps(self) -> list[int]:
@@ -241,11 +239,9 @@ class RunDirectory:
         write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
     def evaluations(self) -> list[RecordedEvaluation]:
-        """Return all recorded evaluations in order."""
         return read_rows(self._evaluations, RecordedEvaluation)
 
     def write_report(self, report: dict[str, Any]) -> None:
-        """Write the final summary."""
         write_whole(self.path / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
     def _skipped_files(self, step: int) -> list[Path]:

@@ -45,7 +45,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     end_s: float
     facts: dict[str, Any] = {}
     """Further values by name. Spans `generate` have group, sample, tokens, version (policy version of the last token)
-    and ended (finish, abort, refused, dropped or lost); if the tokens have several versions, they also have versions
+    and ended (finish, abort, refused, dropped or lost). If the tokens have several versions, the span also has versions
     (version → number of tokens). Spans of the trainer have step."""
 
 

@@ -29,7 +29,7 @@ class TakeResult:
 
 
 class Buffer:
-    """The open groups: opened, and neither taken into a batch nor discarded."""
+    """The open groups. A group is open until it is taken into a batch or discarded."""
 
     def __init__(self, batch_groups: int, max_staleness: int, *, consume: Consume, stale: Stale) -> None:
         self._batch_groups, self._max_staleness = batch_groups, max_staleness
@@ -37,9 +37,9 @@ class Buffer:
         self._open: dict[int, None] = {}
         """Open groups in the order of submission."""
         self._complete: dict[int, int] = {}
-        """Complete groups in the order of completion, each with the oldest version among its tokens."""
+        """Complete group → oldest version among its tokens, in the order of completion."""
         self._refused: tuple[int, int] | None = None
-        """Version and number of changes at which `take` last found too few groups."""
+        """(version, number of changes) at the last `take` that found too few groups."""
         self._num_changes = 0
         self._first_incomplete = -1
         """With `consume = "submission"`: the first incomplete group that the last `take` found."""
@@ -50,7 +50,6 @@ class Buffer:
 
     @property
     def num_complete(self) -> int:
-        """Number of complete groups."""
         return len(self._complete)
 
     def opened(self, group_id: int) -> None:
@@ -59,7 +58,7 @@ class Buffer:
         self._open[group_id] = None
 
     def completed(self, group_id: int, oldest_version: int) -> None:
-        """Mark a group whose members have all finished and been scored."""
+        """Mark a group as complete: all members are finished and scored."""
         assert group_id in self._open, f"group {group_id} was completed but is not open"
         assert group_id not in self._complete, f"group {group_id} was completed twice"
         self._complete[group_id] = oldest_version
@@ -71,14 +70,12 @@ class Buffer:
         self._num_changes += 1
 
     def closed(self, group_id: int) -> None:
-        """Remove a group."""
         del self._open[group_id]
         self._complete.pop(group_id, None)
         self._num_changes += 1
 
     def take(self, version: int) -> TakeResult:
-        """Remove and return the batch of the train step from `version` to `version + 1`, if enough groups are
-        complete."""
+        """Remove and return the batch of the train step that starts at `version`, if enough groups are complete."""
         if self._refused == (version, self._num_changes):
             # nothing has changed since the last call; the scheduler calls this method after every event
             return TakeResult((), ())

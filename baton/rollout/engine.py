@@ -68,8 +68,8 @@ class VllmSettings(Settings):
     """Dtype of the KV cache; `auto` is engine.dtype. The other values require algorithm.correction. Never run on a
     GPU."""
     batch_invariant: bool = False
-    """Use vLLM's kernels whose results do not depend on the other rows of a batch (VLLM_BATCH_INVARIANT). They are
-    slower. Never run on a GPU."""
+    """Use vLLM's batch-invariant kernels (VLLM_BATCH_INVARIANT): a result does not depend on the other rows of a batch.
+    They are slower. Never run on a GPU."""
     lora_rank: int = Field(default=0, ge=0, le=512)
     """Maximum rank of the [lora] adapters that vLLM applies beside its base weights. A new version then consists of the
     adapter alone. With 0, each adapter is merged into the base weights."""
@@ -180,10 +180,9 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
-    """Number of sampled tokens."""
     decode_steps: int = 0
     decode_rows: int = 0
-    """Sum of the decode widths of all steps. decoded_tokens / decode_rows is the occupancy."""
+    """Sum of the decode widths of all steps. The occupancy is decoded_tokens / decode_rows."""
 
 
 class Engine(Protocol):

@@ -79,7 +79,7 @@ class EnvironmentInbox:
         return () if self._kept.get(stream) else self.client.sockets
 
     def collect(self, stream: int, timeout_s: float) -> list[Observation | ActFailure]:
-        """Return a stream's answers, waiting at most `timeout_s` for the first; keep those of other streams."""
+        """Return a stream's answers, waiting at most `timeout_s` for the first. Answers for other streams are kept."""
         found = self._kept.pop(stream, [])
         for answer in self.client.collect(0.0 if found else timeout_s):
             own = found if answer.key.stream == stream else self._kept.setdefault(answer.key.stream, [])
@@ -190,7 +190,7 @@ class EpisodeSetup:
 
 
 class EpisodePlayer:
-    """The open episodes of one stream: those of training, or those of evaluations."""
+    """The open episodes of one stream: of training, or of evaluations."""
 
     def __init__(self, setup: EpisodeSetup, sampling: SeededSampling) -> None:
         """sampling: `max_new_tokens` limits a whole episode; each stream has its own noise seed."""
@@ -200,7 +200,7 @@ class EpisodePlayer:
         self._acting: set[tuple[int, int]] = set()
         self._counts: Counter[str] = Counter()
         self._over: list[Episode] = []
-        """Episodes that ended since the last call of `take_metrics`, without those whose environment failed."""
+        """Episodes that ended since the last call of `take_metrics`, except if their environment failed."""
 
     @property
     def num_acting(self) -> int:
@@ -217,7 +217,6 @@ class EpisodePlayer:
         return self._setup.plays(prompt)
 
     def is_acting(self, key: tuple[int, int]) -> bool:
-        """Whether the environment of an episode has not answered yet."""
         return key in self._acting
 
     def episode(self, key: tuple[int, int]) -> Episode:

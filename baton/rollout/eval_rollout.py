@@ -54,9 +54,9 @@ class EvalRollout:
     ) -> Iterator[Trajectory | ScoredTrajectory]:
         """Generate the requested trajectories under exactly `version`, and yield each one when it finishes.
 
-        A multi-turn episode is yielded with the reward of its environment. Raises UserError for a prompt that leaves no
-        room for a response, EngineFault if the worker does not serve the version or aborts a trajectory,
-        DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many environments fail, and Stopped.
+        A multi-turn episode is yielded with the reward of its environment. Raises UserError if a prompt leaves no room
+        for a response, EngineFault if the worker serves another version or aborts a trajectory, DeadlineExceeded if the
+        worker makes no progress, EnvironmentFault if too many environments fail, and Stopped.
         """
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
@@ -102,7 +102,7 @@ class _EvalLeases:
     def on_message(self, message: FromPort) -> Iterator[Trajectory | ScoredTrajectory]:
         """Apply a message; yield the trajectory if it is finished."""
         if isinstance(message, WorkLost):
-            return  # concerns training, whose rollouts are aborted during the evaluation
+            return  # the message concerns training
         if isinstance(message, WorkRevoked):
             self._revoke(message)
             return

@@ -25,11 +25,11 @@ class Capacity(TimedEvent, frozen=True, tag="Capacity"):
     slots: int
     """Number of trajectories that the workers generate concurrently."""
     queue: int = 0
-    """Number of leases to send in addition, so that a worker has the next lease when a slot becomes free."""
+    """Number of leases to send in addition to `slots`, so that a worker has the next lease when a slot becomes free."""
 
 
 class TokensLost(TimedEvent, frozen=True, tag="Lost"):
-    """Generated tokens have been discarded, for example those of the slower of two leases of one trajectory."""
+    """Generated tokens have been discarded, for example because another lease of the trajectory was faster."""
 
     cause: str
     num_tokens: int
@@ -81,7 +81,7 @@ class VersionTrained(TimedEvent, frozen=True, tag="VersionMade"):
 
     version: int
     is_published: bool = True
-    """Whether workers will serve this version. If versions are published every n > 1 steps, most are not published."""
+    """Whether workers will serve this version. False for most versions if swarm.publish_every is above 1."""
 
 
 class VersionServed(TimedEvent, frozen=True, tag="Serving"):

@@ -1,10 +1,10 @@
 """Chooses over-provision in mode `partial` from measurements of the run (overprovision = "auto").
 
 Over-provision is the number of open groups divided by the number of groups in a batch. More open groups fill the slots
-that become empty while the longest trajectories of a batch finish. They cost a prefill per resumed trajectory, wider
+that become empty while the longest trajectories of a batch finish. The cost is a prefill per resumed trajectory, wider
 decode steps, and tokens that become too old to be trained. Gain and cost depend on the lengths and on the engine, so
 occupancy alone does not determine the best value. `OverprovisionSearch` measures the rate of useful tokens at one level
-and at the levels beside it, and moves to the best of them.
+and its two neighbours, and moves to the best level.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEMORY = 64
 
 @dataclass(slots=True)
 class SlotUse:
-    """What the slots have done since the start of the process."""
+    """Use of the slots since the start of the process."""
 
     useful_tokens: int = 0
     """Number of generated tokens, minus those that were masked, dropped or lost."""

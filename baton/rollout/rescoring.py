@@ -36,14 +36,14 @@ class Rescored:
     behavior_logprobs: tuple[float, ...]
     """[N] Reported logprobs, nats."""
     logprobs: tuple[float, ...]
-    """[N] Recomputed logprobs, nats: over the reported sampling mask or, without one, over the whole vocabulary, at the
-    sampling temperature."""
+    """[N] Recomputed logprobs at the sampling temperature, nats: over the reported sampling mask or, without a mask,
+    over the whole vocabulary."""
     draw_gaps: tuple[float, ...]
     """[N] Distance in log-odds, nats, from the draw that the noise seed gives to the token's interval of the
     distribution function; 0 if the draw selects the token. For greedy decoding: the largest logit minus the token's
     logit."""
     tail_masses: tuple[float, ...]
-    """[N] Total probability of the token and all tokens that are at most as likely, in the sampling distribution; 1 for
+    """[N] Total probability, in the sampling distribution, of the token and all tokens that are not more likely; 1 for
     greedy decoding."""
     mask_gaps: tuple[float, ...] = ()
     """[N] Distance in nats from the reported sampling mask to that of top-k and top-p: 0 if the masks are equal. Empty

@@ -76,7 +76,6 @@ class RolloutScheduler:
         """True until the workers serve the latest published version. Meanwhile no lease is assigned, unless workers
         load versions while leases run (`Rules.is_in_flight`)."""
         self._published = version
-        """Latest published version."""
         self._served: int | None = None
         """Version of the last `VersionServed` event; None before the first one."""
         self._is_loading = False
@@ -116,7 +115,6 @@ class RolloutScheduler:
 
     @property
     def num_leased(self) -> int:
-        """Number of leased trajectories."""
         return len(self._leased)
 
     @property
@@ -130,7 +128,6 @@ class RolloutScheduler:
         return sum(t.num_tokens for g in self._groups.values() for t in g.members)
 
     def groups(self) -> Iterable[TrackedGroup]:
-        """Return the open groups."""
         return self._groups.values()
 
     def take_step_counts(self) -> StepCounts:
@@ -194,7 +191,8 @@ class RolloutScheduler:
                 assert_never(event)
 
     def _on_revoked(self, event: ev.Revoked) -> Iterator[ev.Command]:
-        """Restart a trajectory, whatever its state. If it is being scored, the controller ignores that reward."""
+        """Restart a trajectory, whatever its state. If the trajectory is being scored, the controller ignores the
+        reward."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.SCORED:
             group = self._groups[event.group_id]
@@ -257,7 +255,8 @@ class RolloutScheduler:
         if submitted >= self._most_groups:
             return False
         if rules.mode == "partial":
-            if math.isinf(self.overprovision):  # else episodes whose environments work would be opened without end
+            # acting episodes count too: otherwise groups would be opened without limit while environments run
+            if math.isinf(self.overprovision):
                 return len(self._leased) + self.num_acting < (rules.max_concurrency or math.inf)
             return len(self._buffer) < rules.max_outstanding(self.overprovision)
         return submitted // rules.batch_groups <= self._oldest_served() + rules.max_staleness
@@ -272,7 +271,8 @@ class RolloutScheduler:
         return self._is_requested or self.rules.mode == "async"
 
     def _assign(self) -> Iterator[ev.Command]:
-        """Assign pending trajectories to free slots and queue places; open a group when none is pending."""
+        """Assign pending trajectories to free slots and places in the queue. Open a group when no trajectory is
+        pending."""
         if not self._is_generating():
             return
         most = min(self._max_leases, self.rules.max_concurrency or math.inf)
@@ -388,7 +388,7 @@ class RolloutScheduler:
         return self._groups[group_id].members[sample_index]
 
     def _release(self, trajectory: TrackedTrajectory, state: TrajectoryState) -> TrackedTrajectory:
-        """End a trajectory's lease or action, and give it the next state."""
+        """End a trajectory's lease or action, and set its next state."""
         if trajectory.state is TrajectoryState.ACTING:
             self.num_acting -= 1
         else:

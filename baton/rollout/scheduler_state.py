@@ -84,12 +84,11 @@ class TrackedGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all members."""
         return sum(t.num_tokens for t in self.members)
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Whether every advantage is zero: all rewards are equal, or there are fewer than two."""
+        """Whether every advantage is zero: all rewards are equal, or fewer than two members have a reward."""
         rewards = [t.reward for t in self.members if t.reward is not None]
         return len(rewards) < 2 or min(rewards) == max(rewards)
 
@@ -106,7 +105,7 @@ class TrackedGroup:
 class Ledger:
     """Accounts of policy tokens: generated = trained + masked + filtered + dropped + lost + carried.
 
-    Carried tokens are those of open groups; the ledger does not store their number.
+    Carried tokens are the tokens of open groups. The ledger does not store their number.
     """
 
     generated: int = 0
@@ -119,7 +118,6 @@ class Ledger:
     """Number of lost tokens by cause."""
 
     def lose(self, cause: str, num_tokens: int) -> None:
-        """Add lost tokens to the account of their cause."""
         self.lost[cause] += num_tokens
 
     @property
@@ -136,9 +134,7 @@ class StepCounts:
     reprefilled_tokens: int = 0
     """Number of response tokens that were prefilled again because a trajectory was resumed."""
     resumed: int = 0
-    """Number of resumed trajectories."""
     finished: int = 0
-    """Number of finished trajectories."""
     turns: int = 0
     """Turns of multi-turn episodes that ended with an action."""
     carried_groups: int = 0

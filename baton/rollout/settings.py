@@ -19,8 +19,8 @@ DEFAULT_OVERPROVISION = 2.0
 DEFAULT_MAX_STALENESS = 4
 MAX_AUTO_OVERPROVISION = 4.0
 FILTERED_LIMIT = 20
-"""The run stops if dynamic sampling filters more than this number times batch_groups groups for one batch, because the
-tasks are then too easy or too hard."""
+"""The run stops if dynamic sampling filters more than this number × batch_groups groups for one batch: the tasks are
+then too easy or too hard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Rules:
     overprovision: float = 1.0
     """Number of open groups divided by batch_groups; infinite if only `max_concurrency` limits the open groups."""
     is_adaptive: bool = False
-    """Whether `overprovision` is only the initial value, which then adapts to measurements."""
+    """Whether `overprovision` adapts to measurements, from the given initial value."""
     most_overprovision: float = MAX_AUTO_OVERPROVISION
     """Upper bound of an adaptive `overprovision`."""
     max_concurrency: int | None = None

@@ -29,7 +29,8 @@ class WorkerTransport(Protocol):
 
     @property
     def no_worker_timeout_s(self) -> float:
-        """Seconds that a swarm may have no worker before the run stops, if longer than `rollout.stall_timeout_s`."""
+        """In a swarm: seconds without a worker after which the run stops, if above `rollout.stall_timeout_s`. Otherwise
+        0."""
         return 0.0
 
     @property
@@ -44,7 +45,8 @@ class WorkerTransport(Protocol):
         """Return the received messages; wait at most `timeout_s` for the first one. The list may be empty."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to a version. Return when the worker serves it, or, in a swarm, when workers can fetch it."""
+        """Switch to a version. Return when the worker serves the version. A swarm returns earlier, without waiting for
+        its workers."""
 
     def stats(self) -> EngineStats:
         """Return the engine's counters; for several engines, their sums."""

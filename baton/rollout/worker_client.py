@@ -16,10 +16,10 @@ from baton.stop import StopRequest
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
-"""Maximum seconds of one wait for the worker's messages, if another event may occur that cannot end the wait."""
+"""Maximum seconds of one wait for messages of the worker while other events may occur that cannot end the wait."""
 MAX_COUNTED_WAIT_S = 5.0
-"""Maximum number of seconds between two calls of `receive` that count as time without progress. In a longer gap, this
-process may have been suspended."""
+"""Maximum seconds between two calls of `receive` that count as time without progress. In a longer gap, this process may
+have been suspended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class WorkerClient:
             )
 
     def lease(self, trajectory: Trajectory, sampling: SeededSampling, version: int, *, is_exact: bool = True) -> int:
-        """Lease a trajectory to the worker; return the lease's id."""
         lease_id = next(self._lease_ids)
         self.transport.send(Lease(lease_id, trajectory, sampling.params, sampling.noise_seed, version, is_exact))
         return lease_id

@@ -134,7 +134,7 @@ def build_loop(
     supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
 ) -> Loop:
-    """Construct all parts of a run. The run is in its initial state, or in the state of its latest checkpoint.
+    """Construct all parts of a run. The run starts in its initial state or in the state of its latest checkpoint.
 
     A request through `stop` ends every wait of the loop. `supervisor` and `start_ranks` start workers and
     trainer ranks on other machines. Raises UserError for mistakes that can be detected before the first step. In this
@@ -291,8 +291,7 @@ def _build_loop(
 def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, observer: Observer) -> list[Prompt]:
     """Exclude prompts that are too long from the tasks, and return the held-out prompts.
 
-    Reports to the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held
-    out.
+    Tell the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held out.
     """
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
@@ -495,7 +494,7 @@ def evaluate_recipe(
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """An engine with a model, which generates responses to prompts outside of a training, and their scorers."""
+    """An engine with a model that generates responses outside of a training, and the scorers of the responses."""
 
     prompts: Sequence[Prompt]
     samples: Mapping[str, int]

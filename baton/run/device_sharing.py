@@ -5,9 +5,9 @@
                                             switch                 switch
 
 Engine and trainer are never awake at the same time: one part leaves the device before the other part returns. The peak
-memory is therefore the larger of the memory of the engine and the memory of the trainer, not their sum. When the engine
-goes to sleep, it has no leases, because its trajectories have been aborted and reported. After `wake_up` the engine has
-no weights until it loads the next version.
+memory is therefore the maximum of the engine's and the trainer's memory, not their sum. When the engine goes to sleep,
+it has no leases, because its trajectories have been aborted and reported. After `wake_up` the engine has no weights
+until it loads the next version.
 """
 
 from __future__ import annotations

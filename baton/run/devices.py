@@ -3,7 +3,7 @@
     ranks ─▶ GPUs 0 to ranks - 1 (one rank: the GPU of `model.device`)
     engines ─▶ `engine.devices`; by default the GPUs that no rank uses, and the trainer's only if there are no others
 
-An engine in a process of its own sees only its GPUs, by the environment variable of the CUDA or ROCm runtime.
+For an engine in a separate process, an environment variable of the CUDA or ROCm runtime hides all other GPUs.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def direct_backend(layout: DeviceLayout | None) -> DirectBackend:
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:
-    """Return the environment variable that restricts a new process to these of the GPUs that this process sees."""
+    """Return the environment variable that restricts a new process to these GPUs, given as indices among this process's
+    visible GPUs."""
     import torch
 
     names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if torch.version.hip else ("CUDA_VISIBLE_DEVICES",)

@@ -56,7 +56,7 @@ class Footprint(msgspec.Struct, frozen=True):
     processes: tuple[ProcessMemory, ...]
     """The processes of trainer and embedded engines, and the memory of each."""
     gpus: str
-    """The GPUs of each trainer rank and engine on this machine; empty on a CPU, and on other machines."""
+    """The GPUs of each trainer rank and engine on this machine; empty for a CPU and for other machines."""
     available_bytes: int | None
     """Free memory of the trainer's device; None if the trainer runs on other machines."""
     device: str

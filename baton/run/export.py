@@ -26,8 +26,8 @@ def export_run(run: Path, to: Path, *, step: int | None = None, dtype: str | Non
     """Write the model of a run to the directory `to`, which must be empty or absent, and return `to`.
 
     step: train step of the checkpoint; by default, the newest intact checkpoint. dtype: dtype of the weights; by
-    default, that of the model with which the run started. An adapter is merged into its base model. Raises UserError
-    for another dtype, and if there is no such checkpoint.
+    default, the dtype of the model with which the run started. An adapter is merged into its base model. Raises
+    UserError for another dtype, and if there is no such checkpoint.
     """
     opened = RunDirectory.open(run)
     checkpoint = _checkpoint(opened, step)

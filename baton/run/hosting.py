@@ -75,7 +75,7 @@ from baton.weights.store import Store
 LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400  # longer than any run: a hub cannot renew the token of a running worker
 _SECRET_BYTES = 32
 HEARTBEATS = 6
-"""Number of heartbeats per heartbeat timeout. A worker that misses this many is considered dead."""
+"""Number of heartbeats per heartbeat timeout. A worker that misses this many heartbeats is considered dead."""
 
 
 def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> ListenAddress:

@@ -120,8 +120,8 @@ class Loop:
     trainer: Trainer
     predictions: RunPredictions
     save_checkpoint: Callable[[LoopState], Callable[[], SavedCheckpoint]]
-    """Function that takes a snapshot of the trainer and the given state, and returns a function that writes the
-    snapshot as a checkpoint, atomically."""
+    """Function that takes a snapshot of the trainer and the given state, and returns a function that writes it
+    atomically."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings
@@ -169,8 +169,8 @@ class Loop:
         """Run from the current state to the last train step, and return the results of the last evaluation.
 
         Returns earlier if `stop` is requested. Raises TrainingDiverged and StorageFault, which name the last good
-        checkpoint. If the process is killed, a resume from the last checkpoint repeats the steps after this checkpoint:
-        the files of these steps are cut or overwritten.
+        checkpoint. If the process is killed, a resume repeats the steps after the last checkpoint, and cuts or
+        overwrites the files of these steps.
         """
         # a full collection visits 400,000 objects of imported modules: 0.3 s in the middle of a step. No collection
         # before: a process that resumes many runs would pay 0.3 s for each
@@ -294,7 +294,7 @@ class Loop:
         )
         values |= counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
         values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
-        # a sharded trainer measures its ranks itself, and its value replaces this process's
+        # the values of a sharded trainer, which measures its ranks, replace those of this process
         values = self.peak_memory() | values
         if (predictions := self.predictions.current) is not None:  # a new plan replaces them
             values |= ratios(predictions, values)
@@ -351,8 +351,7 @@ class Loop:
         self.journal.consumed(step, group_ids)
 
     def _catch_up(self) -> None:
-        """Repair a journal whose last entries are lost: mark the groups on which the checkpoint was trained as
-        consumed."""
+        """Repair a journal whose last entries are lost: record the groups of the checkpoint's batches as consumed."""
         known, trained = self.journal.last_step(), self.state.step
         if known >= trained:
             return
@@ -373,7 +372,7 @@ class Loop:
         self.stream.position.update(place.position)
         carried = self.journal.open_groups(self.state.step)
         newest = self.newest_group_id
-        # true if the journal's last entries are lost: skip the prompts of the recorded batches
+        # the journal's last entries are lost: skip the prompts of the recorded batches
         if newest >= place.next_group_id:
             self.stream.take(newest + 1 - place.next_group_id)
             place = StreamCursor(newest + 1, dict(self.stream.position))
@@ -406,7 +405,7 @@ class Loop:
     def _save(self) -> None:
         """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint.
 
-        Flushes the journal first, so that no group on which the checkpoint was trained can be trained again. With
+        Flushes the journal first, so that no group of the checkpoint's batches can be trained again. With
         `checkpoint.background`, a failure is raised by the next call, or by `_finish_saving`.
         """
         if self.saved_step == self.state.step or not self.state.step:
@@ -444,7 +443,7 @@ class Loop:
     def _publish(self) -> None:
         """Wait until the workers have loaded the trainer's version.
 
-        A stop request ends the wait without an exception; the caller's next check of `stop` raises Stopped.
+        A stop request ends the wait without an exception. The caller's next check of `stop` raises Stopped.
         """
         weights = self.trainer.publish()
         with suppress(Stopped):
@@ -470,7 +469,7 @@ class Loop:
         }
         if "environment" in waited:
             values["env/wait_frac"] = waited["environment"] / step_time_s
-        if rows:  # zero if an earlier process recorded the batch, or if the batch was generated in earlier steps
+        if rows:  # 0 if an earlier process recorded the batch, or if the batch was generated in earlier steps
             values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
         if self.rollout.mode == "async":
@@ -511,7 +510,7 @@ class Loop:
         self.clock.trace.flush()
         self.stats = self.port.stats()
         sampled = [r.accuracy for r in results if r.temperature]
-        # if one task has no scores, "all" would be the average over other tasks than before
+        # if one task has no scores, "all" would not cover the same tasks as in other evaluations
         overall = None if None in sampled else sampled[-1]
         if overall is not None and overall.value > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)

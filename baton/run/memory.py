@@ -1,4 +1,5 @@
-"""The memory of each process of a run, according to `cost/memory.py`, and the change that makes a run fit."""
+"""The memory of each process of a run, according to `cost/memory.py`, and the changes that make a run fit into
+memory."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class ProcessMemory(msgspec.Struct, frozen=True):
 
 
 def value_bytes(dtype: DTypeChoice, *, on_cpu: bool) -> int:
-    """Return the bytes of a value in a dtype that a recipe names."""
+    """Return the bytes per value of a dtype in a recipe."""
     return 4 if dtype_on("cpu" if on_cpu else "cuda", dtype) == "float32" else 2
 
 
@@ -101,7 +102,7 @@ def stages_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> list[tuple[t
 
 
 def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Term, ...]:
-    """Return the terms of the memory of each embedded engine of the recipe."""
+    """Return the memory terms of each embedded engine of the recipe."""
     wide, slots = value_bytes(recipe.engine.dtype, on_cpu=on_cpu), recipe.engine.slots
     resumes = recipe.rollout.mode != "sync" or recipe.multi_turn_task is not None
     return engine_terms(
@@ -124,8 +125,8 @@ def processes_of(
     """Return the processes of the recipe that run on this machine's devices, with their memory.
 
     layout: this machine's GPUs; None on a CPU, and on other machines. On other machines every process has a GPU of its
-    own, except the engine of a single trainer. An engine of another kind than `embedded` is not counted, because it
-    takes a fixed share of its device.
+    own, except the engine of a single trainer. Only engines of kind `embedded` are counted. Other engines take a fixed
+    share of their device.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
     phases = rank_phases_of(recipe, model, on_cpu=on_cpu)
@@ -205,8 +206,8 @@ def sleeping_bytes(phases: Sequence[Phase], layers: int) -> float:
 
 
 def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
-    """Return the bytes that all processes need on a CPU, or that the fullest GPU needs. If the GPUs are unknown,
-    processes of one kind have a GPU each, and the first GPU holds one process of every kind."""
+    """Return the bytes that all processes need on a CPU, or that are needed on the fullest GPU. If the GPUs are
+    unknown, each process of a kind has its own GPU, and the first GPU holds one process of every kind."""
     processes = [process for process in processes if on_cpu or not process.on_host]
     if any(process.gpus for process in processes):
         gpus = {gpu for process in processes for each in process.gpus for gpu in each}

@@ -62,8 +62,8 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
     """Return a recipe that names the commit of its model and of each dataset on the Hugging Face hub, as
     `owner/name@commit`. A name that states a revision is not changed.
 
-    recorded: resolved recipe of the run to resume, which determines the commits. Downloads the model if the cache does
-    not have it. Raises UserError if a model or dataset cannot be found.
+    recorded: resolved recipe of the run to resume; its commits are used. Downloads the model if the cache does not have
+    it. Raises UserError if a model or dataset cannot be found.
     """
 
     def fixed(tasks: tuple[Any, ...], before: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
 
 
 def with_dtypes(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> Recipe:
-    """Return a recipe with the dtypes that "auto" means on the recipe's device, or in the run to resume."""
+    """Return a recipe whose "auto" dtypes are resolved: for the recipe's device, or as in the run to resume."""
     kind, changes = device_type(recipe.model.device), {}
     for name in ("trainer", "engine"):
         section = getattr(recipe, name)
@@ -148,7 +148,7 @@ def checkpoint_writer(
 
 
 def _staging(run: RunDirectory) -> Path:
-    """Return the directory in host memory for a run's unwritten checkpoint, after removing what a kill left there."""
+    """Empty and return the directory in host memory for a run's unwritten checkpoint."""
     memory = memory_directory()
     if memory is None:
         raise UserError("checkpoint.background: got true, but this system has no /dev/shm; allowed is false")
@@ -170,7 +170,7 @@ def _copy_files(source: Path, directory: Path) -> None:
 
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
     """Return the state of the run's latest intact checkpoint, or the initial state if the run has no checkpoint. Raises
-    UserError if the run is complete, or if the recipe has a change that a resumed run must not have."""
+    UserError if the run is complete, or if the recipe changes a key that must not change."""
     path = recipe.run.path
     if not (path / "run.json").exists():
         observer.said(f"{path} does not exist yet: the run starts from the beginning")
@@ -208,7 +208,7 @@ def _recorded(run: RunDirectory) -> dict[str, Any]:
     recorded = with_current_keys(run.recipe())
     try:
         return without_none(Recipe.model_validate(recorded).model_dump(mode="json"))  # type: ignore[no-any-return]
-    except ValidationError:  # a value is no longer allowed; the later comparison of the recipes names its key
+    except ValidationError:  # a value is no longer allowed; the later comparison of the recipes reports its key
         return recorded
 
 
@@ -217,7 +217,7 @@ def open_run(
 ) -> RunDirectory:
     """Create the run's directory, or restore the directory and the trainer to the resume point.
 
-    This is the last action at the start of a run, so that errors of earlier actions leave the directory unchanged.
+    This is the last action of a start, so that errors of earlier actions leave the directory unchanged.
     """
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:
@@ -228,7 +228,7 @@ def open_run(
         run.cut_after(place.resume_step)
         changes = changes_of(_recorded(run), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
-            # before the new recipe is written: a start that is killed here finds the same changes at the next attempt
+            # before the new recipe is written, so that the next attempt after a kill finds the same changes
             with closing(Journal(run.journal, keeps_partials=True)) as journal:
                 journal.delete_rewards()
         run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)

@@ -66,7 +66,7 @@ class WarmStartReport(msgspec.Struct, frozen=True):
 def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = False) -> WarmStartReport:
     """Fine-tune a model as the recipe describes, and write the model to `recipe.output` atomically.
 
-    Raises UserError if the run or the output exists and `overwrite` is False, and if the warm-up is too long.
+    Raises UserError if the run or the output exists and `overwrite` is False, or if the warm-up is too long.
     """
     check_schedule("sft", warmup_steps=recipe.sft.warmup_steps, decay="cosine", total_steps=recipe.sft.steps)
     _check_output(Path(recipe.output), overwrite=overwrite)
@@ -77,7 +77,7 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError if `output` is a model that may not be overwritten, or any other file or directory."""
+    """Raise UserError if `output` is a model and `overwrite` is False, or any other file or directory."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():
@@ -169,8 +169,8 @@ def _response_ids(texts: Sequence[str], encoder: PromptEncoder, end: int) -> tup
 
 
 def _conversations(recipe: WarmStart) -> Iterator[tuple[Prompt, tuple[str, ...]]]:
-    """Yield demonstrations without end, each as its prompt and the texts that follow: a response, or turns and
-    observations alternately."""
+    """Yield an endless stream of (prompt, texts after it). The texts are one response, or turns and observations
+    alternately."""
     if recipe.data is not None:
         for messages, response in read_demonstrations(recipe.data, recipe.run.seed):
             yield Prompt("", "", messages), (response,)

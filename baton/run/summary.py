@@ -42,9 +42,7 @@ class RunReport(msgspec.Struct, frozen=True):
     directory: str
     seed: int
     steps: int
-    """Number of completed train steps."""
     num_steps: int
-    """Number of train steps in the recipe."""
     changes: tuple[Change, ...]
     evaluated_steps: tuple[int, int] | None
     """Train steps of the first and the latest evaluation; None if the run has no evaluation."""
@@ -152,8 +150,7 @@ def _key(result: Evaluation) -> tuple[str, float]:
 
 
 def _total(rows: Sequence[dict[str, Any]], name: str) -> float:
-    """Return the sum of a metric over the rows in which it has a number. Values that are not finite were written as
-    null."""
+    """Return the sum of a metric over the rows that have a number. Values that are not finite were written as null."""
     return float(sum(row[name] for row in rows if row.get(name) is not None))
 
 

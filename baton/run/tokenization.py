@@ -40,7 +40,6 @@ class PromptEncoder:
         return self.bridge.prompt(prompt.messages, prompt.metadata.get("tools", ()))
 
     def num_tokens(self, prompt: Prompt) -> int:
-        """Return the number of ids of a prompt."""
         return len(self.ids(prompt))
 
 
@@ -78,7 +77,7 @@ def response_of(finished: Finished, tokenizer: Tokenizer) -> Response:
 class ResponseScorer:
     """The `TrajectoryScorer` of a run: it decodes finished trajectories and submits their text to the reward scorer.
 
-    A multi-turn episode already has the reward of its environment; the values of reward functions are added to it. The
+    A multi-turn episode already has its environment's reward, to which the values of reward functions are added. The
     scorer writes a trace span for each period in which trajectories wait for their rewards.
     """
 

@@ -31,7 +31,7 @@ class ShownTurn(msgspec.Struct, frozen=True):
     turn: int
     """Number of the turn in its episode, from 1."""
     path: int
-    """Index of the path that the turn belongs to. If it differs from the previous turn's, a new path begins here."""
+    """Index of the path that the turn belongs to. If the previous turn has another index, a new path begins here."""
     path_prompt_tokens: int
     """Tokens of the path's prompt."""
     text: str
@@ -203,7 +203,7 @@ def _ordered(
 ) -> list[tuple[Group, ScoredTrajectory]]:
     """Return trajectories sorted by reward (unscored trajectories last) or by length.
 
-    Trajectories with equal rewards are sorted by sample index, so that those of one prompt are not adjacent.
+    Trajectories with equal rewards are sorted by sample index, so that trajectories of one prompt are not adjacent.
     """
     match order:
         case "best" | "worst":
@@ -350,7 +350,7 @@ def _by_policy(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def _versions_and_mean(sampled: Sequence[Segment]) -> tuple[tuple[int, int], float]:
-    """Return oldest and newest version, and the mean logprob, of segments of the policy."""
+    """Return the oldest and newest version and the mean logprob of the policy's segments."""
     logprobs = list(chain.from_iterable(segment.behavior_logprobs for segment in sampled))
     return (sampled[0].policy_version, sampled[-1].policy_version), sum(logprobs) / len(logprobs)
 

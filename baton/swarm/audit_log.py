@@ -43,7 +43,8 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AuditLog:
-    """Writes an audit file and keeps the file before it; the size of each file is bounded. Only one thread may use it.
+    """Writes an audit file and keeps the previous file. The size of each file is bounded. Only one thread may use a
+    log.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
     displace other events. Lines beyond a budget and lines that cannot be written are omitted and counted. No error is
@@ -61,7 +62,6 @@ class AuditLog:
         """Number of lines omitted since the last `suppressed` line."""
 
     def denied(self, denied: Denied, peer: str, route: str) -> None:
-        """Record a refusal."""
         self.record("denied", denied.status, denied.reason, peer, route, denied.name)
 
     def record(self, event: str, status: int, reason: str, peer: str, route: str, token: str | None = None) -> None:

@@ -46,7 +46,7 @@ _MAX_HEADER_CHARACTERS = 256
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
-"""Number of seconds after its expiry when a token is removed from the file. From then on, the token is refused as
+"""Seconds from the expiry of a token to its removal from the file. After the removal, the token is refused as
 unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
@@ -86,7 +86,6 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     their reports calibrate tolerances."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
-        """Return the token's state at a time in Unix seconds."""
         if self.is_revoked:
             return "revoked"
         return "expired" if now >= self.expires else "valid"
@@ -104,13 +103,11 @@ class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     """valid, expired or revoked."""
     token: str | None = None
-    """Text of the token. It is present only in the output of the command that creates the token, and only if this
-    command does not write the token to a file."""
+    """Text of the token. Present only in the output of `baton token create` without --out."""
     written_to: str | None = None
 
     @classmethod
     def of(cls, token: Token) -> ShownToken:
-        """Convert a token to the form that `baton token` prints."""
         created, expires = (datetime.fromtimestamp(at, UTC).isoformat() for at in (token.created, token.expires))
         return cls(token.name, token.role, token.is_trusted, created, expires, token.state(time.time()))
 
@@ -140,8 +137,8 @@ class AccessGrant:
 
 
 class Denied(BatonError):
-    """Raised for a refused request. The reason may be sent to the sender, because it reveals the state of a token only
-    to a holder of this token."""
+    """Raised for a refused request. The reason may be sent to the sender: it reveals the state of a token only to a
+    holder of the token."""
 
     def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -163,7 +160,7 @@ def digest_of(token: str) -> str:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file's content atomically, like `files.write_whole`. Other users can never read the new file, not even
+    """Replace a file's content atomically, like `files.write_whole`. Other users cannot read the new file, not even
     while it is written.
 
     Raises UserError if the file cannot be written.

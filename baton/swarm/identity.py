@@ -4,8 +4,8 @@
 
 Names of tokens do not identify workers, because two token files may contain the same name. A key consists of a nonce
 and the nonce's keyed hash. The hub therefore needs no list of keys, and a restarted hub with the same secret recognises
-its workers. A worker that discards its key counts as a new worker of the same token. To limit this, a token with too
-many quarantined workers is quarantined itself.
+its workers. A worker that discards its key counts as a new worker of the same token. Therefore a token with too many
+quarantined workers is also quarantined.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ class VerifyTrajectory:
     lease: Lease
     trajectory: Trajectory
     spans: tuple[Span, ...]
-    """The ranges of tokens that each worker generated. Those of earlier turns have been verified and are absent."""
+    """The ranges of tokens that each worker generated. Ranges of earlier turns are absent, because they have been
+    verified."""
 
 
 BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation | VerifyTrajectory
@@ -104,7 +105,7 @@ class _Task:
     trajectory: Trajectory
     """The trajectory with the committed tokens."""
     spans: list[Span] = field(default_factory=list)
-    """Ranges of the committed tokens, with the worker that generated each range, also under earlier leases."""
+    """Ranges of the committed tokens, including those of earlier leases, with the worker that generated each range."""
     leases: list[int] = field(default_factory=list)
 
 
@@ -126,8 +127,7 @@ class LeaseBroker:
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
-        """Authors of finished trajectories, and of unfinished ones between two leases: aborted, or at an
-        environment."""
+        """Authors of trajectories without a lease: finished, aborted, or waiting for an environment."""
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
@@ -202,7 +202,6 @@ class LeaseBroker:
         return self.handle(ev.WorkerLeft(self.clock(), worker, cause))
 
     def num_leases(self, worker: int) -> int:
-        """Return the number of leases that a worker holds."""
         return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
@@ -409,8 +408,7 @@ class LeaseBroker:
     # ---- tokens that are generated twice -----------------------------------------------------------------------------
 
     def _agrees(self, progress: _LeaseProgress, start: int) -> bool:
-        """Return whether the new tokens of a lease equal the task's committed tokens at all positions that both
-        have."""
+        """Return whether a lease's new tokens equal the task's committed tokens at all common positions."""
         known = self._tasks[progress.task].trajectory
         end = min(known.num_tokens, progress.trajectory.num_tokens)
         return end <= start or known.ids_between(start, end) == progress.trajectory.ids_between(start, end)

@@ -1,9 +1,9 @@
-"""Limits how many leases an untrusted worker may hold. A new worker may hold few leases; after it has delivered tokens,
-it may hold as many as it has slots.
+"""Limits how many leases an untrusted worker may hold. A new worker may hold few leases. After it has delivered tokens,
+it may hold as many leases as it has slots.
 
 A worker reports its own number of slots, which may be false. Every `TOKENS_PER_LEASE` delivered tokens earn one more
 lease, so a correct worker reaches its slots after a few reports. A lease that another worker finishes, or that delivers
-no token, costs `LOST_LEASE_TOKENS`. A worker that delivers no tokens is therefore soon granted no lease; after 40 to 50
+no token, costs `LOST_LEASE_TOKENS`. A worker that delivers no tokens is therefore soon granted no lease. After 40 to 50
 s it is granted one lease again. The class uses no clock and does no I/O.
 """
 
@@ -38,7 +38,6 @@ class LeaseCredit:
         return int(max(0, min(self.slots, FIRST_LEASES + self.tokens // TOKENS_PER_LEASE)))
 
     def earn(self, num_tokens: int) -> None:
-        """Add delivered tokens."""
         self.tokens = min(TOKENS_PER_LEASE * max(0, self.slots - FIRST_LEASES), self.tokens + num_tokens)
 
     def resize(self, by: int) -> None:

@@ -21,7 +21,7 @@ class WorkerJoined(TimedEvent, frozen=True, tag="WorkerJoined"):
     the worker."""
     kind: str | None = ""
     """Kind of the worker. Workers of the same kind generate the same tokens from the same noise. None means that the
-    worker's engine uses noise of its own, so that it generates different tokens each time."""
+    worker's engine uses its own noise and generates different tokens each time."""
     owner: str | None = None
     """Owner of the worker. All workers of an owner share the credit that limits their leases (`LeaseCredit`). None
     means that the run itself started the worker, which may then fill all its slots immediately."""
@@ -101,8 +101,7 @@ class LeaseReturned(TimedEvent, frozen=True, tag="LeasePutDown"):
     """The worker has aborted the trajectory of a lease, or has refused the lease.
 
     If a worker refuses a lease although it should serve the lease's version, the table grants the worker no lease
-    before the worker's next message. Otherwise the table would immediately grant the same task to the same worker, in
-    an endless loop.
+    before the worker's next message. This prevents an endless loop of grants and refusals.
     """
 
     lease: int

@@ -18,8 +18,8 @@ committed until one lease finishes, and the tokens of the other lease are then d
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
 Therefore a task that has committed tokens keeps them, and a lease on a worker of another kind commits nothing until it
-finishes. The lease that finishes first determines the tokens. If its worker's kind differs from the kind that generated
-the committed tokens, its tokens replace the committed tokens (`ReplaceTokens`).
+finishes. The lease that finishes first determines the tokens. If a worker of another kind generated the committed
+tokens, the tokens of this lease replace them (`ReplaceTokens`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from baton.swarm.lease_credit import LeaseCredit
 from baton.swarm.worker_index import TokenOwner, Worker, WorkerIndex
 
 Ask = tuple[int, bool]
-"""Version that a task requires: (number, True if exactly this version is required or False if a later version is also
-accepted)."""
+"""Version that a task requires: (number, True if exactly this version is required, False if a later version is accepted
+too)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,6 @@ class TrackedTask:
 
     @property
     def is_waiting(self) -> bool:
-        """True if the task has no lease."""
         return not self.leases
 
     @property
@@ -179,7 +178,6 @@ class LeaseTable:
 
     @property
     def workers(self) -> dict[int, Worker]:
-        """The connected workers, by number."""
         return self._index.workers
 
     @property
@@ -201,11 +199,10 @@ class LeaseTable:
         return lease in self._leases
 
     def is_recalled(self, lease: int) -> bool:
-        """Return whether a valid lease has been recalled."""
         return self._leases[lease].recalled_s is not None
 
     def is_comparable(self, lease: int) -> bool:
-        """Return whether this lease generates the same tokens as those committed for its task, unless it is invalid."""
+        """Return whether a correct worker generates, under this lease, the tokens that are committed for its task."""
         return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -322,7 +319,7 @@ class LeaseTable:
         if lease is None:
             return
         worker, task = self.workers[lease.worker], self._tasks[lease.task]
-        # the worker refused the lease: without this line, the worker would immediately be granted the same task again
+        # the worker refused the lease: otherwise it would immediately be granted the same task again
         if not task.is_aborting and worker.serves(*task.ask):
             worker.version = None
         yield from self._end_lease(lease)
@@ -346,7 +343,7 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Of the returned leases, commit the tokens of the longest and discard the tokens of all others."""
+        """Commit the tokens of the longest returned lease, and discard the tokens of all other returned leases."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -364,12 +361,12 @@ class LeaseTable:
         yield from self._count_discarded("overtaken", lease.length - shared)
 
     def _is_consistent(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether the tokens of a lease equal the committed tokens at all positions that both have."""
+        """Return whether the tokens of a lease equal the committed tokens at all common positions."""
         return not self.rules.restarts or task.origin in (None, lease.origin)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether the tokens of a lease are committed as soon as they are reported. They are if no other lease
-        can generate different tokens."""
+        """Return whether a lease's tokens are committed when they are reported: if no other lease can generate
+        different tokens."""
         if self.rules.restarts:
             return self._is_consistent(task, lease)
         return len(task.leases) + len(task.returned) == 1

@@ -136,8 +136,8 @@ def is_loopback(host: str) -> bool:
 def check_url(url: str, is_insecure: bool = False) -> str:
     """Return the hub's URL as http(s)://HOST:PORT without a trailing slash.
 
-    Raises UserError if the text has another form. Without `is_insecure`, also raises it for an http URL of another
-    machine, because the token would be sent unencrypted.
+    Raises UserError if the text has another form. Without `is_insecure`, an http URL of another machine is also an
+    error, because the token would be sent unencrypted.
     """
     scheme, _, rest = url.partition("://")
     scheme, place = scheme.lower(), _host_and_port(rest.removesuffix("/"))
@@ -157,8 +157,8 @@ def client_ssl(url: str, ca: Path | None = None) -> ssl.SSLContext | None:
     """Create the client's TLS context (TLS 1.2 or later), which verifies the hub's certificate and name; return None
     for http.
 
-    ca: PEM file with certificates to trust instead of those that this machine trusts, for example for a hub with a
-    self-signed certificate. Raises UserError if the file cannot be used.
+    ca: PEM file with certificates to trust instead of this machine's, for example if the hub's certificate is
+    self-signed. Raises UserError if the file cannot be used.
     """
     if URL(url).scheme != "https":
         if ca is not None:

@@ -20,7 +20,7 @@ from baton.swarm.listen import ListenAddress
 
 RESTARTS = RestartRule(first_wait_s=0.4, longest_wait_s=10.0)
 GRACE_S = 5.0
-"""Number of seconds in which the workers must end; then they are killed."""
+"""Seconds after which workers that have not ended are killed."""
 
 
 @dataclass(slots=True)
@@ -72,12 +72,11 @@ class LocalWorkers:
         self._children = [_Child(name, self._start_worker(name), time.monotonic()) for name in self._token_files]
 
     def pids(self) -> list[int]:
-        """Return the process ids of the running workers."""
         return [child.process.pid for child in self._children if child.process.poll() is None]
 
     def check_health(self) -> None:
-        """Restart workers that have ended. Raises EngineFault, which names the log file, if a worker ends again and
-        again."""
+        """Restart workers that have ended. Raises EngineFault, which names the log file, if a worker ends
+        repeatedly."""
         now_s = time.monotonic()
         for child in self._children:
             if child.process.poll() is None:

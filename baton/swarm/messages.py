@@ -28,8 +28,7 @@ from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
 PROTOCOL = 3
-"""Protocol version. It is incremented when a change of the messages could make an older worker misunderstand a newer
-hub."""
+"""Protocol version. A change of the messages that an older worker could misunderstand increments it."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """Maximum length of a frame in bytes; a longer frame ends the connection. A report of 100,000 tokens is shorter than
 this."""
@@ -70,7 +69,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
     report_every_s: float
 
     def engine_settings(self) -> EngineSettings:
-        """Return `engine` as validated `EngineSettings`."""
         return EngineSettings.model_validate(self.engine)
 
 
@@ -91,8 +89,7 @@ class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """The hub has received all tokens of a lease up to this length. For a lease that has ended, it has received all
-    tokens."""
+    """The hub has received all tokens of a lease up to this length. For an ended lease, it has received all tokens."""
 
     lease_id: int
     length: int

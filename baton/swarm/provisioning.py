@@ -39,8 +39,8 @@ class Provisioning:
 
     @property
     def slack_s(self) -> float | None:
-        """Seconds in each publish period that the workers have to spare; negative if the trainer must wait; None
-        without measurements."""
+        """Spare seconds of the workers per publish period. Negative if the trainer must wait; None without
+        measurements."""
         if not self.trajectories_per_s:
             return None
         generating_s = self.publish_every * self.trajectories_per_step / self.trajectories_per_s
@@ -85,14 +85,12 @@ class TrainingProgress:
     """Staleness in versions → share of the last batch's tokens."""
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
-        """Record the batch of a train step."""
         self.step = step
         trajectories = [member.trajectory for group in groups for member in group.members]
         ages = Counter(step - 1 - version for t in trajectories for version in t.policy_versions)
         self.staleness = {str(age): num / max(1, ages.total()) for age, num in sorted(ages.items())}
 
     def provisioning(self, pace: ThroughputTracker) -> Provisioning:
-        """Return the current quantities of the provisioning rule."""
         return Provisioning(
             self.publish_every, self.train_s, pace.broadcast_s, self.trajectories_per_step, pace.per_s()
         )

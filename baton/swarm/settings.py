@@ -27,8 +27,8 @@ class SwarmSettings(Settings):
     """True: other machines may connect without TLS (`--insecure`). Tokens, prompts and weights are then readable on the
     network."""
     publish_every: int = Field(default=1, ge=1)
-    """Publish a version after each this number of train steps, at most max_staleness. A value above 1 is allowed only
-    in mode `async`."""
+    """Number of train steps between two published versions, at most max_staleness. A value above 1 is allowed only in
+    mode `async`."""
     max_lag: int | None = Field(default=None, ge=0)
     """In mode `async`, a worker is granted leases only if its version is at most this number of versions behind the
     latest published version. The default is `publish_every` if max_staleness allows this, otherwise 0."""
@@ -45,7 +45,7 @@ class SwarmSettings(Settings):
     """Start a backup lease if a lease's expected remaining time exceeds this multiple of the time that an idle worker
     would need. 0 disables backup leases."""
     report_every_s: float = Field(default=2.0, gt=0)
-    """A worker reports new tokens after this number of seconds at the latest, even if there are fewer new tokens than
+    """Maximum seconds between two reports of a worker that has new tokens, even if they are fewer than
     engine.report_every_tokens."""
 
     @property

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 class HttpSource:
-    """A source of weights that requests them from the hub or from a relay. Its methods block the calling thread while
-    the event loop executes the requests."""
+    """A source that requests weights from the hub or from a relay. Its methods block the calling thread while the event
+    loop executes the requests."""
 
     def __init__(
         self,

@@ -4,9 +4,9 @@
                 ▲            │
                 └─ Retry ◀── FetchFailed: wait, longer each time, and retry while the version is wanted
 
-A worker keeps one wanted version, not a queue of announcements. A repeated, late or reordered announcement, or an
-announcement during a fetch, therefore does no harm, and no failure is permanent. The engine serves the old version
-until the new version is complete and verified.
+A worker keeps one wanted version, not a queue of announcements. Announcements may therefore be repeated, late or
+reordered, or arrive during a fetch, and no failure is permanent. The engine serves the old version until the new
+version is complete and verified.
 """
 
 from __future__ import annotations

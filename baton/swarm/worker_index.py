@@ -39,7 +39,6 @@ class Worker:
     last_seen_s: float
     last_progress_s: float
     kind: str | None = ""
-    """Kind of the worker; see `WorkerJoined.kind`."""
     version: int | None = None
     """Number of the version that the worker serves; None while the worker must not be granted leases."""
     decoded_tokens: int = -1
@@ -61,7 +60,7 @@ class Worker:
 
     @property
     def pace(self) -> float | None:
-        """Speed divided by the expected speed (`weight`); None before the first report."""
+        """Speed / `weight` (the expected speed); None before the first report."""
         return None if self.speed is None else self.speed / self.weight
 
     @property
@@ -109,7 +108,6 @@ class WorkerIndex:
         self.workers[worker.number] = worker
 
     def remove(self, number: int) -> Worker | None:
-        """Remove a worker, and return it."""
         worker = self.workers.pop(number, None)
         if worker is not None:
             worker.stamp = -1
@@ -120,7 +118,6 @@ class WorkerIndex:
         return worker
 
     def weigh(self, worker: Worker, weight: float) -> None:
-        """Change the expected speed of a worker."""
         assert weight > 0, f"worker {worker.number} is given the weight {weight}, which must be above 0"
         known, worker.weight = worker.pace, weight
         self._sum_paces += (worker.pace or 0.0) - (known or 0.0)
@@ -184,8 +181,8 @@ class WorkerIndex:
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
-        """Update a worker's speed from a report. Speed is the sum of tokens divided by the sum of seconds, not a mean
-        of rates: late reports arrive in bursts with no time between them, which would give infinite rates."""
+        """Update a worker's speed from a report. Speed is the sum of tokens divided by the sum of seconds. A mean of
+        rates could be infinite, because late reports arrive in bursts with no time between them."""
         known = worker.pace
         worker.grown_tokens = _SPEED_MEMORY * worker.grown_tokens + num_tokens
         worker.grown_s = _SPEED_MEMORY * worker.grown_s + seconds
@@ -204,7 +201,7 @@ class WorkerIndex:
     def _top(self, entries: list[_Entry]) -> _Entry | None:
         """Return the first entry of a heap of the index whose worker may be granted a lease."""
         while (top := self._first(entries)) is not None and not top[3].owner_allows:
-            heapq.heappop(entries)  # the owner is entered again as soon as it is below its limit
+            heapq.heappop(entries)  # `offer_owner` enters the owner again when it is below its limit
         return top
 
     def _first(self, entries: list[_Entry]) -> _Entry | None:

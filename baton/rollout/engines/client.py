@@ -25,7 +25,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 1800.0
 """Maximum time until the program responds, including compilation."""
 _HEARTBEAT_S = 0.5
-"""Seconds between two checks, during a call, that the program is alive."""
+"""During a call: seconds between two checks that the program is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,6 @@ class EngineRequest:
     """A request to generate the tokens of one lease."""
 
     key: str
-    """Unique id of the request."""
     token_ids: tuple[int, ...]
     """[prompt + L] Token ids of the prompt and of the L tokens after it."""
     max_tokens: int
@@ -84,8 +83,8 @@ class EngineClient(ABC):
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop.
 
-        name: name of the program in messages. answer_timeout_s: timeout of each call. close_s: maximum number of
-        seconds that `close` waits for `_stop`, and again for the thread.
+        name: name of the program in messages. answer_timeout_s: timeout of each call. close_s: maximum seconds that
+        `close` waits for `_stop`, and then again for the thread.
         """
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
@@ -119,8 +118,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Pause or abort all requests. Afterwards the program generates no tokens, and `take` returns all tokens
-        generated before."""
+        """Pause or abort all requests. Afterwards the program generates no tokens, and `take` returns all tokens that
+        were generated earlier."""
 
     @abstractmethod
     def resume(self) -> None:

@@ -31,8 +31,7 @@ from baton.rollout.engines.whole_weights import ReadBase, Skeleton, WholeWeights
 from baton.types import FromWorker, Lease, PolicyVersion
 
 _WAIT_S = 0.05
-"""Maximum number of seconds that `step` waits for the first token. The wait is short because the caller has other
-work."""
+"""Maximum seconds that `step` waits for the first token. The wait is short because the caller has other work."""
 Client = TypeVar("Client", bound=EngineClient)
 
 
@@ -65,13 +64,12 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         version: PolicyVersion,
         clock: Clock = time.monotonic,
     ) -> None:
-        """client: client of a program that serves `version`. The program can run as many requests as the settings have
-        slots. read_base: needed if versions are adapters."""
+        """client: client of a program that serves `version`. The program can run `settings.slots` requests at once.
+        read_base: needed if versions are adapters."""
         super().__init__(settings, version, skeleton.end_ids, skeleton.text)
         self._client, self._skeleton, self._settings = client, skeleton, settings
         self._weights = WholeWeights(skeleton.model, read_base)
         self.running: dict[str, RunningRequest] = {}
-        """Request key → running request."""
         self._name = secrets.token_hex(4)
         self._keys = (f"{self._name}-{number:012x}" for number in count())
         self._label = ""
@@ -82,9 +80,9 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """Time of the last token, started request or loaded version."""
 
     def submit(self, lease: Lease) -> None:
-        """Queue a lease. Raises UserError if the prompt leaves no room for a token. Also raises UserError for top-p or
-        top-k in an engine that reports no sampling masks, and for a lease without them in an engine that reports
-        masks."""
+        """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
+        masks requires top-p or top-k, and raises UserError without them. Any other engine raises UserError if they are
+        set."""
         sampling = lease.sampling
         if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
             raise UserError(
@@ -164,7 +162,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
             self._prefilled_tokens += said.prefilled
             steps[said.key] += len(said.token_ids)
             reports += self._append_tokens(said, running)
-        # estimate one token per request and step, because the program does not report its steps
+        # this assumes one token per request and step, because the program does not report its steps
         self._decode_steps += max(steps.values(), default=0)
         return reports
 

@@ -123,8 +123,8 @@ def _decoded(text: str) -> Any:
 
 
 def check_source(settings: EngineSettings, own: Collection[str]) -> None:
-    """Raise UserError if the hub sets what only the user of this machine may set: a server on another machine, or
-    arguments of vLLM, some of which run code.
+    """Raise UserError if the hub sets a server on another machine or arguments of vLLM, some of which run code. Only
+    the user of this machine may set these.
 
     own: keys that the user of this machine has set, or that come from a run of this user.
     """

@@ -53,7 +53,6 @@ class RowParams:
     """The sampling parameters of W rows as tensors. They are built when the rows change, and used in every step."""
 
     num_rows: int
-    """Number of rows W."""
     temperature_W1: Tensor | None
     """[W, 1] temperature of each row, 1 for greedy rows; None if every row has temperature 1."""
     is_greedy_W: Tensor | None
@@ -90,8 +89,7 @@ class RowParams:
 
 
 def row_params(params: Sequence[SamplingParams | None], vocabulary: int, device: torch.device) -> RowParams:
-    """Convert the sampling parameters of all rows to tensors. params: the parameters of each row, None for an empty
-    row."""
+    """Convert the sampling parameters of all rows to tensors. params: one element per row, None for an empty row."""
     if all(p is None or (p.temperature == 1 and p.top_p == 1 and not p.top_k) for p in params):
         return RowParams(len(params), None, None, None, None, None)
     temperatures = [1.0 if p is None or p.temperature == 0 else p.temperature for p in params]
@@ -186,9 +184,8 @@ def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor, most: int) ->
     """Apply top-k, then top-p. Return the masses of the `most` likeliest tokens, with zero for the removed tokens, and
     the ids of these tokens, both [F, most].
 
-    Top-k keeps the k most likely tokens. Of these, top-p keeps the smallest set of most likely tokens that has at least
-    the share p of the mass of the k tokens. Equally likely tokens are ranked by id. The most likely token is always
-    kept.
+    Top-k keeps the k most likely tokens. Among these k tokens, top-p keeps the smallest set of most likely tokens with
+    at least the share p of their mass. Equally likely tokens are ranked by id. The most likely token is always kept.
     """
     sorted_FK, order_FK = _likeliest(mass_FV, most)
     rank_K = torch.arange(most, device=mass_FV.device)

@@ -35,8 +35,8 @@ class Piece(NamedTuple):
     version: int | None
     """Number of the version whose weights compute the piece; None for the version that the engine serves."""
     is_within_turn: bool = False
-    """Whether the piece ends with tokens of an unfinished turn. Only for such a piece may decode have computed the keys
-    and values."""
+    """Whether the piece ends with tokens of an unfinished turn. In all other pieces, a prefill computed the keys and
+    values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,10 @@ class RunningLease:
         self.position = len(ids) - 1
         """Position of `last_id`, counted from 0 at the start of the prompt."""
         self.pieces = pieces_of(trajectory)
-        """Pieces of `prefix_ids`."""
         self._keys: dict[tuple[int, bool], tuple[PrefixKey, ...]] = {}
         self.kept: tuple[PrefixKey, ...] = ()
         """Pieces that the embedded engine wrote into the row's slot."""
         self.last_version = -1
-        """Version of the last generated token."""
         self._max_length = min(lease.sampling.max_new_tokens, max_context_tokens - len(trajectory.prompt_ids))
         self.end_ids = frozenset((*end_ids, *lease.sampling.stop_token_ids))
         self._stop = stop
@@ -118,7 +116,6 @@ class RunningLease:
 
     @property
     def num_unreported(self) -> int:
-        """Number of tokens generated since the last report."""
         return self.length - self._from_offset
 
     def append(
@@ -157,8 +154,8 @@ class RunningLease:
 class StopText:
     """Detects the stop strings of one trajectory.
 
-    Only the policy tokens after the last tokens of the environment are searched. A stop string of n bytes spans at most
-    n tokens that have text, so it is sufficient to decode the last tokens.
+    Only the policy's tokens after the last observation are searched. A stop string of n bytes spans at most n tokens
+    that have text, so it is sufficient to decode the last tokens.
     """
 
     def __init__(self, lease: Lease, text: Text) -> None:
@@ -219,8 +216,8 @@ class SlotTable:
             self._aborted.add(lease_id)
 
     def switch(self, version: PolicyVersion) -> None:
-        """Switch to a new version. End all current segments. Abort or refuse the leases that require exactly one
-        version if it is not the new version."""
+        """Switch to a new version. End all current segments. Leases that require exactly another version are aborted or
+        refused."""
         for row in self.rows:
             if row is not None:
                 row.close_segment(self.version.number)
@@ -253,8 +250,8 @@ class SlotTable:
         return list(self._waiting.values())
 
     def admit(self) -> list[tuple[int, RunningLease]]:
-        """Move waiting leases into free slots, and return (slot, row) of each moved lease. Trajectories that have begun
-        come first, then older leases; the first gets the lowest slot."""
+        """Move waiting leases into free slots, and return (slot, row) of each moved lease. Trajectories that have
+        tokens come first, then older leases. The first lease gets the lowest slot."""
         admitted: list[tuple[int, RunningLease]] = []
         if not self._waiting or self.num_running == len(self.rows):
             return admitted
@@ -350,8 +347,8 @@ def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
     trajectory.
 
     A piece has the tokens of a turn and the observation after them, or the tokens of an unfinished turn. Its version is
-    that of the first token sampled after it, or, in an unfinished turn, that of its last token. A lease that continued
-    from one version to the next computed the piece under these weights.
+    that of the first token sampled after the piece or, in an unfinished turn, of the piece's last token. A lease that
+    continued from one version to the next computed the piece under these weights.
     """
     found, before = [], Author.ENVIRONMENT
     offset = len(trajectory.prompt_ids) - 1

@@ -2,8 +2,8 @@
 the same class.
 
 A lease is sent to an engine only when the engine has a free slot, so engines whose responses are short receive more
-leases. A further turn or a resumed trajectory goes before trajectories that have not begun. It returns to the engine
-that may have kept its keys and values, unless that engine is much busier than another one (`returns_home`).
+leases. Further turns and resumed trajectories are sent before new trajectories. The trajectory returns to its last
+engine, which may have kept its keys and values, unless that engine is much busier than another (`returns_home`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Handover = tuple[int, FromHub]
 
 
 def returns_home(num_home: int, num_least: int, slots: int) -> bool:
-    """Return whether a trajectory is sent back to its last engine. The engine must have a free slot, and its leases may
-    exceed those of the least busy engine by at most a quarter of its slots."""
+    """Return whether a trajectory is sent back to its last engine. The engine must have a free slot, and at most slots
+    / 4 leases more than the least busy engine."""
     return num_home < slots and num_home - num_least <= slots // 4
 
 
@@ -30,7 +30,6 @@ class LeaseQueue:
     def __init__(self, slots: Sequence[int]) -> None:
         """slots: number of slots of each engine."""
         self.leases: list[set[int]] = [set() for _ in slots]
-        """Leases of each engine."""
         self._slots = slots
         self._begun: dict[int, Lease] = {}
         self._new: dict[int, Lease] = {}

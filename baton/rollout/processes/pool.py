@@ -31,7 +31,7 @@ from baton.rollout.transport import WorkerTransport
 from baton.types import FromHub, FromWorker, Lease, PolicyVersion, without_masks
 
 CLOSE_GRACE_S = 2.0
-"""Number of seconds in which all processes must exit; then the remaining processes are killed."""
+"""Seconds after which processes that have not exited are killed."""
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
 """Function that writes tensors to a safetensors file. It is passed as an argument because this module must not import
 torch."""
@@ -122,7 +122,6 @@ class EnginePool(WorkerTransport):
 
     @property
     def slots(self) -> int:
-        """Total number of slots of all processes."""
         return self._count * self._slots
 
     @property

@@ -30,7 +30,6 @@ class Start(msgspec.Struct, frozen=True, tag="Start"):
     head_dtype: str = "auto"
 
     def engine_settings(self) -> EngineSettings:
-        """Return the validated settings."""
         return EngineSettings.model_validate(self.settings)
 
 

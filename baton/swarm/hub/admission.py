@@ -3,10 +3,10 @@
     accept ──▶ stranger ──valid token──▶ known caller ──▶ closed
                   └──▶ evicted: too many strangers, or no token in time
 
-Connections without a token ("strangers") have a limit of their own. At the limit, the oldest stranger of the address
-with the most strangers is evicted. A caller that opens many connections therefore loses its own connections, and
-callers without a token cannot block callers with a token. Each token may use a share of the connections with a token.
-Only the run's owner (admins, trusted workers) may use the last quarter.
+Connections without a token ("strangers") have a separate limit. At the limit, the oldest stranger of the address with
+the most strangers is evicted. A caller that opens many connections therefore loses its own connections, and callers
+without a token cannot block callers with a token. Each token may use a share of the connections with a token. Only the
+run's owner (admins, trusted workers) may use the last quarter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, file_limit: int) -> ConnectionLimits:
-        """Divide the file descriptors that a process may open (RLIMIT_NOFILE), after a reserve for its own files."""
+        """Divide the file descriptors that a process may open (RLIMIT_NOFILE), except a reserve for the process's own
+        files."""
         total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
         quarter = total // 4
         return cls(quarter, 2 * quarter, quarter, 3 * quarter)
@@ -87,7 +88,6 @@ class Admission:
         return connection in self._known
 
     def leave(self, connection: int) -> None:
-        """Remove a connection."""
         address, key = self._addresses.pop(connection, None), self._known.pop(connection, None)
         if address is not None:
             del self._strangers[address][connection]

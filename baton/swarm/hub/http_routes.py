@@ -40,7 +40,6 @@ class HttpRoutes:
         self._downloads = Downloads()
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes with their handlers."""
         return (
             web.get("/model", self._send_model),
             web.get(MANIFEST_ROUTE, self._manifest),

@@ -78,7 +78,6 @@ class HubListener:
         return port
 
     async def close(self) -> None:
-        """Close all connections."""
         for task in self._acceptors:
             task.cancel()
         await asyncio.gather(*self._acceptors, return_exceptions=True)
@@ -106,7 +105,7 @@ class HubListener:
             for _ in range(ACCEPTED_AT_ONCE):
                 try:
                     accepted, address = await loop.sock_accept(listening)
-                # the caller has disconnected, or no file descriptor is left although some were reserved
+                # the caller has disconnected, or no file descriptor is left in spite of the reserve
                 except OSError as error:
                     if error.errno in _NO_FILES and (oldest := self._admission.oldest_stranger()) is not None:
                         self._turn_away(oldest)

@@ -51,7 +51,6 @@ class HubCounters:
     by_route: dict[str, int] = field(default_factory=dict)
 
     def sent(self, route: str, num_bytes: int) -> None:
-        """Add sent bytes to a route's counter."""
         self.bytes_out += num_bytes
         self.by_route[route] = self.by_route.get(route, 0) + num_bytes
 
@@ -68,7 +67,7 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """weight: returns the weight of the run's own workers with a token, by the token's name."""
+        """weight: returns the weight of the run's own workers that use the token with a given name."""
         self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
         self._access, self._weight = access, weight
         self.counters = HubCounters()
@@ -96,8 +95,8 @@ class Membership:
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
         """Execute the broker's commands in order.
 
-        A command can result in further commands, such as a disconnection because a queue is full. They are executed
-        after the waiting commands.
+        A command can cause further commands, such as a disconnection because a queue is full. They are executed after
+        the waiting commands.
         """
         self._commands.extend(commands)
         if self._is_executing:
@@ -130,7 +129,6 @@ class Membership:
     # ---- commands of the verification --------------------------------------------------------------------------------
 
     def release(self, key: Key) -> None:
-        """Release a held trajectory for training."""
         self.execute(self.broker.release(key))
 
     def remake(self, key: Key) -> None:

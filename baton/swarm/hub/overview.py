@@ -20,7 +20,6 @@ class HubOverview:
         self._publication, self._progress, self._lineage = publication, progress, lineage
 
     def status(self) -> HubStatus:
-        """Return the current status."""
         members, progress, last = self._members, self._progress, self._publication.last
         table, counters = members.broker.table, members.counters
         rule = progress.provisioning(members.broker.pace)

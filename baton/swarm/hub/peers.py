@@ -100,16 +100,13 @@ class Peer:
 
     @property
     def is_connected(self) -> bool:
-        """True if messages can be sent to the worker."""
         return self.outgoing is not None
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the worker's engine."""
         return self.heartbeat.stats
 
     def beat(self, heartbeat: Heartbeat, now_s: float) -> None:
-        """Store a heartbeat."""
         self.heartbeat, self.heard_s = heartbeat, now_s
         self.rates.append((now_s, heartbeat.stats.decoded_tokens))
         while len(self.rates) > 2 and now_s - self.rates[0][0] > RATE_WINDOW_S:

@@ -3,9 +3,9 @@
     hub ──chunk, once──▶ relay ──chunk──▶ worker, worker, worker …
 
 A relay fetches a chunk from the hub when a worker requests it, verifies the chunk, caches it up to a limit, and sends
-it. A worker verifies every chunk against its digest whatever the source, so a relay can withhold weights but cannot
-forge them. The hub sends workers the URLs of its relays and a secret for their requests to relays. A relay therefore
-never receives a worker's token.
+it. A worker verifies every chunk from any source against its digest, so a relay can withhold weights but cannot forge
+them. The hub sends workers the URLs of its relays and a secret for their requests to relays. A relay therefore never
+receives a worker's token.
 """
 
 from __future__ import annotations

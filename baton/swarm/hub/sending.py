@@ -45,8 +45,7 @@ class Downloads:
         try:
             try:
                 async with asyncio.timeout(QUEUE_S):
-                    # the token's share first: its waiting requests must not hold slots that others could
-                    # use
+                    # the token's share first: requests that wait for it must not hold slots that other tokens could use
                     for one in (share, self._places):
                         await one.acquire()
                         taken.append(one)

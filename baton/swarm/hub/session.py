@@ -22,7 +22,7 @@ PREPARE_SILENCE_S = 120.0
 
 
 class ReceiveTimeout(Exception):
-    """Raised when no message has arrived in time. This is no evidence of a faulty worker: its network or machine may be
+    """Raised when no message has arrived in time. The worker is not necessarily faulty: its network or machine may be
     down."""
 
 

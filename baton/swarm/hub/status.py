@@ -85,8 +85,6 @@ class HubStatus(msgspec.Struct, frozen=True):
 
 
 class _StatusCollector:
-    """Exposes a status as Prometheus gauges."""
-
     def __init__(self, status: HubStatus) -> None:
         self._status = status
 

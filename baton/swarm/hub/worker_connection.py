@@ -65,8 +65,8 @@ class WorkerConnection:
     async def read_unless_silent(self, timeout_s: float) -> FromWorker | None:
         """Return the worker's next message, or None when the connection has ended. Raises Malformed and ReceiveTimeout.
 
-        The wait consists of slices, each of which is measured separately. A pause of this process therefore counts as
-        one slice, and messages that arrived during the pause are read in the next slice.
+        The wait consists of slices with separate timeouts. A pause of this process therefore counts as one slice, and
+        the next slice reads the messages that arrived during the pause.
         """
         for _ in range(SILENT_HEARTBEATS):
             with suppress(TimeoutError):

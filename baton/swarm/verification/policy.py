@@ -5,16 +5,16 @@ commands.
                         └─▶ CheckTrajectory ─▶ held ──TrajectoryJudged──▶ ReleaseTrajectory, QuarantineWorker
                                                 └──CheckFailed, too late──▶ RemakeTrajectory or ReleaseTrajectory
 
-If the share p of the trajectories is checked and a worker falsifies the share c of its trajectories, the worker is
-still undetected after n trajectories with probability (1 − p·c)^n. The worker cannot predict which trajectories are
-checked, because the draw depends on a secret.
+Suppose that the share p of the trajectories is checked, and that a worker falsifies the share c of its trajectories.
+The worker is then undetected after n trajectories with probability (1 − p·c)^n. The worker cannot predict which
+trajectories are checked, because the draw depends on a secret.
 
-Each turn of a multi-turn episode is a finished trajectory of its own: the policy draws, holds and counts each turn, and
-the check compares only the tokens of the turn. A trajectory with several authors is listed for each author.
+Each turn of a multi-turn episode counts as a finished trajectory: the policy draws, holds and counts each turn, and the
+check compares only the tokens of the turn. A trajectory with several authors is listed for each author.
 
 A held trajectory is not used for training before the result of its check, so a trajectory that fails its check is never
-trained on. If a trajectory cannot be checked, it is generated again, at most `MAX_REMADE` times. It is released
-unchecked after `MAX_REMADE` times, or if all its authors are trusted.
+trained on. If a trajectory cannot be checked, it is generated again, at most `MAX_REMADE` times. Afterwards, or if all
+its authors are trusted, it is released unchecked.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
 MAX_REMADE = 2
 """Maximum number of times that an uncheckable trajectory is generated again."""
 REMEMBERED_REMADE = 10_000
-"""Maximum number of trajectories for which the policy remembers how often they were generated again. The policy
-remembers this number also after a release, because a later turn of the same trajectory may fail too."""
+"""Maximum number of trajectories whose number of repeated generations is stored. The number is kept after a release,
+because a later turn of the same trajectory may fail too."""
 REMEMBERED_OPEN = 100_000
 """Maximum number of finished trajectories of a worker that the policy tracks until they are trained on."""
 REMEMBERED_TRAINED = 10_000
@@ -239,7 +239,7 @@ VerificationCommand = CheckTrajectory | ReleaseTrajectory | RemakeTrajectory | Q
 class _CheckedWorker:
     verdicts: deque[VerificationResult]
     checks_owed: int
-    """Number of the worker's next finished trajectories that are certainly checked, without a draw."""
+    """Number of the worker's next finished trajectories that are checked without a draw."""
     num_finished: int = 0
     num_checked: int = 0
     open: dict[str, None] = field(default_factory=dict)

@@ -64,8 +64,8 @@ class Quarantine:
         self._size += self._append(record)
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End quarantines, and return the ids of the workers. name: id or label of one worker, or name of a token to
-        end the quarantine of all workers that use it.
+        """End quarantines, and return the ids of the workers. name: id or label of one worker, or name of a token,
+        which means all its workers.
 
         at: Unix seconds. Raises UserError if no quarantined worker has this name.
         """

@@ -40,7 +40,7 @@ class LogprobScorer(Protocol):
         ...
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """Return scores of those tokens of the claims that the loaded version has generated."""
+        """Return scores of the tokens that the loaded version has generated."""
         ...
 
 

@@ -3,10 +3,10 @@
     claim ──rescoring──▶ Rescored ──judge (tolerance of the worker's class)──▶ VerificationResult ──▶ policy.py
 
 The hub assigns prompts and noise, so a reported token can be wrong in two ways: its logprob may differ from the logprob
-under the weights, or the keyed draw may select another token. Both deviations are measured in nats. A correct worker
-deviates only by rounding errors. The distribution of rounding errors depends on the worker's class and is estimated
-from trusted workers. A single token slightly beyond a tolerance has no consequence. A token that rounding cannot
-explain leads to quarantine.
+under the weights, or the assigned noise may select another token. Both deviations are measured in nats. A correct
+worker deviates only by rounding errors. The distribution of rounding errors depends on the worker's class and is
+estimated from trusted workers. A single token slightly beyond a tolerance has no consequence. A token that rounding
+cannot explain leads to quarantine.
 
 Deviations are multiplied by min(1, temperature), because sampling divides the logits, and with them their rounding
 errors, by the temperature.
@@ -30,8 +30,8 @@ from baton.rollout.rescoring import Rescored
 HEADROOM = 1.5
 """A calibrated tolerance is this multiple of the observed quantile."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""Upper bounds on the probability that a correct trajectory has so many tokens beyond a tolerance that it is classified
-as suspect or as bad."""
+"""A trajectory is classified as suspect or bad if a correct trajectory has as many tokens beyond a tolerance with at
+most this probability."""
 _MAX_FACTOR = 10.0
 """A calibrated tolerance is at most this factor larger or smaller than the default for its dtype."""
 _FLOAT32_ROUNDING = 1e-6
@@ -53,8 +53,8 @@ class WorkerClass(msgspec.Struct, frozen=True):
 
     @property
     def noise(self) -> str | None:
-        """Value of `WorkerJoined.kind`. It is equal for workers that generate the same tokens from the same noise, and
-        None for workers whose engine uses noise of its own."""
+        """Value of `WorkerJoined.kind`. Workers that generate the same tokens from the same noise have equal values.
+        None: the engine uses noise of its own."""
         return None if self.engine in OWN_NOISE else str(self)
 
     def __str__(self) -> str:
@@ -67,16 +67,16 @@ class Tolerance:
     in nats."""
 
     logprob: float
-    """Bound on |behavior − rescored logprob|. Of a correct worker's tokens, at most the share `beyond` exceeds it."""
+    """Bound on |behavior − rescored logprob|. At most the share `beyond` of a correct worker's tokens exceeds it."""
     draw_gap: float
-    """Bound on a token's draw gap, which is its distance from the token that the draw selects. Of a correct worker's
-    tokens, at most the share `beyond` exceeds it."""
+    """Bound on a token's draw gap, which is its distance from the token that the draw selects. At most the share
+    `beyond` of a correct worker's tokens exceeds it."""
     typical: float = math.inf
-    """Second bound on |behavior − rescored logprob|. Of a correct worker's tokens, less than the share `often` exceeds
+    """Second bound on |behavior − rescored logprob|. Less than the share `often` of a correct worker's tokens exceeds
     it. The bound depends on the exact order of sums, so it is infinite (the test is disabled) until the worker's class
     is calibrated."""
     beyond: float = 0.002
-    """Share of a correct worker's tokens that may exceed `logprob`, and share that may exceed `draw_gap`."""
+    """Share of a correct worker's tokens that may exceed `logprob`; the same share may exceed `draw_gap`."""
     often: float = 0.4
     """Share of a correct worker's tokens that may exceed `typical`."""
     wild: float = 5.0
@@ -108,7 +108,7 @@ class CheckOutcome(StrEnum):
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
 """The test that was decisive. unlikely: a token has very low probability and the draw does not select it. typical: too
-many logprobs differ slightly, as they would under slightly different weights."""
+many logprobs differ slightly, which slightly different weights would cause."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
@@ -156,8 +156,8 @@ def judge(
 
 
 def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> VerificationResult:
-    """Check several trajectories of one worker together, because differences that are not significant in one trajectory
-    may be significant in several."""
+    """Check several trajectories of one worker together. Differences that are not significant in one may be significant
+    in several."""
     found = list(verdicts)
     return _decided(
         f"{len(found)} trajectories together",
@@ -280,7 +280,7 @@ class Calibration:
     def observe(
         self, worker_class: WorkerClass, scores: Iterable[Rescored], *, first: int = 0, end: int | None = None
     ) -> None:
-        """Add rescored tokens of a trusted worker: those at the token positions first … end − 1."""
+        """Add the rescored tokens at positions first … end − 1 of a trusted worker."""
         seen = self._seen.setdefault(worker_class, _Seen())
         judges_draws = worker_class.engine not in OWN_NOISE
         for rescored in scores:
@@ -303,7 +303,7 @@ class Calibration:
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
         """Return the tolerance of a class. Until `min_tokens` tokens have been observed, this is the default for its
-        dtype; afterwards a calibrated value, which differs from the default by a limited factor.
+        dtype. Afterwards it is a calibrated value, which differs from the default by a limited factor.
 
         The calibrated tolerance is `HEADROOM` times the (1 − `beyond`) quantile of the observed values. A draw gap is
         measured between two bounds that rounding may move in opposite directions, so the tolerance of the draw gap is
@@ -326,7 +326,6 @@ class Calibration:
         )
 
     def num_tokens(self, worker_class: WorkerClass) -> int:
-        """Return the number of tokens observed for a class."""
         return self._seen[worker_class].num_tokens if worker_class in self._seen else 0
 
     def mismatch_kl(self, worker_class: WorkerClass) -> float | None:
@@ -361,6 +360,6 @@ def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
 
 
 def _near(value: float, default: float) -> float:
-    """Limit the factor by which a value differs from the default, so that no outlier or faulty class makes a tolerance
+    """Limit the factor between a value and the default, so that no outlier or faulty class makes a tolerance
     useless."""
     return min(max(value, default / _MAX_FACTOR), default * _MAX_FACTOR)

@@ -32,12 +32,10 @@ class EngineDriver:
 
     @property
     def is_busy(self) -> bool:
-        """True if the driver has leases."""
         return bool(self._leases)
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the engine."""
         return self._engine.stats
 
     def lease(self, lease: Lease) -> None:
@@ -63,7 +61,6 @@ class EngineDriver:
             self._engine.step()
 
     def drop_all(self) -> None:
-        """Discard every lease."""
         for lease_id in list(self._leases):
             self.drop(lease_id)
 
@@ -76,7 +73,6 @@ class EngineDriver:
         return self._taken(self._engine.flush())
 
     def close(self) -> None:
-        """Close the engine."""
         self._engine.close()
 
     def switch(self, tensors: Mapping[str, Any], version: PolicyVersion) -> list[FromWorker]:

@@ -55,7 +55,7 @@ class HubConnection:
             async with asyncio.timeout(SEND_DEADLINE_S):
                 await self._socket.send_bytes(encode(message))
             if isinstance(message, Fault):
-                # the hub closes the connection when it has read the Fault. To close it here would reset it if messages
+                # the hub closes the connection when it has read the Fault. Closing it here would reset it if messages
                 # of the hub are unread, and a reset can discard the Fault
                 await asyncio.sleep(FAULT_DEADLINE_S)
                 raise ConnectionLost(message.text)

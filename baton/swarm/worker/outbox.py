@@ -34,11 +34,9 @@ class Outbox:
             self._unconfirmed[lease_id] = kept
 
     def close(self, lease_id: int) -> None:
-        """Remove a lease and its reports."""
         self._unconfirmed.pop(lease_id, None)
 
     def clear(self) -> None:
-        """Remove all leases."""
         self._unconfirmed.clear()
 
     def again(self) -> list[Report]:
@@ -47,8 +45,8 @@ class Outbox:
 
 
 def _is_within(report: Report, length: int) -> bool:
-    """Return whether all tokens of a report are within a length; False for the last report of a lease, because it also
-    ends the lease."""
+    """Return whether all tokens of a report are within a length. Return False for the last report of a lease, because
+    it also ends the lease."""
     if report.finish_reason is not None or report.is_aborted:
         return False
     return report.token_offset + sum(len(segment.token_ids) for segment in report.segments) <= length

@@ -4,8 +4,8 @@
     hub ──Lease, Abort, Dropped──▶ engine ──reported──▶ Report, Retry ─▶ hub
     hub ──Want──▶ Fetch, Activate, SetTimer ─▶ driver ──handle──▶ Heartbeat ─▶ hub
 
-Uses no socket, no thread and no clock, so the live worker and the simulator use the same class. A message of the hub
-that the engine must act on is returned as a command; a message of `FromWorker` is returned to be sent.
+Uses no socket, no thread and no clock, so the live worker and the simulator use the same class. Commands for the engine
+and messages to the hub are returned to the caller.
 
 The session survives its connections. Reports are kept until the hub confirms them. A restarted hub has another
 incarnation, and leases of the old incarnation are discarded.
@@ -70,7 +70,7 @@ class WorkerSession:
         self.want: messages.Want | None = None
         """The last announcement of a version."""
         self.stats = EngineStats()
-        """The engine's counters, as the driver has set them."""
+        """The engine's counters, set by the driver."""
         self.fetched_bytes = 0
         self.served_s = 0.0
         """Last time at which a hub served this worker; initially, the worker's start."""

@@ -67,7 +67,7 @@ class WorkerOptions:
     device: str = "cpu"
     """Name of the device, shown to users. It is part of the worker class, within which logprobs are compared."""
     engine: str | None = None
-    """Kind of engine, also part of the class; None uses the recipe's."""
+    """Kind of engine, also part of the worker class; None uses the recipe's kind."""
     reconnect_timeout_s: float | None = None
     """Seconds without a hub after which the worker ends with DeadlineExceeded; None for no limit."""
     say: Callable[[str], None] = say
@@ -181,7 +181,7 @@ class SwarmWorker:
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
 
     def _check_engine(self) -> None:
-        """Raise the error that ended the engine, if any; a new connection could not succeed."""
+        """Raise the error that ended the engine, if any, because a new connection could not succeed."""
         if self._fault is not None:
             raise EngineFault(f"the engine has failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 

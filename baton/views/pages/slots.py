@@ -65,7 +65,7 @@ def busy_slots(spans: Iterable[Span], begin_s: float, end_s: float, count: int) 
     if not len(moments):
         return np.zeros(count)
     level = np.cumsum(change)
-    # cumulative slot-seconds at each moment; they grow linearly between moments, so interpolation at the edges is exact
+    # cumulative slot-seconds at each moment; they grow linearly between moments, so interpolation is exact
     seconds = np.concatenate(([0.0], np.cumsum(level[:-1] * np.diff(moments))))
     means: NDArray[np.float64] = np.diff(np.interp(edges, moments, seconds)) / max(1e-12, (end_s - begin_s) / count)
     return means

@@ -67,7 +67,7 @@ def _say_certainty(console: Console, of: Certainty) -> None:
     console.print(text)
     some = "" if of.tried == of.num_parameters else f" of the {of.tried} that the time limit allowed"
     if of.change is None:
-        text = f"no single parameter{some} changes within its range which GPU types train ({', '.join(of.trains)})"
+        text = f"within its range, no single parameter{some} changes which GPU types train ({', '.join(of.trains)})"
     else:
         change = of.change
         text = (

@@ -25,7 +25,7 @@ KV_BUCKET = 64
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The keys and values of one piece of a sequence of ids, in tensors of their own."""
+    """The keys and values of one piece of a sequence of ids, in separate tensors."""
 
     keys: list[Tensor]
     """[L, kv_heads, head_dim] for each layer."""
@@ -36,8 +36,8 @@ class Prefix:
 class KeptPrefixes:
     """Keys and values of pieces that a later lease may need, in the order of their last use.
 
-    A lease that needs a piece also needs the pieces before it. Earlier pieces therefore count as used later than later
-    pieces, and are dropped after them.
+    A lease that needs a piece also needs the pieces before it. The pieces before it therefore count as more recently
+    used, and are dropped later.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class KeptPrefixes:
             self.num_tokens += prefix.num_tokens
 
     def depth(self, keys: Sequence[PrefixKey]) -> int:
-        """Return how many of a lease's pieces are kept without a gap."""
+        """Return how many of a lease's pieces, counted from the first, are kept without a gap."""
         return next((i for i, key in enumerate(keys) if key not in self._pieces), len(keys))
 
     def use(self, keys: Sequence[PrefixKey]) -> None:
@@ -69,13 +69,11 @@ class KeptPrefixes:
             self.num_tokens -= self._pieces.popitem(last=False)[1].num_tokens
 
     def clear(self) -> None:
-        """Drop all pieces."""
         self._pieces.clear()
         self.num_tokens = 0
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys and values of all pieces."""
         return [t for prefix in self._pieces.values() for t in (*prefix.keys, *prefix.values)]
 
 
@@ -140,7 +138,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._window.kv_length
 
     def get_max_length(self) -> int:
-        """Return the number of allocated positions."""
         return int(self.slot_keys.shape[1])
 
 
@@ -165,7 +162,6 @@ class SlotCache(Cache):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys and values of all layers."""
         return [t for layer in self._slot_layers for t in (layer.slot_keys, layer.slot_values)]
 
     def release(self) -> None:

@@ -6,9 +6,9 @@
 is the first input of decode. A new prompt, the shared prompt of a group, and a resume from ids use the same code.
 
 **Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). A piece that ends
-where a turn begins is always computed by a prefill after the pieces before it. Its bits are the same whether it was
-kept or is computed again, on this or another engine. Only the last piece of a trajectory that is resumed within a turn
-may have keys and values that decode computed.
+where a turn begins is always computed by a prefill after the pieces before it. It therefore has the same bits if it is
+computed again, on this or another engine. Only the last piece of a trajectory that is resumed within a turn may have
+keys and values that decode computed.
 
 **A row does not depend on other rows.** On a CPU with one torch thread, the tokens and logprobs of a trajectory are
 bit-identical in any slot and any batch, which tests verify. `network.py` chooses shapes that guarantee it.
@@ -59,7 +59,7 @@ class EmbeddedEngine(SlotEngine):
     ) -> None:
         """Allocate the slots on the device of the model.
 
-        model: in settings.dtype; the engine takes ownership, because `load_weights` writes into its parameters.
+        model: must be in settings.dtype. The engine owns it, because `load_weights` writes into its parameters.
         end_ids: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises UserError if slots is
         not a multiple of 8, and for a model without an ordinary KV cache.
         """

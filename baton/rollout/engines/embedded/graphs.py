@@ -50,7 +50,6 @@ class GraphedSteps:
         return self._step(ids_W, position_W, kv_length) if captured is None else captured(ids_W, position_W)
 
     def release(self) -> None:
-        """Free all graphs and their memory."""
         self._captured.clear()
         self._capture = self._make_capture()  # with a new memory pool: torch frees the old one with its last graph
 

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #define LANES 16
-#define AHEAD 12  // positions that are prefetched: heads are strided, which hardware follows badly
+#define AHEAD 12  // positions to prefetch: the hardware prefetches strided heads badly
 #define INLINE static inline __attribute__((always_inline))
 typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));

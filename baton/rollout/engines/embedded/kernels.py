@@ -54,7 +54,7 @@ def kernels() -> ctypes.CDLL:
 def replace_norms(model: Module) -> int:
     """Replace the root mean square norms of a bfloat16 model on the CPU by a kernel; return the number of norms.
 
-    Only modules that compute the same values, up to rounding, are replaced.
+    A norm is replaced only if the kernel computes the same values up to rounding.
     """
     found = [m for m in model.modules() if hasattr(m, "variance_epsilon") and _can_replace(m)]
     for norm in found:

@@ -2,8 +2,8 @@
 
 Rows of similar length are kept in adjacent slots. The keys and values of a class are then a view of the slots, without
 a copy. `LengthClasses` chooses at most three classes, and the order of rows that they need. It counts positions and
-measures no time, so its choices are reproducible. Every scanned length is one of those that compute identical bits
-(`network.py`), so the result of a row does not depend on the classes.
+measures no time, so its choices are reproducible. All scanned lengths compute identical bits (`network.py`), so the
+result of a row does not depend on the classes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class LengthClasses:
         """
         self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
         self._pairs = np.triu_indices(len(kv_lengths))
-        """Indices of the scanned positions of the first two of three classes; equal indices are one class."""
+        """Pairs of indices into `kv_lengths`: scanned positions of the first two of three classes. Equal indices mean
+        one class."""
         self._class_cost = CLASS_VALUES // values_per_position
         """Cost of one more class, in positions."""
         self.ends: tuple[int, ...] = ()
-        """Ascending index of the first slot after each class but the last."""
+        """First slot after each class except the last class; ascending."""
 
     def ranges(self, length_W: Ints) -> list[SlotRange]:
-        """Return the slots of each class and its scanned positions; empty if classes save nothing.
+        """Return the slots and scanned positions of each class; empty if classes save nothing.
 
         length_W: number of positions that the row of each slot attends to.
         """
@@ -60,9 +61,9 @@ class LengthClasses:
         return ranges if self._cost(ranges) < len(length_W) * max(lengths) else []
 
     def order(self, length_W: Ints) -> Ints | None:
-        """Choose the classes again. Return the new order of the rows, or None if they stay where they are.
+        """Choose the classes again. Return the new order of the rows, or None if no row moves.
 
-        The row that slot i receives is in slot order[i]. Only rows in the slots of another class move.
+        Slot i receives the row of slot order[i]. A row moves only if it is in the slots of another class.
         """
         index_W = np.searchsorted(self._kv_lengths, length_W)
         chosen, end_C, best = self._best_classes(index_W)
@@ -78,8 +79,8 @@ class LengthClasses:
         return order if len(moved) else None
 
     def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
-        """Return the scanned positions of the cheapest classes, as indices; their ends if the rows were sorted; and the
-        cost of a step."""
+        """Return, for the cheapest classes: scanned positions as indices, ends of the classes among sorted rows, cost
+        of a step."""
         last, lengths = index_W.max(), self._kv_lengths
         end_N = np.bincount(index_W, minlength=len(lengths)).cumsum()
         first, second = self._pairs

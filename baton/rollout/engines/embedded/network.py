@@ -2,9 +2,9 @@
 
 Fixed shapes make each trajectory independent of the other rows of its batch. The shape of a matrix product determines
 its kernel, and with it the order of summation. Within one shape, neither the index of a row nor the other rows change
-the bits of a result. The shape of prefill therefore depends only on the number of ids, and on the number of ids before
-them. Decode has one shape, plus smaller shapes that compute identical bits. Each engine finds the smaller shapes by
-comparing results for its model: at start for decode, and at the first use of a shape for prefill. Results on a CPU:
+the bits of a result. The shape of prefill therefore depends only on the number of ids and the number of earlier ids.
+Decode has one shape, plus smaller shapes that compute identical bits. Each engine finds the smaller shapes by comparing
+results for its model: at start for decode, and at the first use of a shape for prefill. Results on a CPU:
 
     rows       float32, one thread: identical bits from 16 rows up; bfloat16 or two threads: depends on the model
     positions  float32: identical bits at multiples of 16 up to 256, then of 256; bfloat16: at all lengths
@@ -46,7 +46,7 @@ from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, ca
 _PREFILL_TOKENS = 512
 """Maximum tokens of a prefill, including padding. Longer ids are prefilled as a single row."""
 _MIN_PREFILL_TOKENS = 32
-"""Minimum tokens of a prefill with fewer rows than `prefill_shape` allows."""
+"""Minimum tokens of a prefill that has fewer rows than `prefill_shape` allows."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
 """Pairs of (maximum length, bucket). A length is rounded up to a multiple of its bucket's size."""
 _LONG_BUCKET = 64
@@ -77,8 +77,8 @@ def prefill_shape(num_tokens: int, num_past: int = 0) -> PrefillShape:
     """Return the shape of a prefill of `num_tokens` ids after `num_past` ids whose keys and values exist.
 
     Padded lengths are multiples of 16 up to 128, of 32 up to 256, and of 64 above. Examples: 32 rows of 16 tokens, 16
-    rows of 32 tokens, 1 row of 257 or more. The past is padded to a multiple of 64 up to 256, then two sizes per
-    doubling.
+    rows of 32 tokens, 1 row of 257 or more. The past is padded to a multiple of 64 up to 256; above, there are two
+    sizes per doubling.
     """
     bucket = next((bucket for limit, bucket in _PREFILL_BUCKETS if num_tokens <= limit), _LONG_BUCKET)
     length = round_up(num_tokens, bucket)
@@ -199,7 +199,7 @@ class Network:
     def decode_ranges(
         self, ids_W: Tensor, position_W: Tensor, kv_length: int, ranges: Sequence[SlotRange] = ()
     ) -> Tensor:
-        """Decode in the given ranges of slots. Without ranges, or if rows attend by row, all slots are one range."""
+        """Decode in the given ranges of slots. Without ranges, or with attention by row, all slots are one range."""
         with torch.inference_mode():
             self.cache.focus(len(ids_W), kv_length, position_W)
             rows = Rows.of(position_W, kv_length) if self._attends_by_row else ranges
@@ -239,7 +239,6 @@ class Network:
 
     @property
     def held_bytes(self) -> int:
-        """Number of bytes of device memory for slots and weights."""
         weights = (*self.model.parameters(), *self.model.buffers(), *self._base.tensors)
         return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
 
@@ -369,7 +368,8 @@ class Network:
         return (*widths, self._width), (*lengths, full)
 
     def _same_classes(self) -> LengthClasses | None:
-        """Return the classes of rows, or None if they change bits, or if the model does not pass them to its attention.
+        """Return the classes of rows. Return None if classes change bits of the result, or if the model does not pass
+        them to its attention.
 
         The slots must hold noise.
         """

@@ -7,8 +7,8 @@ the whole response computes both for all its tokens.
 **The draw gap.** Token t is drawn if the uniform number u lies in its interval [F(t−1), F(t)) of the distribution
 function F. Rounding moves the bounds of the interval. If no logit moves by more than δ, the log-odds log F/(1−F) of a
 bound move by at most 2δ, for any F. The gap is therefore measured in log-odds, where one tolerance suits all tokens. A
-tolerance of 1 % in probability would be wrong: where the draw lies within 1 % of a token's interval, it would accept
-that token even if its probability is almost zero.
+tolerance of 1 % in probability would accept a token of almost zero probability whose interval is within 1 % of the
+draw.
 
 **Prefill is the reference.** Each segment is scored under its own version, with all earlier ids prefilled under that
 version, as in a resume. Tokens that were generated with the keys and values of an older version (weights loaded in
@@ -37,8 +37,8 @@ from baton.rollout.engines.sampling import RowParams, noise_key, row_params, uni
 from baton.rollout.rescoring import Claim, Rescored
 
 MAX_TOKENS = 1024
-"""Maximum tokens of one forward, including padding; a longer row is computed alone. More tokens are slower on a CPU,
-because the hidden states of 1024 tokens fit into its cache."""
+"""Maximum tokens of one forward, including padding; a longer row is computed alone. The hidden states of 1024 tokens
+fit into a CPU's cache, and more tokens are slower."""
 _MAX_LOGITS = 2**22
 """Maximum number of logits in memory at the same time. Scoring makes several float64 copies of them."""
 _BORDER = 0.05
@@ -46,7 +46,7 @@ _BORDER = 0.05
 _LEAST = 2.0**-48
 """A token of a smaller probability may be missing in a sampling mask, because `sample` computes in units of 2^-50."""
 _MAX_GAP = 1e3
-"""Gap of a draw that cannot select the token under any rounding, nats."""
+"""Gap in nats if no rounding lets the draw select the token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,8 @@ def _draws(row: _Row) -> np.ndarray[Any, np.dtype[np.float64]]:
 def token_scores(
     logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams, kept_NK: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the logprobs [N], draw gaps [N] and tail masses [N] of the targets, as defined in `Rescored`; and the mask
-    gaps [N], if `kept_NK` has the reported masks.
+    """Return the logprobs [N], draw gaps [N] and tail masses [N] of the targets, as defined in `Rescored`. If `kept_NK`
+    has the reported masks, also return the mask gaps [N].
 
     Temperature, top-k and top-p must be applied exactly as in `sample`.
     """
@@ -222,8 +222,8 @@ def _masked_distance(
     """Return logprobs, draw gaps and tail masses over the reported masks, and `Rescored.mask_gaps`.
 
     The distance of a token outside top-p is the log-odds of the probability before it. Outside top-k, it is the
-    difference of its logprob to that of the last token inside. Like the draw gap, both distances move by at most 2δ if
-    no logit moves by more than δ.
+    difference between the logprobs of the token and of the last token inside. Like the draw gap, both distances move by
+    at most 2δ if no logit moves by more than δ.
     """
     last = logs_RV.shape[-1] - 1
     columns_RK = kept_RK.masked_fill(kept_RK < 0, last + 1)
@@ -239,7 +239,7 @@ def _masked_distance(
     to_last_RV = sorted_RV.gather(1, (top_k_R1 - 1).clamp(max=last)) - sorted_RV
     from_next_RV = sorted_RV - sorted_RV.gather(1, top_k_R1.clamp(max=last)).masked_fill(top_k_R1 > last, -torch.inf)
     too_many_RV = torch.where(is_top_RV, outside_RV, torch.maximum(outside_RV, to_last_RV))
-    # An engine keeps no token of a probability that it rounds to 0.
+    # An engine does not keep a token whose probability it rounds to 0.
     too_few_RV = torch.minimum(-outside_RV, from_next_RV).masked_fill(~is_top_RV | (mass_RV < _LEAST), 0.0)
     mask_gap_R = torch.where(is_kept_RV.gather(1, order_RV), too_many_RV, too_few_RV).amax(-1).clamp(0.0, _MAX_GAP)
     return own_RV.gather(1, targets_R[:, None])[:, 0], gap_R, tail_R, mask_gap_R
@@ -268,15 +268,15 @@ def _filtered_distance(
     """Return the minimum of `_distance` over all sets of tokens that top-k and top-p may have kept.
 
     Rounding may change the kept set near its border. Besides the exact set of n tokens, the engine may have kept n − 1
-    or n + 1 tokens, all tokens up to the target, or the target (or token n + 1) instead of the last token. Such a set
-    counts only if the tokens are within `_BORDER` of the border.
+    or n + 1 tokens, or all tokens up to the target. It may also have kept the target (or token n + 1) instead of the
+    last token. Such a set counts only if the tokens are within `_BORDER` of the border.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
     top_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
     total_F1 = top_FV.sum(-1, keepdim=True)
     share_FV = (sorted_FV.cumsum(-1) - sorted_FV) / total_F1
-    """Share of the mass that is sorted before each token."""
+    """Share of the mass of all tokens that are sorted before each token."""
     rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
     size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
     last = len(rank_V) - 1

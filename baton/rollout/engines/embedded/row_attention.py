@@ -1,8 +1,8 @@
 """Decode attention that does not scan the longest row's length in every row: by row, or on a CPU by class of rows.
 
 Masked attention scans the length of the longest row for every row. On a CPU it is computed once per class of rows of
-similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler makes (`kernels.c`). On CUDA
-torch's variable-length kernel instead treats the slots [slots, length, kv_heads, head_dim] as packed sequences, one per
+similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler makes (`kernels.c`). On
+CUDA, torch's variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as packed sequences, one per
 slot, and reads only the first `lengths_W` positions of each. It copies nothing and does not repeat grouped heads.
 `num_splits = 1` fixes the order of summation, so the bits of a row do not depend on other rows.
 
@@ -51,7 +51,7 @@ class Rows:
 
 
 def can_attend_by_class(model: PreTrainedModel) -> bool:
-    """Return whether the model uses `sdpa` attention that can be replaced, and passes keywords to it."""
+    """Return whether the model uses replaceable `sdpa` attention and passes keywords to it."""
     return (
         model.config._attn_implementation == "sdpa"
         and model._can_set_attn_implementation()

@@ -5,10 +5,10 @@
 | loop: one per row | /generate stream | `GeneratedTokens`, `RequestLost` | the server      | events, end, timeout     |
 | loop: the ender   | rows to abort    | /abort_request                   | the streams     | the end of each stream   |
 
-**A request has ended when its stream has ended.** All generated tokens arrive before the end of the stream. No token is
-therefore lost or attributed to the next version. An abort that reaches the server before its request has no effect, so
-aborts are repeated until the stream ends. Before new weights are loaded, aborts are repeated until no stream is open
-and the server reports a load of zero.
+**A request has ended when its stream has ended.** All generated tokens arrive before the end of the stream, so no token
+is lost or attributed to the next version. An abort that reaches the server before its request has no effect, so aborts
+are repeated until the stream ends. Before new weights are loaded, aborts are repeated until no stream is open and the
+server reports a load of zero.
 
 All request ids have the same length, because SGLang aborts every request whose id begins with the given id.
 """
@@ -155,7 +155,7 @@ class SglangClient(EngineClient):
             raise EngineFault(f"{self.name} was sent weights {label} and reports that it serves {holds}")
 
     async def _ask_either(self, paths: Sequence[str]) -> Any:
-        """Request the paths one after the other, and return the response of the first path that the server has."""
+        """Request the paths in order, and return the response of the first path that the server has."""
         *others, last = paths
         for path in others:
             answer = await self._ask("GET", path, may_lack=True)

@@ -3,7 +3,7 @@
 No other client may use the server, because the engine aborts all requests of the server before it loads weights.
 
 **Abort.** An aborted lease is reported when the server has ended its request. The report contains all tokens that were
-generated until then.
+generated before the end.
 
 **New version.** New weights are loaded while the server is idle. The engine aborts all requests until the server's load
 is zero, and records their tokens under the old version. The server then reads the new weights from a directory and
@@ -39,7 +39,7 @@ _BYTES_PER_TOKEN = 256
 class SglangEngine(ExternalEngine[SglangClient]):
     """An engine on a running SGLang server."""
 
-    # versions of SGLang differ in whether logprobs are computed before or after top-p and top-k
+    # some versions of SGLang compute logprobs before top-p and top-k, others afterwards
     _only_temperature = "with SGLang only temperature is allowed"
 
     _directory: Path | None = None
@@ -60,8 +60,8 @@ class SglangEngine(ExternalEngine[SglangClient]):
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights. Running leases continue under the new version, with recomputed keys and values.
 
-        Raises EngineFault if tensors do not fit, or if the server does not load the weights. No weight has changed if
-        tensors do not fit.
+        Raises EngineFault if tensors do not fit (no weight has changed then), or if the server does not load the
+        weights.
         """
         self._is_loading = True
         try:

@@ -30,7 +30,7 @@ class VllmClient(EngineClient):
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._llm: Any = None
         self._adapter: Any = None
-        """vLLM's name of the adapter that all requests use; None without one."""
+        """vLLM's name of the adapter that all requests use; None without an adapter."""
         set_up_environment()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(START_TIMEOUT_S)))
         self._start_with(self._start_llm(arguments), START_TIMEOUT_S)
@@ -63,7 +63,7 @@ class VllmClient(EngineClient):
         return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 
     def set_label(self, label: str) -> None:
-        """Set the label of a whole model that the workers have loaded; vLLM has then removed the adapter."""
+        """Set the label of a whole model that the workers have loaded. vLLM has removed the adapter."""
         self._call(self._llm.update_weight_version(label), self._answer_timeout_s, "to set the version")
         self._adapter = None
 
@@ -159,7 +159,7 @@ class VllmClient(EngineClient):
     async def _load_adapter(self, directory: str, label: str) -> None:
         from vllm.lora.request import LoRARequest
 
-        # only this call may have load_inplace: with it in a request, vLLM would read the files in every step
+        # load_inplace is set only here: if it were set in a request, vLLM would read the files in every step
         await self._llm.add_lora(LoRARequest("baton", 1, directory, load_inplace=True))
         self._adapter = LoRARequest("baton", 1, directory)
         await self._llm.update_weight_version(label)

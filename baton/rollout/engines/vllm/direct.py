@@ -47,7 +47,7 @@ class VllmLink:
 
 
 class DirectLoad:
-    """Loads versions into the one engine in the trainer's process by direct transfers."""
+    """Loads versions by direct transfers into an engine that the trainer's process has started."""
 
     def __init__(self, client: VllmClient, backend: DirectBackend, world_size: int, *, timeout_s: float) -> None:
         """timeout_s: deadline of each phase of a transfer."""
@@ -58,8 +58,8 @@ class DirectLoad:
         self._sender.join(_ENGINE, VllmLink(client, world_size))
 
     def load(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if that fails; the
-        engine must then stay paused."""
+        """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails.
+        The engine must then stay paused."""
         self._num_loads += 1
         version = PolicyVersion("load", self._num_loads)
         self._sender.offer(tensors, version)

@@ -47,7 +47,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
     direct: DirectLoad | None = None
     """Loads versions from the trainer's memory; None to load them from files in memory."""
-    # vLLM returns logprobs after top-p and top-k, but without masks a trajectory records logprobs before them
+    # vLLM's logprobs are over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs over
+    # all
     _only_temperature = (
         "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or for training "
         "engine.vllm.return_sampling_mask = true"

@@ -36,7 +36,7 @@ class DirectWorker(WeightsLoader):
     """Method of vLLM's worker."""
 
     def abort_transfer(self) -> None:
-        """End a transfer that was left unfinished. vLLM ends it when an update fails."""
+        """End an unfinished transfer, by an update that fails."""
         with suppress(RuntimeError, WeightsFault):
             self.update_weights({ABORT: True})
 
@@ -80,8 +80,8 @@ class _CheckedReceiver:
     def _clean_up(self) -> None:
         """Give the layers their tensors back after a failure.
 
-        Otherwise vLLM 0.32 would keep the tensors that a layer has received so far, and the next transfer would count
-        them and load some of them instead of its own.
+        Otherwise vLLM 0.32 would keep the tensors that a layer has received so far. The next transfer would count them,
+        and load some of them instead of its own tensors.
         """
         self._incoming.abandon()
         if self._is_reloading:
@@ -106,7 +106,6 @@ class _CheckedLoader:
         self._model, self._incoming = model, incoming
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Check and load tensors."""
         given = list(weights)
         self._incoming.loaded(given)
         return self._model.load_weights(given)

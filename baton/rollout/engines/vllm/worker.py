@@ -53,7 +53,7 @@ class WeightsLoader:
     def end_with(self, pid: int) -> bool:
         """Kill this process and vLLM's core when the client process `pid` exits or is killed.
 
-        Otherwise a core whose client was killed would wait for it without limit and keep its memory. Returns False and
+        Otherwise, after its client was killed, a core would wait without limit and keep its memory. Returns False and
         does nothing if `pid` is not an ancestor of this process, for example on another machine.
         """
         ancestors = [process.pid for process in psutil.Process().parents()]
@@ -114,7 +114,7 @@ def _end_with(pid: int, own: list[int]) -> None:
 
 
 class _Missed(logging.Filter):
-    """A filter that collects the layers reported as not loaded, and drops these log records."""
+    """A log filter that collects the layers reported as not loaded, and drops the records."""
 
     def __init__(self) -> None:
         super().__init__()
