@@ -261,6 +261,10 @@ class RolloutController:
 
     def _pump(self, timeout_s: float, stage: str) -> None:
         """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived."""
+        if self._journal is not None:
+            self._journal.commit()  # else, after a kill during the wait, ids of new groups were used again
+        if self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting or not self._slots):
+            timeout_s = min(timeout_s, SHORT_WAIT_S)  # rewards cannot end the wait for worker and environments
         begin_s = self._now_s()
         beside = self._player.sockets if self._player is not None and self.scheduler.num_acting else None
         if self.scheduler.num_leased or not self._slots:
@@ -272,8 +276,6 @@ class RolloutController:
             self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
         if self._player is not None and self.scheduler.num_acting:
-            if self._num_scoring:  # rewards cannot end the wait for environments
-                timeout_s = min(timeout_s, SHORT_WAIT_S)
             for answer in self._player.collect(timeout_s):
                 self._on_answer(answer)
             self.seconds["environment"] += self._now_s() - begin_s

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import END_ID, FakeEngine, fake_token
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import LocalTransport
-from baton.rollout.worker_client import SeededSampling, WorkerClient
+from baton.rollout.worker_client import SHORT_WAIT_S, SeededSampling, WorkerClient
 from baton.types import (
     FinishReason,
     FromHub,
@@ -99,6 +101,7 @@ class Bench:
         *,
         judges: LateJudges | None = None,
         source: Prompts | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 4, "group_size": 3, **values})
@@ -109,7 +112,7 @@ class Bench:
             port.engine = self.engine
         self.judges, self.source = judges or LateJudges(), source or Prompts()
         self.journal = journal
-        worker = WorkerClient(self.port, stall_timeout_s=5.0, max_context_tokens=64)
+        worker = WorkerClient(self.port, stall_timeout_s=5.0, max_context_tokens=64, clock=clock)
         sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), noise_seed=1)
         self.controller = RolloutController(worker, recipe.rules(), self.source, self.judges, sampling, journal)
         self.version = 0
@@ -261,32 +264,45 @@ class Mortal(LocalTransport):
 
     def __init__(self, rounds: int) -> None:
         super().__init__(None)  # type: ignore[arg-type]
-        self._rounds = rounds
+        self._rounds, self.is_dead = rounds, False
+        self.newest_group_id = -1
+
+    def send(self, message: FromHub) -> None:
+        super().send(message)
+        if isinstance(message, Lease):
+            self.newest_group_id = max(self.newest_group_id, message.trajectory.group_id)
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
         if not self._rounds:
+            self.is_dead = True
             raise Killed
         self._rounds -= 1
         return super().receive(timeout_s)
 
 
 @pytest.mark.parametrize(("mode", "values"), MODES)
-@pytest.mark.parametrize("rounds", [1, 9, 23, 40, 77])
+@pytest.mark.parametrize("rounds", [0, 1, 9, 23, 40, 77])
 def test_what_a_killed_process_had_finished_is_trained_and_not_made_again(mode, values, rounds, tmp_path: Path):
     """Reopened from disk only. In sync the unfinished begin again at their prompts, else at their last report."""
-    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
-    first = Bench(mode, Mortal(rounds), journal, **values)
+    port = Mortal(rounds)
+
+    def check() -> None:
+        if port.is_dead:
+            raise Killed  # what the journal has not committed before the kill is lost
+
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync", before_commit=check)
+    first = Bench(mode, port, journal, **values)
     with pytest.raises(Killed):
         first.live()
-    first.journal = None
-    journal.commit()  # the runner commits each round; a kill between loses at most the current one
-    journal.close()
+    with suppress(Killed):
+        journal.close()
 
     journal = Journal(tmp_path / "journal.sqlite", keeps_partials=mode != "sync")
     known = {t.name: t for g in journal.open_groups() for t in g.members}
     judged = {judged.trajectory.name for g in journal.open_groups() for judged in g.judged.values()}
     place = journal.place()
     assert place is not None
+    assert place.next_group_id > port.newest_group_id, "the id of a group that was leased is not used again"
     second = Bench(mode, None, journal, **values)
     second.begin(len(first.batches), place=place)  # a recorded batch is trained first
     for _ in range(8):
@@ -358,6 +374,54 @@ def test_a_prompt_that_leaves_no_room_is_refused_by_name():
     bench.begin()
     with pytest.raises(UserError, match="the prompt of group 0 has 64 tokens, which leaves no room"):
         bench.step()
+
+
+class SlowJudges(LateJudges):
+    """Judges each trajectory within half a second, on a clock that only waits advance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.delays_s: list[float] = []
+        """Time from each reward to its collection."""
+        self._due: list[tuple[float, Trajectory]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._due)
+
+    def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> None:
+        self._due += [(self.now_s + 0.5, trajectory) for trajectory in trajectories]
+
+    def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
+        self.now_s = max(self.now_s, min(self._due[0][0], self.now_s + timeout_s))
+        ready = [(at_s, t) for at_s, t in self._due if at_s <= self.now_s]
+        self._due = self._due[len(ready) :]
+        self.delays_s += [self.now_s - at_s for at_s, _ in ready]
+        return [ScoredTrajectory(t, RewardResult(1.0, {}, False)) for _, t in ready]
+
+
+class Silent(LocalTransport):
+    """Reports nothing while the judges work."""
+
+    def __init__(self, judges: SlowJudges) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self._judges = judges
+
+    def receive(self, timeout_s: float) -> Sequence[FromWorker]:
+        if not self._judges.num_waiting:
+            return super().receive(timeout_s)  # type: ignore[return-value]
+        self._judges.now_s += timeout_s
+        return []
+
+
+def test_a_reward_is_collected_soon_although_no_report_arrives():
+    judges = SlowJudges()
+    bench = Bench("sync", Silent(judges), judges=judges, clock=lambda: judges.now_s)
+    bench.begin()
+    bench.step()
+    assert len(judges.delays_s) == 12
+    assert max(judges.delays_s) < SHORT_WAIT_S + 1e-6
 
 
 class SilentJudges(LateJudges):
