@@ -103,7 +103,7 @@ def _machine(row: Mapping[str, Any], name: str, types: Collection[str]) -> Machi
     if len(own) > 1:
         gpu, problem = None, f"it has two GPU types ({', '.join(own)})"
     elif num < 1:
-        gpu, problem = None, "Ray may use no GPU and no core of it"
+        gpu, problem = None, "it offers Ray neither a GPU nor a core"
     elif gpu is None and given is None:
         problem = f"Ray does not report the type of its {num} GPUs"
     elif gpu is None:

@@ -87,7 +87,7 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     if len({len(ranks) for ranks in stages}) > 1:
         numbers = ", ".join(str(len(ranks)) for ranks in stages)
         raise UserError(
-            f"--plan: the plan's stages have {numbers} ranks; allowed are equal numbers: make the plan again"
+            f"--plan: the plan's stages have {numbers} ranks, but all stages need the same number: make the plan again"
         )
     specs = [spec for ranks in stages for spec in ranks]
     ranks = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, by_name) for rank, (gpu, ids) in enumerate(specs))
@@ -146,7 +146,7 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
         chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
         found[free.pop(chosen.name).id] = name
     taken = set(found.values())
-    # this machine's name may now belong to another machine, which was matched with the plan's machine of this name
+    # a machine whose name in the plan was given to another machine gets a name with its id
     for machine in free.values():
         found[machine.id] = machine.name if machine.name not in taken else f"{machine.name}-{machine.id[:8]}"
     return found

@@ -15,8 +15,8 @@ TOLERANCE = 0.15
 
 
 def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
-    """Compare a plan with a recipe; return a line for the user about what is different or unknown, or nothing. Raises
-    UserError for a difference with which the times or the memory of the plan do not hold."""
+    """Compare a plan with a recipe; return lines for the user about differences or unknown values. Raises UserError if
+    a difference makes the plan's times or memory wrong."""
     if plan.work is None:
         return (f"{file} does not record its model and workload, so they are not compared with the recipe",)
     found = _differences(plan, plan.work, recipe)

@@ -50,7 +50,7 @@ class Replanner:
         self._base = None if path is None else load_recipe(ClusterSettings, Path(path))
         """Cluster file with the links, prices and GPU types to apply; None if the recipe names no cluster file."""
         self._known: dict[str, Efficiency] = {}
-        """Efficiencies by GPU type that this run has measured, and with which the current plan was made."""
+        """Efficiencies by GPU type that this run has measured. The current plan was made with them."""
         self._measured = self._known
         self._next_worker = len(plan.replicas)
         """Number in the next worker's name. Worker names are not reused while a hub runs."""

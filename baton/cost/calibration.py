@@ -20,7 +20,7 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""Key → peak of the GPU that its share refers to, unit of the file, name of the unit."""
+"""Key → (attribute of `Gpu` with the peak, unit of the file, name of the unit). The value is a share of the peak."""
 
 
 class AchievedSettings(Settings):
@@ -37,7 +37,7 @@ class AchievedSettings(Settings):
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """A parameter of the cost model, and what is known of it. Values are those of `Efficiency`."""
+    """A parameter of the cost model, with its range and source. Values are in the units of `Efficiency`."""
 
     gpu: str
     """GPU type; empty for a parameter of all types."""
@@ -48,12 +48,12 @@ class Parameter(msgspec.Struct, frozen=True):
     origin: str
     source: str
     peak: float = 1.0
-    """Peak that the value is a share of, in `unit`."""
+    """Peak performance in `unit`, of which the value is a share; 1 if the value is not a share."""
     unit: str = ""
 
     @property
     def worst(self) -> float:
-        """The end of the range with which everything is slower."""
+        """The end of the range that makes every time longer."""
         return self.high if self.key.endswith("_s") else self.low
 
     @property
@@ -101,10 +101,10 @@ def achieved() -> dict[str, dict[str, AchievedSettings]]:
 
 
 def calibrate(extra: Iterable[Gpu], own: CalibrationSettings | None = None) -> GpuCalibration:
-    """Return the calibration of the catalogue's GPU types and of `extra`, which may have other peaks: the GPUs of the
-    cluster or of the offers.
+    """Return the calibration of the catalogue's GPU types and of `extra` (the GPUs of the cluster or of the offers,
+    which may have other peaks).
 
-    A GPU type that `own` names has no published values; the keys of its [default] replace those of all other types.
+    A GPU type that `own` names has no published values. The [default] of `own` replaces published values of all others.
     """
     known = {**gpu_types(), **{gpu.name: gpu for gpu in extra}}
     given = own.build() if own is not None else Efficiencies()

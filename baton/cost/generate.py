@@ -87,7 +87,7 @@ def replica_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
 
 
 def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the bytes of weights on that GPU of a replica that holds the most weights."""
+    """Return the bytes of weights on the GPU of a replica that holds the most weights."""
     full = []
     for stage, count in enumerate(layers):
         tables = (stage == 0) + (stage == len(layers) - 1)
@@ -163,7 +163,7 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
     efficiency = place.efficiency
     prompt += efficiency.prefill_overhead_s * prefills_per_trajectory(work, batch)
     step = decode_s(model, work, place, tp, layers, batch, read_context_tokens(model, work, place, batch))
-    # the engine starts whole steps while a slot waits for its next trajectory
+    # the engine computes whole steps while a slot waits for its next trajectory
     empty_s = step * math.ceil(efficiency.handover_s / step)
     per_token = step / batch + (empty_s / batch + prompt + efficiency.trajectory_overhead_s) / work.output.mean
     if work.max_staleness == 0:
@@ -204,10 +204,10 @@ def class_cost_tokens(model: ModelSpec, place: DeviceClass) -> float:
 
 
 def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], class_cost: float) -> float:
-    """Return the mean number of positions that a row of a fixed cache reads, and the cost of classes per row.
+    """Return the mean number of positions that a row of a fixed cache reads, plus the cost of classes per row.
 
-    The rows are divided into the one to three classes whose sum is least. length_N: ascending lengths that may end a
-    class. rows_N: number of rows up to each length.
+    The rows are divided into one to three classes so that the sum is minimal. length_N: ascending lengths that may end
+    a class. rows_N: number of rows up to each length.
     """
     last = len(length_N) - 1
     if math.isinf(class_cost):

@@ -1,20 +1,18 @@
-"""The memory of a process that trains, generates or does both: one law for planner and dry run.
+"""The memory of a process that trains, generates or does both. Planner and dry run use the same formulas.
 
-A trainer rank passes through phases. Each holds the state and some working memory; the largest phase is the peak.
+A trainer rank passes through phases. Each phase holds the state and some working memory; the largest phase is the peak.
 
-    state     weights and two moments in float32, gradients in float32, frozen models
-    forward   state, kept activations, copies in the computing dtype
-    head      state, kept activations, the head's gradient, pieces of logits
-    blocks    state, kept activations, one block: gathered weights, activations, gradients
-    tables    state, gradients of embedding and head
-    update    state and the new moments of a tensor in float32, if moments have 8 bits
-    publish   state and a copy of the weights, in a process that publishes itself
+state weights and two moments in float32, gradients in float32, frozen models forward state, kept activations, copies in
+the computing dtype head state, kept activations, the head's gradient, pieces of logits blocks state, kept activations,
+one block: gathered weights, activations, gradients tables state, gradients of embedding and head update state and the
+new moments of a tensor in float32, if moments have 8 bits publish state and a copy of the weights, if this process
+publishes versions
 
 A checkpoint is written tensor by tensor, so it is not a phase.
 
 With several ranks, FSDP shards the state, and gathers one block while it fetches the next. Counts of bytes follow from
-the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares them with measurements. What no count
-of tensors shows is `Term.is_assumed`. All functions take numbers, or numpy arrays of equal length.
+the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares them with measurements. Memory that no
+count of tensors shows is marked by `Term.is_assumed`. All functions take numbers, or numpy arrays of equal length.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ GPU_CONTEXT_BYTES = 1.5e9
 RUNTIME_BYTES = 0.7e9
 """Assumed: Python, torch and transformers in a process on a CPU."""
 FRAGMENTATION = 0.04
-"""Assumed: part of the tensors' bytes that the allocator holds and cannot use."""
+"""Assumed: memory that the allocator holds and cannot use, as a share of the tensors' bytes."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -63,7 +61,7 @@ class Term(msgspec.Struct, frozen=True):
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """What a process holds at the same time."""
+    """Memory that a process holds at the same time."""
 
     name: str
     terms: tuple[Term, ...]
@@ -73,7 +71,7 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class RankShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank trains. Arrays are candidates of a search."""
+    """How a rank trains. An array has one value per candidate of a search."""
 
     tokens: Array
     """Tokens of a microbatch on this rank."""
@@ -84,10 +82,10 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     splits_tables: bool = False
     """Whether these ranks also split embedding and head, as Megatron does. Baton's trainer does not."""
     is_stage: Array = False
-    """Whether the rank belongs to one of several pipeline stages: FSDP then gathers also what a single rank has."""
+    """Whether the rank belongs to one of several pipeline stages. FSDP then gathers even a single rank's weights."""
     value_bytes: int = 2
-    """Bytes of a value in linear layers: 2 is bfloat16, by autocast in a single process, by gathers with several
-    ranks."""
+    """Bytes of a value in linear layers: 2 for bfloat16, which autocast (one process) or gathers (several ranks)
+    produce."""
     recomputes: bool = True
     """Whether activations are recomputed in the backward pass."""
     whole_gradients: bool = False
@@ -144,11 +142,12 @@ def adapter_params(model: ModelSpec, rank: int) -> float:
 
 
 def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
-    """Return the bytes that a block saves for its backward pass, and those of gradients within it, for one token.
+    """Return, for one token, the bytes that a block saves for its backward pass and the bytes of its gradients.
 
-    bfloat16 gathers, per norm: input in float32 (4 H), normalised (2 H), output (2 H). Queries: float32 input of their
-    norm, normalised, rotated, attention's output (4 + 2 + 2 + 2). MLP: gate, its activation, up, product (4 · 2).
-    Autocast has a float32 residual stream and casts the input of each linear layer.
+    With bfloat16 gathers, a norm saves its float32 input (4 H), the normalised input (2 H) and its output (2 H). Per
+    query value, attention saves the float32 input of the norm, the normalised and the rotated value, and the output
+    (4 + 2 + 2 + 2). The MLP saves the gate, its activation, the up-projection and the product (4 · 2). Autocast has a
+    float32 residual stream and casts the input of each linear layer.
     """
     hidden, width = model.hidden, model.num_heads * model.head_dim / how.split
     keys, mlp = model.kv_values_per_token / 2 / how.split, model.active_ffn_params / 3 / model.hidden / how.split
@@ -156,14 +155,14 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
     heads = 16.0 if how.value_bytes == 4 else 10.0
     saved = norms * hidden + heads * (width + keys) + 4 * how.value_bytes * mlp
     gradients = how.value_bytes * (2 * mlp + hidden)
-    if model.num_experts > 1:  # a copy of the token for each expert, before and after it
+    if model.num_experts > 1:  # a copy of the token before and after each expert
         copies = 2 * how.value_bytes * model.experts_per_token * hidden
         saved, gradients = saved + copies, gradients + copies
     return saved, gradients
 
 
 def _is_rounded(how: RankShape) -> Array:
-    """Return whether the residual stream is bfloat16: that of gathered or frozen weights, but not of autocast."""
+    """Return whether the residual stream is bfloat16. It is with gathered or frozen weights, but not with autocast."""
     has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
 
@@ -205,13 +204,13 @@ def rank_phases(
     waits = residual * model.hidden if how.recomputes else saved
     later = Term("activations", 0.0, tokens * waits * (in_flight - 1.0))  # of other microbatches
     kept = Term("activations", last * tokens * 4 * residual * model.hidden, tokens * waits * in_flight)
-    # FSDP gathers embedding and head apart, where each is used; tied ones stay gathered
+    # FSDP gathers embedding and head separately when they are used; tied weights stay gathered
     tied = is_sharded * model.is_tied * first * last
     apart = is_sharded - tied
     gathered = Term("gathered embedding", tied * wide * tables)
     logits = min(float(np.max(tokens)) * model.vocab, float(MAX_LOGITS)) / _table_split(how)
     float32_factor = 4 * head * (how.float32_head and how.on_cpu and wide == 2)
-    # ids in four bytes, of the policy's tokens and of all places of a padded pass
+    # ids of four bytes, for the policy's tokens and for all positions of a padded pass
     masks = (Term("sampling masks", last * tokens * how.max_kept * 2 * 4.0),) if how.max_kept else ()
     pieces = Term("logits", last * (logits * (LOGIT_BYTES if wide == 2 else 8.0) + float32_factor))
     # autocast keeps a copy of each float32 weight until the forward pass ends
@@ -251,17 +250,17 @@ def rank_phases(
 
 
 def _between(copies: Term, how: RankShape) -> tuple[Term, ...]:
-    """Return the copies that the head's backward pass finds: without recomputation, saved tensors refer to them."""
+    """Return the copies that exist in the head's backward pass: without recomputation, saved tensors refer to them."""
     return () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
 
 
 def _until_blocks(kept: Term) -> Term:
-    """Return the activations without those of the last norm, which are free when the blocks begin."""
+    """Return the activations without those of the last norm, which are freed before the backward pass of the blocks."""
     return Term(kept.name, 0.0, kept.per_layer)
 
 
 def _state(model: ModelSpec, how: RankShape, first: Array, last: Array) -> tuple[Term, ...]:
-    """Return what a rank holds between two microbatches."""
+    """Return the memory that a rank holds between two microbatches."""
     shards, layer = np.asarray(how.shards, float), model.layer_params / how.split
     others = table_params(model, first > 0, last > 0) / _table_split(how) + model.other_params
     critic = (first * model.embedding_params / _table_split(how) + model.other_params, layer)
@@ -282,7 +281,7 @@ def _state(model: ModelSpec, how: RankShape, first: Array, last: Array) -> tuple
 
 
 def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
-    """Return what an embedded engine holds."""
+    """Return the memory that an embedded engine holds."""
     values, linear = engine.value_bytes, model.params - model.embedding_params * (not model.is_tied)
     cache = model.kv_bytes_per_token(values) * engine.context_tokens
     found = [Term("engine: weights", values * model.params), Term("engine: KV cache", engine.slots * cache)]
@@ -297,7 +296,7 @@ def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
 
 
 def overhead(num_bytes: Array, *, on_cpu: bool) -> Term:
-    """Return what no tensor shows, in a process whose tensors take `num_bytes`."""
+    """Return the assumed memory outside of tensors, for a process whose tensors take `num_bytes`."""
     fixed = RUNTIME_BYTES if on_cpu else GPU_CONTEXT_BYTES
     return Term("runtime and fragmentation", fixed + FRAGMENTATION * num_bytes, is_assumed=True)
 
@@ -309,7 +308,7 @@ def state_bytes_per_param(model: ModelSpec, how: RankShape) -> Array:
 
 
 def stage_bytes(phases: Iterable[Phase], layers: Array) -> Array:
-    """Return the bytes of the largest phase of a stage with so many layers."""
+    """Return the bytes of the largest phase of a stage with `layers` layers."""
     return np.max(np.broadcast_arrays(*(phase.bytes(layers) for phase in phases)), axis=0)
 
 
@@ -327,7 +326,7 @@ def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
-    """Return how many logits a trainer may compute at a time: half of those that do not raise its peak."""
+    """Return how many logits a trainer may compute at a time: half of the number that does not raise its peak."""
     with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
     room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
     return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))

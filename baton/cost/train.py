@@ -6,8 +6,8 @@ S stages, a step takes
 
     max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
 
-under a 1F1B schedule, whose speed is that of the slowest stage. A microbatch has as many tokens per data-parallel rank
-as the longest trajectory. AReaL (2505.24298), table 3.
+under a 1F1B schedule, whose speed is that of the slowest stage. The number of tokens of a microbatch per data-parallel
+rank is the length of the longest trajectory (AReaL, 2505.24298, table 3), or `microbatch_tokens` if that is larger.
 
 All functions take numpy arrays of equal length for tp, dp and layers, so a search evaluates many candidates at once.
 """
@@ -34,8 +34,8 @@ GRADIENT_BYTES = 6.0
 
 
 class StageTerms(msgspec.Struct, frozen=True):
-    """Coefficients of a stage's time, which is linear in its layers, and what determines its memory. Arrays over
-    candidates."""
+    """Coefficients of a stage's time, which is linear in its number of layers, and the rank that determines its memory.
+    Arrays have one value per candidate."""
 
     per_layer_s: Array
     """Time per layer for the whole batch: compute and tensor-parallel sums."""
@@ -79,7 +79,8 @@ def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
 
 
 def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> RankShape:
-    """Return a rank of a stage of `num_gpus` GPUs in a pipeline of `depth` stages. A rank alone publishes itself."""
+    """Return a rank of a stage of `num_gpus` GPUs in a pipeline of `depth` stages. A single rank publishes versions
+    itself."""
     if work.trainer == "idealised":
         return rank
     published = np.where((np.asarray(depth) == 1) & (np.asarray(num_gpus) == 1), work.weight_bytes, 0.0)
@@ -108,7 +109,7 @@ def stage_terms(
     models = 1 + work.has_critic
     share = (dp - 1) / dp * model.layer_params
     across = place.inter_bytes_per_s * eff.link
-    exchange_s = np.where(wide, share / across, share / tp / (place.link_bytes_per_s * eff.link))  # of a byte per value
+    exchange_s = np.where(wide, share / across, share / tp / (place.link_bytes_per_s * eff.link))  # 1 byte per value
     update = UPDATE_TRAFFIC_BYTES * work.updates * models * model.layer_params / (tp * dp)
     nodes = np.maximum(1.0, np.ceil(tp * dp / node_gpus))
     crossings = 2 * work.epochs * models + work.has_proximal_forward + work.has_reference + work.has_critic

@@ -1,4 +1,4 @@
-"""The planner: which GPUs train, which generate, and in which parallel shape. docs/planner.md explains it.
+"""The planner decides which GPUs train, which GPUs generate, and in which parallel shape. See docs/planner.md.
 
 cluster → pools → problem → (exact | paper) → assignment → Plan
 """

@@ -1,9 +1,10 @@
 """Lower bounds of the step time, cheap enough to order and discard hundreds of thousands of candidates.
 
 Allowing fractional replicas can only improve the optimum. A pool of n GPUs therefore generates at most n · φ(T) tokens
-in time T, where φ(T) is the largest number of tokens per GPU that any shape generates in T. The staleness gate is
-included as a price λ per running trajectory. By weak duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at
-least the optimum of the integer program, for every λ ≥ 0.
+in time T, where φ(T) is the largest number of tokens per GPU that any shape generates in T. The staleness bound limits
+the number of running trajectories to `gate`. This limit is included as a price λ per running trajectory. By weak
+duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least the optimum of the integer program, for every λ ≥
+0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How sure a plan is: its throughput over the ranges of the calibration, and the parameter that decides who trains.
+"""How certain a plan is: its throughput over the ranges of the calibration, and the parameter that decides who trains.
 
 Every time of the cost model falls if an efficiency rises or an overhead falls. The worst ends of all ranges are
-therefore the worst case of every plan, and the plan that is best there maximises the worst case.
+therefore the worst case of every plan. The best plan for these values maximises the throughput in the worst case.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORST: Pick = attrgetter("worst")
 VALUE: Pick = attrgetter("value")
 BEST: Pick = attrgetter("best")
 HALVINGS = 5
-"""Plans made to find the value at which the trainers change."""
+"""Number of bisection steps for the value at which other GPU types train. Each step makes a plan."""
 
 
 class TrainerChange(msgspec.Struct, frozen=True):
@@ -41,21 +41,23 @@ class TrainerChange(msgspec.Struct, frozen=True):
     origin: str
     """`measured`, `derived` or `assumed`."""
     value: str
-    """Its value now, with unit."""
+    """Value in the calibration, with unit."""
     at: str
-    """The value nearest to it at which other GPU types train."""
+    """The nearest value at which other GPU types train, with unit."""
     trains: tuple[str, ...]
-    """The GPU types that train then."""
+    """The GPU types that train at that value."""
 
 
 class Certainty(msgspec.Struct, frozen=True):
-    """How sure a plan is. Times are those of the unchanged plan."""
+    """How certain a plan is."""
 
     tokens_per_s: tuple[float, float, float]
-    """Trained tokens per second at the worst ends of all ranges, at the values, and at the best ends."""
+    """Trained tokens per second of the unchanged plan, with the worst ends of all ranges, the values, and the best
+    ends."""
     trains: tuple[str, ...]
     change: TrainerChange | None
-    """The parameter that decides who trains by the smallest factor; None if no single one decides within its range."""
+    """The parameter that makes other GPU types train when it changes by the smallest factor; None if no parameter does
+    so within its range."""
     tried: int
     """Number of parameters that were moved to the ends of their ranges. The time limit can end the search early."""
     num_parameters: int
@@ -70,7 +72,7 @@ def certainty(
     time_limit_s: float,
     clock: Clock = time.monotonic,
 ) -> Certainty:
-    """Return how sure a plan is. Its inputs have the worst ends of the calibration if it is robust, else the values."""
+    """Return how certain a plan is. `is_robust`: the inputs have the worst ends of the calibration, not its values."""
     end_s = clock() + time_limit_s
     unchanged_s = step_s(inputs, plan, inputs.efficiencies)
     worst, value, best = (
@@ -88,8 +90,8 @@ def trains(plan: Plan) -> tuple[str, ...]:
 
 
 def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
-    """Return the step time of a plan with other efficiencies. Its layers are distributed again; its replicas and
-    their batches stay."""
+    """Return the step time of a plan with other efficiencies. Its layers are distributed again; its replicas and their
+    batches stay the same."""
     work, model = inputs.work, inputs.model
     used = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     nodes = [k for k, node in enumerate(inputs.cluster.nodes) if used & set(node.gpu_ids)]
@@ -114,7 +116,7 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
 
 
 def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
-    """Return the parameters with a range that matter for this cluster."""
+    """Return the parameters that have a range and apply to GPU types of this cluster."""
     types = [name for name in inputs.cluster.gpu_types if name in calibration.gpus]
     own = {(each.gpu, each.key) for each in calibration.parameters}
     return [
@@ -128,8 +130,8 @@ def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
 def _nearest(
     inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, is_late: Callable[[], bool]
 ) -> tuple[TrainerChange | None, int]:
-    """Return the parameter whose least change makes other GPU types train in the best plan, and how many parameters
-    were tried."""
+    """Return the parameter that makes other GPU types train in the best plan when it changes by the smallest factor,
+    and the number of parameters that were tried."""
     if len(inputs.cluster.gpu_types) == 1:
         return None, len(parameters)
     best: tuple[float, TrainerChange] | None = None
@@ -140,7 +142,7 @@ def _nearest(
     def at(parameter: Parameter, value: float) -> tuple[str, ...]:
         return found_with(calibration.at(lambda each: value if each is parameter else base(each)))
 
-    # not the trainers of the given plan, which may prefer few moves (`replan`) or come from a longer search
+    # the given plan may have other trainers, because it has few moves (`replan`) or is from a longer search
     now = found_with(inputs.efficiencies)
     for tried, parameter in enumerate(parameters):
         if is_late():

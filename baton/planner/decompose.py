@@ -1,10 +1,11 @@
 """Searches pipelines that span GPU types if there are too many of them to enumerate.
 
 A candidate is a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
-fixed step time T, the pools of a candidate are independent: each pool needs a least number of GPUs for its stages to be
-fast enough. The remaining GPUs must generate a step's tokens in T, which a bound can exclude. If every candidate is
-excluded, T is a lower bound on the step time of crossing pipelines. The candidates that remain at a T below the best
-step time may contain a better plan. Numbers of GPUs are never overestimated, so the bound is valid.
+fixed step time T, the pools of a candidate are independent: each pool needs a minimum number of GPUs for its stages to
+be fast enough. The remaining GPUs must generate a step's tokens in T. A candidate is excluded if a bound shows that
+they cannot. If every candidate is excluded, T is a lower bound on the step time of pipelines that span GPU types. The
+candidates that remain at a T below the best step time may contain a better plan. The required numbers of GPUs are never
+overestimated, so the bound is valid.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class _Family(msgspec.Struct, frozen=True):
 def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the solution, or a better solution with a crossing pipeline, together with a bound over all crossing
+    """Return the solution, or a better solution with a pipeline that spans GPU types, with a bound over all such
     pipelines.
 
     The row of the solution refers to the table of the returned problem.
@@ -207,8 +208,8 @@ def _passing(
 
 
 def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
-    """Return publication times, shape [candidates, pools]. A pool's share of the weights is taken to be its share of
-    the layers."""
+    """Return publication times, shape [candidates, pools]. A pool's share of the layers is used as its share of the
+    weights."""
     pools = problem.pools
     shares = np.zeros((len(family.split[0]), len(pools.pools)))
     for place, k in enumerate(family.order):

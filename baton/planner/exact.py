@@ -3,8 +3,8 @@ optimal, or reports a gap.
 
 The GPUs that a training shape leaves free give a lower bound on the step time. Shapes are visited in ascending order of
 this bound, and an integer program decides whether a shape gives a better plan than the best plan so far. The search
-ends when the next bound is not below the best step time. `division_bound_s` covers the shapes that were not enumerated,
-which happens with many GPUs of many types.
+ends when the next bound is not below the best step time. With many GPUs of many types, not all shapes are enumerated;
+`division_bound_s` gives a bound for the others.
 """
 
 from __future__ import annotations

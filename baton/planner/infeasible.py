@@ -78,13 +78,13 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
 
 
 def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
-    """Raise the UserError if trainer and rollout fit separately but not together, or if the staleness gate admits too
+    """Raise the UserError if trainer and rollout fit separately but not together, or if the staleness bound allows too
     few trajectories."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:
         raise UserError(
-            f"infeasible: staleness gate. It allows {problem.step.max_running:.1f} running trajectories, fewer than "
+            f"infeasible: staleness bound. It allows {problem.step.max_running:.1f} running trajectories, fewer than "
             f"the smallest replica's {smallest}. A larger batch or a larger max_staleness would help"
         )
     gpus = table.gpus.sum(axis=1)

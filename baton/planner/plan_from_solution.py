@@ -215,7 +215,7 @@ def _idle(problem: AssignmentProblem, seats: GpuAssignment, breakdown: Breakdown
         elif breakdown.overlaps and breakdown.train_s >= breakdown.rollout_s + breakdown.reward_s:
             why = "training is the bottleneck: more generation would not make a step faster"
         else:
-            why = "no replica shape fits beside the others, the staleness gate is full, or weights would arrive late"
+            why = "no replica shape fits beside the others, max_staleness limits them, or weights would arrive too late"
         found.setdefault(why, []).append(gpu)
     return tuple(Idle(tuple(gpus), why) for why, gpus in found.items())
 
@@ -223,9 +223,9 @@ def _idle(problem: AssignmentProblem, seats: GpuAssignment, breakdown: Breakdown
 def mean_staleness(inputs: Inputs, replicas: Sequence[Replica], breakdown: Breakdown) -> float:
     """Estimate the number of versions between a trajectory's first token and its training, by Little's law.
 
-    If training is slower than rollout, the staleness gate is full and the estimate is `max_staleness`. Otherwise the
-    estimate is the number of running trajectories divided by the number of trajectories in a batch, plus half a step
-    for the time in the buffer.
+    If training is slower than rollout, the staleness bound limits the rollout and the estimate is `max_staleness`.
+    Otherwise the estimate is the number of running trajectories divided by the number of trajectories in a batch, plus
+    half a step for the time in the buffer.
     """
     work = inputs.work
     if not breakdown.overlaps:
@@ -255,9 +255,7 @@ def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
         found.append(f"scoring a batch takes {seconds(problem.step.judge_s)}, longer than generating it")
     running = sum(replica.batch for replica in plan.replicas)
     if np.isfinite(problem.step.max_running) and running > 0.9 * problem.step.max_running:
-        found.append(
-            f"the staleness gate allows {problem.step.max_running:.0f} running trajectories, and {running} run"
-        )
+        found.append(f"max_staleness allows {problem.step.max_running:.0f} running trajectories, and {running} run")
     paused = [replica.pause_s for replica in plan.replicas]
     if paused and max(paused) > 0.1 * b.rollout_s:
         what = "prefilling running trajectories again after each version" if b.overlaps else "the tail of each batch"
@@ -267,7 +265,7 @@ def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
     if plan.training.comm_s > 0.1 * plan.training.time_s:
         found.append(f"gradient exchange takes {plan.training.comm_s / plan.training.time_s:.0%} of the training time")
     found.append(
-        "only shapes that `baton train --plan` carries out were considered (--trainer idealised: others, too)"
+        "only shapes that `baton train --plan` can execute were considered (--trainer idealised considers others)"
         if plan.trainer == "baton"
         else "the plan is for comparison: `baton train --plan` refuses it, because Baton has no idealised trainer"
     )

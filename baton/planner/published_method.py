@@ -1,8 +1,9 @@
 """Phase 2, `paper`: equation 3 and bisection on γ, as published in AReaL-Hex (2511.00796), section 4.3 and algorithm 1.
 
 This is a baseline. Equation 3 prefers many GPUs with fast links to GPUs that train fast: on the paper's 56 GPUs it
-selects 40 H20 for training in place of 8 H800. The paper leaves three points open. Here, the training share of FLOP/s
-must be within half a step of γ, and both sides have at least one GPU. The search returns the best plan that it found.
+selects 40 H20 for training in place of 8 H800. The paper leaves three points open; this module decides them as follows.
+The training share of FLOP/s must be within half a step of γ. Training and rollout have at least one GPU each. The
+search returns the best plan that it found.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def taken_sizes(pool: GpuPool, count: int) -> list[int]:
 
 
 def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train: Ints) -> Solution | None:
-    """Return the fastest training shape and the fastest replicas of a fixed division, or None if a side has no shape
-    that fits."""
+    """Return the fastest training shape and the fastest replicas of a fixed division, or None if no training shape or
+    no replica fits."""
     fits = np.nonzero(_rows_within(problem, train))[0]
     if not len(fits):
         return None

@@ -2,7 +2,7 @@
 
 An offer is a machine type with a price. A combination of machine counts is a cluster. Bounds on the throughput of all
 combinations are computed at once, with fractional GPUs. The search visits combinations in the order of these bounds,
-and skips those that a bound rules out.
+and skips combinations that a bound excludes.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _most(limit: int | None, budget: float, price: float) -> int:
 
 
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
-    """Return the machine counts within a budget, [choices, offers]. With `only_full`, omits choices for which the
-    budget would suffice for another machine."""
+    """Return the machine counts within a budget, [choices, offers]. With `only_full`, choices are omitted if the budget
+    suffices for another machine."""
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(

@@ -104,8 +104,8 @@ def least_moves(options: Sequence[ReplanOption], slack: float) -> ReplanOption:
 
 
 def jobs(plan: Plan) -> dict[str, str]:
-    """Return a string for each GPU that describes its job. If a GPU has the same role and shape in two plans, its two
-    texts are equal."""
+    """Return a description of the job of each GPU. If a GPU has the same role and shape in two plans, its two
+    descriptions are equal."""
     found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
     shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)
     for replica in plan.replicas:
@@ -116,7 +116,7 @@ def jobs(plan: Plan) -> dict[str, str]:
 
 
 def moved(before: dict[str, str], after: dict[str, str], there: set[str]) -> tuple[str, ...]:
-    """Return the GPUs in `there` that have another role in the running plan."""
+    """Return the GPUs in `there` whose job in the new plan differs from their job in the running plan."""
     return tuple(sorted(gpu for gpu in there if gpu in before and before[gpu] != after[gpu]))
 
 

@@ -127,7 +127,7 @@ class RolloutProgram:
         """Return the columns that are not dominated. A column is dominated by a column of the same pool that generates
         at least as much with at most as many GPUs, in groups that are not larger.
 
-            If the staleness gate can bind, the dominating column must also run at most as many trajectories.
+        If the staleness bound may limit the running trajectories, the dominating column must not run more of them.
 
         """
         room = dict(zip(self._rows, left, strict=True))

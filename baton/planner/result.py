@@ -28,9 +28,9 @@ class PlanResult(msgspec.Struct, frozen=True):
     choice: RentalChoice | None = None
     replanned: Replanned | None = None
     measured: tuple[str, ...] = ()
-    """Rates that the running plan's run measured, one line for each; the new plan uses them."""
+    """Rates that the run of the running plan has measured, one line each. The new plan uses them."""
     certainty: Certainty | None = None
-    """How sure the plan is; None with `rates`, with `method = "paper"`, and for colocated plans."""
+    """How certain the plan is; None with `rates`, with `method = "paper"`, and for colocated plans."""
 
     def price_curve(self) -> Sequence[PricePoint]:
         """Return price and throughput of the planned cluster and of parts of it."""

@@ -1,10 +1,10 @@
 """Phase 1, training side: all training shapes on given pools, and their times.
 
 A pipeline has `stages` stages on each of its pools. A stage has `dp` tensor-parallel groups of `tp` GPUs. Tensor and
-data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). Baton's trainer has
-only shapes of `specs/trainer_shapes.py`, with equally many ranks on each stage. The fastest type is last, because the
-last stage has the output head. Layers are distributed so that the slowest stage is as fast as possible and all stages
-fit into memory.
+data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). Baton's trainer
+supports only the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. The fastest type is
+last, because the last stage has the output head. Layers are distributed so that the slowest stage is as fast as
+possible and all stages fit into memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LayerBalance(msgspec.Struct, frozen=True):
     optimizer_s: Floats
     microbatches: Floats
     shard_gradients: NDArray[np.bool_]
-    """Whether gradients are reduced after each microbatch, because whole gradients do not fit into memory."""
+    """Whether gradients are reduced after each microbatch, because unsharded gradients do not fit into memory."""
 
     @property
     def time_s(self) -> Floats:
@@ -131,8 +131,8 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
 
 
 def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of stages and tensor-parallel widths that the trainer has on one pool. On cores, a rank is a
-    machine with many threads, so there are neither."""
+    """Yield the (number of stages, tensor-parallel width) that the trainer supports on one pool. On CPUs, a rank is a
+    machine with many threads, so Baton's trainer has neither stages nor tensor parallelism."""
     columns = model.ffn_params / 3 / model.hidden if model.num_experts == 1 else 0.5  # experts are not divided by TP
     for stages, tp in product(STAGES, tensor_widths(model, pool)):
         is_split = tp > 1 and not can_split(tp, model.num_heads, model.num_kv_heads, columns)
@@ -210,7 +210,7 @@ def balanced(
 ) -> LayerBalance:
     """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times.
 
-    Baton's trainer shards gradients where whole ones do not fit.
+    Baton's trainer shards gradients if unsharded gradients do not fit.
     """
     found = _balanced(model, work, pools, order, shapes)
     if work.trainer == "idealised" or work.shard_gradients or np.isfinite(found.pace_s).all():
@@ -229,7 +229,7 @@ def balanced(
 def _balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Return the times with whole or with sharded gradients, as the workload says.
+    """Return the times with sharded or unsharded gradients, as the workload says.
 
     The pace is the time of the slowest stage, which has a whole number of layers. The search starts at the pace that
     fractional layers would allow, and raises it to the next possible value until all layers are placed.

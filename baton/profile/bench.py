@@ -1,15 +1,15 @@
-"""`baton bench rollout`: runs the modes of [rollout], each on an engine of its own, alternately for one batch. Response
-lengths are scripted and have a long tail.
+"""`baton bench rollout`: runs the rollout modes alternately, one batch at a time, each on its own engine. Response
+lengths are scripted; a few responses are much longer than the others.
 
 Only the rollout side is measured: the trainer takes no time, and each version loads the same weights again. The control
 `sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. It has the concurrency
 of `partial` without over-provision.
 
-The bound is the time that an engine with always full slots would need: for each token, 1 / slots of the time of a
-decode step in which all slots are in use and all rows have this token's position, plus the time of one prefill per
-prompt. Before the modes run, such steps are measured at three positions on each mode's engine; their time is linear in
-the position. The mean time of a mode's own full steps would be no bound: while all slots of `sync` are in use, its
-responses are still short, and attention to few positions is cheap.
+The bound is the time that an engine would need if its slots were always full: the time of one prefill per prompt, plus
+a time for each token. The time of a token is 1 / slots of a decode step in which all slots are in use and all rows have
+this token's position. Before the modes run, such steps are measured at three positions on each mode's engine; their
+time is assumed to be linear in the position. The mean time of a mode's own full steps would not be a bound: while all
+slots of `sync` are in use, its responses are still short, and attention to few positions is cheap.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class ModeResult(msgspec.Struct, frozen=True):
     over the context length of the longest row."""
     reprefilled_frac: float
     """Number of tokens that the engine prefilled beyond one prompt per delivered group, divided by the number of
-    generated tokens. They are those of aborted responses and of their prompts."""
+    generated tokens. These are tokens of aborted responses and of their prompts."""
     shares: dict[str, float]
-    """Share of the time in decode steps, in prefills (what a step takes longer than one without a prefill), in loads
-    of weights, and in the controller (all else)."""
+    """Shares of the time: decode steps; prefills (the additional time of a step with a prefill); loads of weights; the
+    controller (the rest)."""
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
@@ -143,7 +143,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     full_step_ms: float
     """Time of a decode step of the bound, averaged over the tokens of all modes."""
     full_step_ms_per_1k: float
-    """Time that 1,000 positions more in every row add to such a step."""
+    """Additional time of such a step if every row has 1,000 more positions."""
     step_ms_by_width: dict[int, float]
     """Number of rows in a decode step → mean time in ms of such steps without prefill, over all modes."""
     prefill_ms_per_token: float
@@ -255,7 +255,7 @@ class ModeBench:
         self.positions += sum(t.num_tokens * (2 * len(t.prompt_ids) + t.num_tokens - 1) // 2 for t in trajectories)
         self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) - 1 for g in groups)
         self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + 1
-        if seconds:  # several batches may be complete at one time of the clock
+        if seconds:  # the clock may show no time between two batches that are complete at once
             self.rounds.append(tokens / seconds)
         self.decode_rows += after.decode_rows - before.decode_rows
         self.decoded += after.decoded_tokens - before.decoded_tokens

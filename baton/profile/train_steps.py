@@ -76,7 +76,7 @@ class StepTimings(msgspec.Struct):
 
 
 class _Rollouts:
-    """Generates batches from the recipe's prompts; of a multi-turn task the first turns. As in a run, it uses a
+    """Generates batches from the recipe's prompts; for a multi-turn task, only first turns. As in a run, it uses a
     controller and a journal, and publishes a version before each batch."""
 
     def __init__(self, recipe: Recipe, weights: PublishedWeights, directory: Path) -> None:
@@ -216,8 +216,8 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
 def _trainer(recipe: Recipe) -> Trainer:
     """Build the recipe's trainer with one rank, and with a learning rate so low that the weights hardly change."""
     alone: dict[str, object] = {"ranks": 1, "stages": 1, "tensor_parallel": 1}
-    # The batches have invented behavior logprobs, so the mismatch has no meaning.
-    # With the forward passes of trajectories without advantage, so that these show how long a backward pass takes.
+    # The batches have invented behavior logprobs, so the mismatch has no meaning. Trajectories without advantage get a
+    # forward pass too, so the fit can separate forward and backward passes.
     alone |= {
         "metrics_of_all_tokens": True,
         "max_mismatch_kl": (math.inf, math.inf),

@@ -197,5 +197,5 @@ def test_what_binds_is_named_with_bytes() -> None:
         make_plan(inputs(cluster(("Slow", 1), slow_gb=0.1)))
     with pytest.raises(UserError, match=r"number of GPUs.*1 Fast.*More GPUs would help"):
         make_plan(inputs(cluster(("Fast", 1))))
-    with pytest.raises(UserError, match=r"staleness gate.*0\.\d running trajectories"):
+    with pytest.raises(UserError, match=r"staleness bound.*0\.\d running trajectories"):
         make_plan(inputs(cluster(("Fast", 4)), groups=1, group_size=1, max_staleness=1))
