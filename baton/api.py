@@ -353,7 +353,7 @@ class Run:
     def resume(self, changes: Mapping[str, Any] | None = None, *, callbacks: Sequence[Callback] = ()) -> Run:
         """Continue the run from its latest checkpoint, with these keys of the recipe changed.
 
-        Raises UserError, which names the keys that may change, for any other key. If the reward is a function of a
+        Raises UserError if a key must not change, and names the keys that may. If the reward is a function of a
         script, the script must define it again under the same name.
         """
         place = {"run.directory": str(self.path.parent), "run.name": self.path.name}

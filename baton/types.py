@@ -35,7 +35,7 @@ class TokenColumn(Sequence[_T]):
         self._stop = len(buffer) if stop is None else stop
 
     def appended(self, values: Sequence[_T]) -> TokenColumn[_T]:
-        """Return a view of these values with others appended.
+        """Return a view of these values followed by `values`.
 
         The buffer is copied only if it already has values after this view, because a longer view needs them.
         """
@@ -229,8 +229,8 @@ class Segment(msgspec.Struct, frozen=True):
             )
 
     def followed_by(self, other: Segment, *, is_merged: bool) -> Segment:
-        """Append another segment's tokens to this one's buffers and return them. is_merged: return this one's tokens
-        too.
+        """Append another segment's tokens to the buffers of this segment, and return them as a segment. is_merged: the
+        result begins with this segment's tokens.
 
         The cost is linear in the other segment (`TokenColumn.appended`).
         """
@@ -396,15 +396,14 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float
     """Time that the environment took."""
     path: int = 0
-    """Index of the path that the turn belongs to."""
     tool: str | None = None
 
 
 class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     """The turns of one attempt at a multi-turn task.
 
-    An episode is one trajectory (path) as long as its history is only appended to. A rewritten history begins a new
-    path, as its prompt. Each token of the policy is trained only in the path where it was sampled.
+    An episode is one trajectory (path) as long as its history is only appended to. A rewritten history becomes
+    the prompt of a new path. Each token of the policy is trained only in the path where it was sampled.
     """
 
     exchanges: tuple[Exchange, ...] = ()

@@ -42,7 +42,6 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
     tool_format: ToolFormat | None = None
     """Format of tool calls in the model's chat template; None if the format is unknown."""
     max_turns: int | None = None
-    """Maximum number of turns of the task."""
 
 
 class EpisodeKey(msgspec.Struct, frozen=True):

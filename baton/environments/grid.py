@@ -1,4 +1,4 @@
-"""Shared code of the grid worlds: moves, reading moves from a turn, and forms that are equal for symmetric grids."""
+"""Shared code of the grid worlds: moves, reading moves from a turn, and a text that is equal for symmetric grids."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class EnvironmentPool:
         self._processes = [_EnvironmentProcess() for _ in range(settings.processes)]
         self._homes: dict[calls.EpisodeKey, _EnvironmentProcess] = {}
         self._discarded: set[calls.EpisodeKey] = set()
-        """Episodes that were discarded while a call was running; its result is dropped."""
+        """Episodes that were discarded while a call was running. The result of this call is dropped."""
         self._gone: set[calls.EpisodeKey] = set()
         """Episodes that are never replayed and whose instance is gone."""
         self.never_replayed: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 The child is `python -I -S sandbox.py`. Before it executes the code, it permanently restricts itself:
 
 * rlimits limit memory, processor time, and the size and number of files;
-* Landlock (Linux 5.13) denies all files, except reading Python's own files, and except its empty working directory;
+* Landlock (Linux 5.13) allows it to read Python's own files and to use its empty working directory, but no other file;
 * seccomp denies sockets, new programs and processes, signals to others, changes of permissions, and debugging calls;
 * as root, it drops its capabilities.
 

@@ -105,7 +105,7 @@ class TokenBridge:
         return self._roles[role].removes_thoughts and any(_CLOSE_THOUGHT in turn for turn in turns)
 
     def suffix(self, turn_ids: Sequence[int], observation: Message) -> tuple[int, ...]:
-        """Return the ids that follow a turn: the rest of its end, the observation, and the start of the next turn."""
+        """Return the ids after a turn: the rest of the turn's end, the observation, and the start of the next turn."""
         around = self._roles[observation.role]
         header = around.header[self._overlap(turn_ids, around.header) :]
         return (*header, *self._plain_ids(around.strip(_clean(observation.content))), *around.footer)

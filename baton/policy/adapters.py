@@ -1,7 +1,7 @@
 """LoRA with PEFT: a run trains and publishes low-rank adapters instead of the whole model.
 
-An adapter is published as pairs of tensors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r],
-with the scale multiplied into B, so that an engine computes W = W_0 + B A without further parameters.
+An adapter is published as pairs of tensors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r].
+B contains the scale, so an engine computes W = W_0 + B A without further parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         revision=None if is_local else revision or None,
     )
     try:
-        # PEFT would cast adapters on another device to the dtype of their layer's weight.
+        # `_create_values` replaces these adapters, because PEFT casts them to the dtype of their layer's weight.
         with torch.device("meta"):
             model.add_adapter(config, _NAME)
     except ValueError as error:

@@ -31,7 +31,6 @@ from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, 
 
 logger = logging.getLogger(__name__)
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes of an exported model."""
 
 
 def load_model(

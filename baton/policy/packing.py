@@ -2,7 +2,7 @@
 row. Rows with the same prompt may share its tokens, in the order prompt, response, response, …
 
 On CUDA in bfloat16, if no rows share a prompt, torch's variable-length kernel computes attention for all rows together.
-Otherwise each row has its own attention call, and responses of similar length to one prompt share one. Neither way
+Otherwise attention is computed row by row; responses of similar length to one prompt are computed together. Neither way
 allocates a mask of shape [T, T].
 """
 
@@ -31,8 +31,8 @@ Shapes = tuple[tuple[int, ...], ...]
 responses."""
 
 SIMILAR = 0.5
-"""Pieces are responses to one prompt, padded to the longest of the piece. A response shorter than this fraction of the
-longest begins a new piece."""
+"""Responses to one prompt are padded in pieces, to the longest of the piece. A response shorter than this fraction of
+the longest begins a new piece."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class RoutingReplay:
         self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
     ) -> Routing:
         """Convert the choices that an engine reported for tokens at `places` to a Routing of shape [num_places, k] per
-        router, with −1 at all other places and where the engine reported empty bytes.
+        router. All other places, and empty bytes, become −1.
 
         Raises EngineFault for bytes that do not match this model's routers.
         """

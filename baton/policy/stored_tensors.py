@@ -63,7 +63,6 @@ class StoredPiece:
     name: str
     """Name of the piece in its file."""
     box: Box
-    """The part of the tensor."""
     kept: tuple[int, ...]
     """Dimensions of the tensor that the piece keeps; in each of the other dimensions it has a single index."""
 
@@ -84,11 +83,10 @@ class StoredTensors:
             )
             for name, parts in pieces.items()
         }
-        """Name → shape of the tensor."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> StoredTensors:
-        """Present tensors in memory as stored tensors."""
+        """Return an object that reads tensors in memory."""
         return cls({name: [(_all_of(name, t.shape), partial(_itself, t))] for name, t in tensors.items()})
 
     @classmethod
@@ -221,7 +219,7 @@ def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece |
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
     """Return the tensors of a model's files by their names in the model.
 
-    Returns None if the files lack a tensor that `file_layout` names, or with `is_exact`, if they have other tensors.
+    Returns None if the files lack a tensor that `file_layout` names; with `is_exact`, also if they have other tensors.
     Raises SafetensorError for a damaged file.
     """
     layout, index = file_layout(model), directory / "model.safetensors.index.json"

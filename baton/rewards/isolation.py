@@ -120,7 +120,7 @@ def detach_streams() -> None:
     with messages. The caller has duplicated both streams for messages."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(1, "w", buffering=1)  # by line: this process may be killed before it fills a larger buffer
+    sys.stdout = os.fdopen(1, "w", buffering=1)  # by line, because a kill would lose the content of a larger buffer
 
 
 def import_from(sys_path: Iterable[str], memory_bytes: int) -> None:

@@ -76,8 +76,6 @@ Outcomes = tuple[Outcome, ...]
 
 @dataclass(frozen=True, slots=True)
 class _BackgroundScorer:
-    """A scorer that is called in the background thread."""
-
     name: str
     call: Callable[[Calls], Coroutine[Any, Any, Outcomes]]
     sees_groups: bool = False
@@ -172,7 +170,7 @@ class RewardScorer:
 
         `responses`: the text of each trajectory, or the turns and observations of each episode.
 
-        `collect` and `drain` return trajectories in any order, but return those of one call together.
+        `collect` and `drain` return trajectories in any order, but those submitted in one call together.
         """
         if not finished:
             return

@@ -92,7 +92,6 @@ class ScoringThread:
                 ) from error
 
     async def start_worker(self) -> str:
-        """Start a worker process; return a line for the user that describes its isolation."""
         return await self._pool.start()
 
     def close(self) -> None:

@@ -63,7 +63,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
     window: int = 0
     """Number of tokens that a layer with sliding-window attention attends to."""
     window_layers: int = 0
-    """Number of layers with sliding-window attention."""
     max_context_tokens: int = 0
     """Maximum context length; 0 if the config has none."""
 

@@ -75,7 +75,6 @@ class Replica(msgspec.Struct, frozen=True):
     """Time per train step without generation: prefill of running trajectories under the new version, or, without
     overlap, the end of a batch."""
     share: float
-    """Share of the batch's trajectories."""
     trajectories: int
     """Number of trajectories of the batch. Shares are rounded by largest remainder."""
     memory_bytes: float

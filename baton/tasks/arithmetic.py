@@ -35,7 +35,7 @@ class _Sizes(Settings):
     max_terms: int = 6
     """Maximum number of numbers in an expression."""
     min_digits: int = Field(default=1, ge=1)
-    """Minimum number of digits; the numbers of one expression have the same number of digits or fewer."""
+    """Minimum number of digits. It is drawn for each expression; no number of the expression has more digits."""
     max_digits: int = 4
     """Maximum number of digits."""
 
@@ -135,7 +135,7 @@ class BasicArithmetic(_Sizes):
         rest = self._terms(dice, num_right - 1, num_digits)
         if rest[-1] != ")":
             return [*parts, "/", _divisor(dice, dividend, most), "+", *rest]
-        divisor = value("".join(rest))  # a last summand makes it a divisor of the dividend
+        divisor = value("".join(rest))  # a summand at the end turns this value into a divisor of the dividend
         summand = dice.choice(_common_divisors(dividend, divisor)) - divisor if divisor else 1
         return [*parts, "/", *rest[:-1], "+", str(summand), ")"]
 
@@ -177,7 +177,6 @@ class ArithmeticProblems:
         raise ValueError(f"{MAX_REDRAWS} expressions divide by zero")
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """Return the score of an answer between 0 and 1."""
         return self._params.score(answer, entry["answer"])
 
 

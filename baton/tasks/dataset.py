@@ -64,7 +64,6 @@ class FileTask:
 
     @property
     def rows(self) -> Sequence[Problem]:
-        """All problems in the order of the file."""
         return self._rows
 
     @property

@@ -244,7 +244,7 @@ class TaskMixture:
 
     @property
     def scored_tasks(self) -> dict[str, Task]:
-        """The tasks and test sets whose responses a scorer rewards, which are all except multi-turn tasks."""
+        """All tasks and test sets except multi-turn tasks. A scorer rewards their responses."""
         every = {**self.tasks, **self.tests}
         return {name: task for name, task in every.items() if not isinstance(task, EnvironmentTask)}
 
@@ -292,7 +292,8 @@ class TaskMixture:
         If there are test sets, return their prompts instead. `num_prompts` is then the number of prompts of a test set
         without a number of its own; without `or_fewer`, it is the maximum of each test set.
 
-        Raises TaskExhausted if a task has fewer distinct held-out problems than its share, or, with `or_fewer`, none.
+        Raises TaskExhausted if a task has fewer distinct held-out problems than its share; with `or_fewer`, only if it
+        has none.
         """
         prompts: list[Prompt] = []
         if self.tests:

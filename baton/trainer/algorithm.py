@@ -216,7 +216,7 @@ class AlgorithmSettings(Settings):
         if self.has_reward_kl and self.advantage == "group_std":
             found.append(
                 "algorithm.kl_in = 'reward' with advantage = 'group_std': in a group of equal rewards only the KL "
-                "differs, and division by its standard deviation amplifies it, even if it is tiny (such as 5e-4), to "
+                "differs. Division by its standard deviation turns even tiny differences (such as 5e-4) into "
                 "advantages of about ±1; use kl_in = 'loss', or advantage = 'group_mean' or 'leave_one_out', which do "
                 "not divide"
             )

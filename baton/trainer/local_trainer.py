@@ -151,7 +151,6 @@ class LocalTrainer:
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the current weights. Its digest is empty until they are published or saved."""
         return self._version
 
     @property

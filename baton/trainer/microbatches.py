@@ -61,7 +61,6 @@ class MicroBatch:
     """At most B rows: empty rows added by `multiples` are not listed. `(IDLE_ROW,)` in a pass that this rank runs only
     because other ranks do."""
     inputs: ModelInputs
-    """The rows' tokens, for the models."""
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
     episode_tokens: torch.Tensor
@@ -143,7 +142,7 @@ class MiniBatch:
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
-    """Rows of all ranks with trained tokens, in the order of the batch, including rows that no microbatch contains."""
+    """All ranks' rows with trained tokens, in the order of the batch, including rows that no microbatch contains."""
 
 
 def cut(
@@ -169,7 +168,8 @@ def cut(
     divisors. A loss with a KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a
     trained token, because their logprobs or values affect the advantages of other rows. `multiples`: round rows and
     width of a microbatch up to multiples of these. `is_packed`: the budget counts tokens without padding.
-    `shares_prompts`: rows share their prompt if this costs less, and the budget counts it once. Requires a single rank.
+    `shares_prompts`: rows share their prompt if this costs less; the budget counts a shared prompt once. Requires a
+    single rank.
     """
     assert share.size == 1 or not shares_prompts
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]

@@ -99,7 +99,7 @@ def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic 
 
 
 def check_critic(head: Head | None, model: PreTrainedModel, algorithm: AlgorithmSettings) -> None:
-    """Raise UserError if the policy cannot have a value head: `find_head` does not support its own `head` (None)."""
+    """Raise UserError if the policy cannot have a value head, because its own `head` is not supported (None)."""
     if algorithm.advantage == "gae" and algorithm.critic == "shared" and head is None:
         raise UserError(
             f"algorithm.critic: got 'shared', but {type(model).__name__} does not compute its logits from its last "

@@ -19,7 +19,7 @@ class TrainerSettings(Settings):
 
     optimizer: OptimizerName = "adamw"
     """AdamW with moments in float32, or in 8 bits with a scale per 256 values (torchao: `baton-rl[optimizer]`), which
-    saves 6 of 16 bytes per parameter. Tensors below 4,096 values keep float32. torch compiles its update at the first
+    saves 6 of 16 bytes per parameter. Tensors below 4,096 values keep float32. torch compiles the update at the first
     step, which on a CPU requires a C++ compiler."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
@@ -60,7 +60,7 @@ class TrainerSettings(Settings):
     costs less by number of tokens. The update changes by rounding only. Requires one rank, and no `compile` or
     `moe_replay`."""
     metrics_of_all_tokens: bool = False
-    """Also run a forward pass for the trajectories of episodes without advantage, which have no gradient, so that
+    """Also run a forward pass for the trajectories of episodes without advantage. They have no gradient, but with them
     entropy, mismatch and weights are means over all trained tokens. Does not change the update. A loss to which these
     trajectories contribute computes them in any case."""
     activation_checkpointing: bool = False
@@ -123,8 +123,8 @@ class TrainerSettings(Settings):
         if not has_shape or (self.num_stages > 1 and self.moe_replay == "engine"):
             key = "moe_replay" if has_shape else "tensor_parallel"
             raise ValueError(
-                f"stages: got {self.num_stages} stages with {key} = {getattr(self, key)!r}; allowed with it is 1, "
-                "because the two were not tested together"
+                f"stages: got {self.num_stages} with {key} = {getattr(self, key)!r}, which were not tested together; "
+                "allowed is 1"
             )
         return self
 
@@ -143,8 +143,8 @@ class TrainerSettings(Settings):
         for key in ("ranks", "compile", "moe_replay"):
             if self.share_prompts and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(
-                    f"share_prompts: got true with {key} = {getattr(self, key)!r}; allowed with it is false, because "
-                    "the two were not tested together"
+                    f"share_prompts: got true with {key} = {getattr(self, key)!r}, which were not tested together; "
+                    "allowed is false"
                 )
         if self.ranks > 1 and self.compile:
             raise ValueError("compile: got true with ranks above 1; allowed with several ranks is false")

@@ -45,7 +45,6 @@ class Totals:
     has_reference: bool
     has_critic: bool
     losses: list[float] = field(default_factory=list)
-    """Loss of each update."""
     grad_norms: list[float] = field(default_factory=list)
     """Gradient norm of each update, before clipping."""
     value_losses: list[float] = field(default_factory=list)

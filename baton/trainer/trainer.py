@@ -25,7 +25,7 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the current weights."""
+        """The version of the current weights. Its digest is empty until they are published or saved."""
         ...
 
     def step(self, batch: Batch) -> dict[str, float]:

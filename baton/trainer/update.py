@@ -37,7 +37,7 @@ class Learner:
     """Peak learning rate."""
 
     def moments(self, omitted: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the optimiser's state by name (`optimizer_tensors`), without that of some parameters."""
+        """Return the optimiser's state by name (`optimizer_tensors`), without the `omitted` parameters."""
         return optimizer_tensors(self.optimizer, {n: p for n, p in self.parameters.items() if n not in omitted})
 
 

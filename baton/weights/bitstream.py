@@ -99,7 +99,6 @@ class BitReader:
         return np.frombuffer(data, np.uint8)
 
     def bits(self, count: int) -> Bytes:
-        """Read `count` zeros and ones."""
         return np.unpackbits(self.stream(-(-count // 8)), count=count)
 
     def end(self) -> None:

@@ -74,7 +74,6 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     digest: str
     """blake3 (hexadecimal)."""
     size: int
-    """Size in bytes."""
 
 
 class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -36,7 +36,7 @@ class WeightsSettings(Settings):
     it."""
 
     def published_in(self, engine_dtype: DTypeChoice) -> DTypeName:
-        """Return the dtype of published versions if engines compute in `engine_dtype`, which may not be "auto"."""
+        """Return the dtype of published versions if engines compute in `engine_dtype`, which must not be "auto"."""
         found = engine_dtype if self.dtype == "auto" else self.dtype
         assert found != "auto", "the start of a run replaces the dtype auto"
         return found

@@ -35,7 +35,6 @@ class ByteReader:
     """Reads bytes at an offset, so that a large HTTP body is never completely in memory."""
 
     size: int
-    """Number of bytes."""
     read: Callable[[int, int], bytes]
     """Function (offset, limit) → at most `limit` bytes from the offset on. It may block, and raises OSError."""
 

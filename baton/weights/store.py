@@ -59,7 +59,6 @@ class Store:
         return chunk
 
     def has(self, digest: str) -> bool:
-        """Return whether the store has the chunk with this digest."""
         return self._place.size(_chunk_name(digest)) is not None
 
     def get_chunk(self, digest: str, size: int = MAX_CHUNK_BYTES) -> bytes:

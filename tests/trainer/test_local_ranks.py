@@ -51,7 +51,7 @@ def test_a_rank_that_hangs_is_named_when_its_time_is_up_and_is_not_left() -> Non
 def test_a_stopped_rank_does_not_block_its_controller_whatever_it_is_told(length: int) -> None:
     ranks = LocalRanks(1)
     os.kill(ranks.pids[0], signal.SIGSTOP)
-    unread = r" \(rank 0 has not read the last \d+ bytes of it\)" if length > 1000 else ""
+    unread = r" \(rank 0 has not read the last \d+ bytes of the request\)" if length > 1000 else ""
     with pytest.raises(RankLost, match=f"trainer rank 0 did not answer Restore in 1 s{unread}; continue from"):
         ranks.ask(Restore("x" * length), 1.0)
     wait_until_gone(ranks.pids)

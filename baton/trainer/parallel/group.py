@@ -49,7 +49,6 @@ class SingleRank:
     is_first: bool = True
     """True on rank 0, which writes files and logs warnings for all."""
     first_of_stage: int = 0
-    """First rank of this rank's pipeline stage."""
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
     """Names of parameters that another stage also has and counts in its norms and checkpoints."""

@@ -1,7 +1,7 @@
 """Trainer ranks as processes of this machine, connected by socket pairs.
 
 The exit of a rank is detected at once; a rank that does not answer or does not read is detected by the timeout. In both
-cases all ranks are ended. No rank survives this process: it exits when its socket closes, even within a collective.
+cases all ranks are ended. No rank survives this process: a rank exits when its socket closes, even within a collective.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LocalRanks:
     def _silent(self, waiting: Mapping[FrameSocket, int], what: str) -> RankLost:
         names = ", ".join(map(str, waiting.values()))
         unread = ", ".join(
-            f"rank {rank} has not read the last {socket.num_unsent_bytes} bytes of it"
+            f"rank {rank} has not read the last {socket.num_unsent_bytes} bytes of the request"
             for socket, rank in waiting.items()
             if socket.num_unsent_bytes
         )

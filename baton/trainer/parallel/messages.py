@@ -46,7 +46,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
-    """Rank, address and devices of a process; the first message that it receives."""
+    """The first message to a rank process: its rank, address and devices."""
 
     rank: int
     size: int

@@ -37,14 +37,10 @@ class RankedTrainer:
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the current weights. Its digest is empty until they are published or saved."""
         return self._version
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step on all ranks and return its metrics by name.
-
-        Raises the errors of `LocalTrainer.step`, or RankLost.
-        """
+        """Run one train step on all ranks. Raises the errors of `LocalTrainer.step`, or RankLost."""
         answers = self._ask(messages.TrainStep(batch), messages.Stepped)
         self._version = answers[0].version
         return next(answer.metrics for answer in answers if answer.metrics)  # the last pipeline stage has them
@@ -65,7 +61,7 @@ class RankedTrainer:
             self._version = self._ask(messages.Save(str(unfinished)), messages.Ready)[0].version
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint of a trainer with any number of ranks. Raises UserError if it does not fit this trainer."""
+        """Load a checkpoint that any number of ranks may have written."""
         self._version = self._ask(messages.Restore(str(directory.absolute())), messages.Ready)[0].version
 
     def close(self) -> None:

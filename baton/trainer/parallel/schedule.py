@@ -32,7 +32,7 @@ def stage_layers(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...
     if sum(found) != num_layers or min(found) < 1:
         raise UserError(
             f"trainer.stages: got {wanted if isinstance(wanted, int) else list(wanted)}, but the model has "
-            f"{num_layers} layers; allowed are at most as many stages, or a list of positive numbers with this sum"
+            f"{num_layers} layers; allowed are at most {num_layers} stages, or layer counts above 0 with this sum"
         )
     return found
 

@@ -35,7 +35,7 @@ class ReplicaLink(Protocol):
         """Number of the replica's devices."""
 
     def call(self, method: str, info: Any, timeout_s: float) -> None:
-        """Call a method at all devices of the replica and wait for its end. Raises BatonError.
+        """Call a method on all devices of the replica and wait until it returns. Raises BatonError.
 
         Methods: `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update` of vLLM,
         and Baton's `abort_transfer`, which ends a transfer that was left unfinished.
@@ -134,7 +134,7 @@ class DirectSender:
             return None if state is None else state.has
 
     def cause(self, replica: str) -> str:
-        """Return why a replica's last attempt has failed; empty if it has not failed since it served a version."""
+        """Return the cause of a replica's last failure; empty if it has served a version since."""
         with self._changed:
             state = self._sync.replicas.get(replica)
             return "" if state is None else state.last_cause
