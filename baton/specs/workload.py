@@ -160,9 +160,9 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def max_running(self) -> float:
-        """Mean number of running trajectories that the staleness gate allows, if the trainer is always busy.
+        """Mean number of running trajectories that the staleness bound allows, if the trainer is always busy.
 
-        With staleness bound η and batch size B, the gate enforces running + buffered + in training ≤ (η + 1)·B. B
+        With staleness bound η and batch size B, at most (η + 1)·B trajectories are running, buffered or in training. B
         trajectories are in training, and B/2 are buffered on average, which leaves (η − ½)·B. A finished trajectory
         counts until its group is complete, so only the share E[L] / E[longest of the group] is running. Without overlap
         (η = 0), all B trajectories of a batch may run.

@@ -1,7 +1,7 @@
 """Runs a plan on a Ray cluster. This process is the controller and the hub; workers and ranks are Ray actors.
 
 plan, machines ─▶ placement ─▶ recipe with its ranks ─▶ loop.train ──RankLost──▶ last checkpoint, replan ─┐
-                      ▲────────────────────────────────────────────────── at most fleet.max_restarts ◀─┘
+                      ▲──────────────────────────────────────────────────────── at most MAX_RESTARTS ◀─┘
 """
 
 from __future__ import annotations
