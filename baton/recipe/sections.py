@@ -78,5 +78,5 @@ class CheckpointSettings(Settings):
     """Number of latest checkpoints to keep; the checkpoint with the best held-out accuracy is kept in addition."""
     background: bool = False
     """Copy a checkpoint into host memory (/dev/shm), and write it to disk while the run continues. Takes 12 bytes of
-    host memory per trained parameter. At most one checkpoint is pending: the next checkpoint and the end of the run
+    host memory per trained parameter. At most one checkpoint is pending. The next checkpoint and the end of the run
     wait for it. Requires that all ranks are on one machine."""

@@ -1,4 +1,4 @@
-"""Converts leases and their reports to spans of the trace, each in a slot of an engine.
+"""Converts leases and their reports to spans of the trace. Each span is in a slot of an engine.
 
 The sender of leases calls `on_lease` for each lease and `on_report` for each report. If an engine has more leases than
 slots, it runs them in the order of arrival. The span of a waiting lease therefore begins when a slot becomes free. A

@@ -32,7 +32,7 @@ class LogSettings(Settings):
 
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Loggers that receive the metrics in addition to metrics.jsonl. tensorboard: files in the run's directory. wandb:
-    Weights & Biases; with the environment variable WANDB_MODE=offline, the metrics stay on disk."""
+    Weights & Biases. If the environment variable WANDB_MODE is offline, the metrics stay on disk."""
     wandb: str | None = None
     """Project at Weights & Biases; the default is "baton". A value adds the logger wandb."""
 

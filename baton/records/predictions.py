@@ -137,4 +137,4 @@ def read_predictions(directory: Path) -> Predictions | None:
     try:
         return msgspec.json.decode(file.read_bytes(), type=Predictions) if file.is_file() else None
     except msgspec.DecodeError as error:
-        raise Damaged(f"{file} cannot be read: {error}; delete it to do without its predictions") from error
+        raise Damaged(f"{file} cannot be read: {error}; delete it to continue without predictions") from error

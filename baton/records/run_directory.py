@@ -74,8 +74,8 @@ class RunDirectory:
 
     @classmethod
     def check_free(cls, path: Path, *, overwrite: bool) -> None:
-        """Raise UserError if the path has a run and `overwrite` is False, or if it has files that are not part of a
-        run."""
+        """Raise UserError if the path contains a run and `overwrite` is False, or if it contains files that do not
+        belong to a run."""
         if not path.exists():
             return
         if not path.is_dir():

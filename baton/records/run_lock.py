@@ -108,7 +108,7 @@ class RunLock:
 
     def release(self, outcome: str | None = None) -> None:
         """Release the lock. Remove the directory if `take` created it and no run was started in it. May be called
-        twice. outcome: how the run ended, if one ran."""
+        twice. outcome: how the run ended; None if no run was started."""
         if self._file.closed:
             return
         with suppress(OSError), self._file:

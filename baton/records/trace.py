@@ -92,9 +92,8 @@ class TraceWriter:
     """Writes the spans of a live run to the run's directory. Any thread may add spans. Times are given as values of
     `time.monotonic`.
 
-    trace.jsonl receives spans until it has half of the allowed size, then trace.last.jsonl receives them. Whenever
-    trace.last.jsonl reaches a quarter of the allowed size, it is renamed to trace.before.jsonl and replaces the old
-    file of that name.
+    Spans are written to trace.jsonl until it has half of the allowed size, then to trace.last.jsonl. When
+    trace.last.jsonl reaches a quarter of the allowed size, it replaces trace.before.jsonl.
     """
 
     def __init__(self, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:

@@ -33,7 +33,7 @@ _OWNED: dict[str, str] = {
     "hf_overrides": "use model.head_dtype",
     "return_sampling_mask": "use engine.vllm.return_sampling_mask",
     "stream_interval": "remove it, because each token is recorded with the version that is served when it arrives",
-    "enable_return_routed_experts": "remove it, because vLLM returns them only at the end of a request",
+    "enable_return_routed_experts": "remove it, because vLLM returns the experts only at the end of a request",
     "data_parallel_size": "remove it, and start one worker per replica",
     **dict.fromkeys(
         ("worker_cls", "worker_extension_cls", "weight_transfer_config", "load_format", "logprobs_mode"),

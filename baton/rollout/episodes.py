@@ -164,8 +164,8 @@ class ErrorBudget:
         if self._failed[block] <= self.max_share * self.BLOCK + 1e-6:
             return None
         return (
-            f"{self._failed[block]:.0f} of {self.BLOCK} attempts at episodes failed with their environment, more than "
-            f"environments.max_failed_share = {self.max_share:g}"
+            f"{self._failed[block]:.0f} of {self.BLOCK} episode attempts failed because of their environment, more "
+            f"than environments.max_failed_share = {self.max_share:g}"
         )
 
 
@@ -461,7 +461,7 @@ def _key(trajectory: Trajectory) -> tuple[int, int]:
 
 
 def _ended_by(answer: Observation) -> EpisodeFinish:
-    """Return why the environment's last observation ended the episode, from the numbers of its `info`."""
+    """Return why the environment's last observation ended the episode, as its `info` states."""
     if answer.metrics.get("parse_error"):
         return EpisodeFinish.PARSE_ERROR
     if answer.is_terminated and answer.metrics.get("num_calls") == 0:

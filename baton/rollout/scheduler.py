@@ -119,7 +119,7 @@ class RolloutScheduler:
 
     @property
     def num_open(self) -> int:
-        """Number of open groups: opened, and neither delivered nor discarded."""
+        """Number of groups that are neither delivered nor discarded."""
         return len(self._buffer)
 
     @property

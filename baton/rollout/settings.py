@@ -97,15 +97,15 @@ class RolloutSettings(Settings):
     """Maximum number of versions that a trained token may be behind the trainer. The default is 0 in `sync`, 4 in the
     other modes."""
     on_new_version: OnNewVersion | None = None
-    """Treatment of running trajectories: `drain` lets them finish (only `sync`); `resume` aborts them and resumes from
-    their token ids under the new weights (default of `partial` and `async`); `keep` continues them with the keys and
-    values of the old weights (`partial` and `async`)."""
+    """Treatment of running trajectories: `drain` (only `sync`): they finish first. `resume` (default of `partial` and
+    `async`): they are aborted, and resume from their token ids under the new weights. `keep` (`partial` and `async`):
+    they continue with the keys and values of the old weights."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""
     stale: Stale = "mask"
     """Treatment of tokens older than max_staleness: `mask` keeps them as context without a gradient, and the reward
-    still covers them; `drop` discards the group and tries its prompt again."""
+    still scores the whole response. `drop` discards the group and tries its prompt again."""
     max_requeues: int = Field(default=2, ge=0)
     """Number of further attempts at a dropped prompt before the prompt is discarded (stale = "drop")."""
     dynamic_sampling: bool = False
@@ -117,7 +117,9 @@ class RolloutSettings(Settings):
     @classmethod
     def _is_enough(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, float) and not (1 <= value < math.inf):
-            raise ValueError('allowed is a number of at least 1, or "auto": a batch needs batch_groups complete groups')
+            raise ValueError(
+                'allowed is "auto" or a number of at least 1, because a batch needs batch_groups complete groups'
+            )
         return value
 
     @model_validator(mode="after")
@@ -155,8 +157,8 @@ class RolloutSettings(Settings):
         if rules.stale != "mask" and self.mode == "partial" and rules.overprovision > rules.max_staleness + 1:
             found.append(
                 f"overprovision: got {rules.overprovision:g} with max_staleness = {rules.max_staleness} and stale = "
-                f'"{rules.stale}", allowed at most max_staleness + 1 = {rules.max_staleness + 1}, because carried '
-                'groups would become too old; lower overprovision, raise max_staleness, or use stale = "mask"'
+                f'"{rules.stale}", but at most max_staleness + 1 = {rules.max_staleness + 1} is allowed, because '
+                'carried groups would become too old; lower overprovision, raise max_staleness, or use stale = "mask"'
             )
         return found
 

@@ -385,7 +385,7 @@ def open_episodes(
     if bridge.removes_thoughts:
         say(
             "the chat template removes reasoning from the turns before an observation of role "
-            f"{' or '.join(bridge.removes_thoughts)}: an episode then continues in a new path"
+            f"{' or '.join(bridge.removes_thoughts)}: the episode then continues in a new path"
         )
     longest = recipe.rollout.max_new_tokens
     pool = EnvironmentPool({name: task.spec for name, task in tasks.items()}, recipe.environments)

@@ -230,7 +230,9 @@ class Loop:
                 # the workers report their last tokens, and the journal stores them
                 self.controller.abort_all(PUT_DOWN_S)
             except (EngineFault, EnvironmentFault, DeadlineExceeded) as error:
-                self.observer.said(f"a resumed run generates again the tokens that workers have not reported: {error}")
+                self.observer.said(
+                    f"workers have not reported all tokens, and a resumed run generates them again: {error}"
+                )
             self.journal.settle()
         return results
 

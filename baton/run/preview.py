@@ -26,7 +26,7 @@ class Preview(msgspec.Struct, frozen=True):
     responses: tuple[ReadableTrajectory, ...]
     """`SAMPLES` responses to each prompt, prompt by prompt."""
     findings: tuple[str, ...]
-    """Lines for the user. Those that begin with `warning:` name a problem."""
+    """Lines for the user. A line that begins with `warning:` names a problem."""
 
 
 def preview(recipe: Recipe, num_prompts: int) -> Preview:

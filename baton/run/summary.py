@@ -49,7 +49,7 @@ class RunReport(msgspec.Struct, frozen=True):
     reward_before: float | None
     """Mean training reward of the first `WINDOW` steps, or of the first half of a short run."""
     reward_after: float | None
-    """Mean training reward of the last `WINDOW` steps, or of the last half."""
+    """Mean training reward of the last `WINDOW` steps, or of the last half of a short run."""
     generated_tokens: float
     generate_tokens_per_s: float
     """Generated tokens divided by the time spent generating."""

@@ -102,7 +102,7 @@ class TrackedTask:
     leases: list[TrackedLease] = field(default_factory=list)
     """Valid leases of the task: none while the task waits, two while it has a backup lease."""
     origin: str | None = None
-    """Origin of the lease that generated the committed tokens after `start`; None while there are none."""
+    """Origin of the lease that generated the committed tokens after `start`; None without such tokens."""
     returned: list[TrackedLease] = field(default_factory=list)
     """Leases that were returned while another lease of the task was still valid."""
     is_aborting: bool = False

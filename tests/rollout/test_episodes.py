@@ -458,8 +458,9 @@ def test_a_run_whose_environments_always_fail_ends_with_a_sentence() -> None:
     bench = Bench("sync", ScriptedEnvironments(fails=lambda request: True), max_failed_share=0.1)
     bench.begin()
     said = (
-        r"11 of 100 attempts at episodes failed with their environment, more than environments.max_failed_share = 0.1; "
-        r"the last one, \d/\d of task 'rooms', at turn 1: it hung; repair the environment or raise the share.*--resume"
+        r"11 of 100 episode attempts failed because of their environment, more than environments.max_failed_share "
+        r"= 0.1; the last one, \d/\d of task 'rooms', at turn 1: it hung; repair the environment or raise the share"
+        r".*--resume"
     )
     with pytest.raises(EnvironmentFault, match=said):
         bench.step()
@@ -508,7 +509,7 @@ def test_the_error_budget_counts_failures_in_the_block_in_which_the_attempt_bega
     assert Counter(blocks) == {0: 100, 1: 100, 2: 50}
     assert [budget.fail(block) for block in (0, 1) for _ in range(50)] == [None] * 100
     assert budget.fail(2) is None, "the share is of the whole block, while attempts of it are open"
-    assert str(budget.fail(1)).startswith("51 of 100 attempts")
+    assert str(budget.fail(1)).startswith("51 of 100 episode attempts")
     never = ErrorBudget(1.0)
     assert [never.fail(never.begin()) for _ in range(300)] == [None] * 300
 

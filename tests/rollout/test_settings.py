@@ -19,7 +19,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 REFUSED = [
     (
         ["rollout.overprovision=0.5", "rollout.mode=partial"],
-        "rollout.overprovision: got 0.5, allowed is a number",
+        'rollout.overprovision: got 0.5, allowed is "auto" or a number',
     ),
     (["rollout.overprovision=2.0"], 'only mode = "partial" uses it; use mode = "partial"'),
     (["rollout.mode=async", "rollout.overprovision=2.0"], "max_staleness bounds how far it runs ahead"),
@@ -31,7 +31,7 @@ REFUSED = [
     (["rollout.mode=async", "rollout.stale=wait"], "rollout.stale: got 'wait', input should be 'mask' or 'drop'"),
     (
         ["rollout.mode=partial", "rollout.overprovision=4.0", "rollout.max_staleness=2", "rollout.stale=drop"],
-        "allowed at most max_staleness + 1 = 3",
+        "at most max_staleness + 1 = 3 is allowed",
     ),
     (["rollout.mode=async"], "engine.processes: got 0"),
     (["rollout.group_size=1"], "use 2 or more"),

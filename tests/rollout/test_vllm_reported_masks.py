@@ -137,7 +137,9 @@ def test_an_engine_with_masks_refuses_all_else_and_one_without_refuses_truncatio
     for other in (SamplingParams(4), SamplingParams(4, temperature=0.0), SamplingParams(4, top_k=7)):
         with pytest.raises(UserError, match="accepts only rollouts with top_p or top_k; evaluate with another engine"):
             engine.submit(lease(other))
-    with pytest.raises(UserError, match=r"only temperature is allowed, or for training engine\.vllm\.return_sampling"):
+    with pytest.raises(
+        UserError, match=r"only temperature is allowed, or, for training, engine\.vllm\.return_sampling"
+    ):
         make(return_sampling_mask=False).submit(lease(TRUNCATED))
 
 

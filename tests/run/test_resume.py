@@ -506,7 +506,7 @@ def test_predictions_that_are_damaged_while_a_run_is_open_do_not_end_it(tiny_mod
     report = summarise(RunDirectory.open(wanted.run.path))
     assert report.predictions == ()
     assert f"{FILE} cannot be read" in report.warnings[0]
-    with pytest.raises(Damaged, match=rf"{FILE} cannot be read: .*; delete it to do without its predictions"):
+    with pytest.raises(Damaged, match=rf"{FILE} cannot be read: .*; delete it to continue without predictions"):
         train(recipe(tiny_model, tmp_path, run__steps=4, eval__enabled=False), resume=True)
 
 

@@ -86,8 +86,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         sampling = lease.sampling
         if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
             raise UserError(
-                f"trajectory {lease.trajectory.name}: {self._client.name} was started to report sampling masks, and "
-                "then accepts only rollouts with top_p or top_k; evaluate with another engine (eval.enabled = false)"
+                f"trajectory {lease.trajectory.name}: {self._client.name} reports sampling masks, so it "
+                "accepts only rollouts with top_p or top_k; evaluate with another engine (eval.enabled = false)"
             )
         if self.mask_dtype is None and (sampling.top_p < 1 or sampling.top_k):
             raise UserError(

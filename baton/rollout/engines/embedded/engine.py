@@ -339,8 +339,8 @@ def skeleton_engine(
         tied = set(getattr(model, "all_tied_weights_keys", {}))
         if unexpected or set(missing) - tied:
             raise UserError(
-                "the tensors of the base model do not fit its configuration: unexpected or missing: "
-                f"{', '.join([*unexpected, *missing][:3])}; check that model.path is the model of the run"
+                "the tensors of the base model do not fit its configuration (unexpected or missing: "
+                f"{', '.join([*unexpected, *missing][:3])}); check that model.path is the model of the run"
             )
     tokenizer = load_tokenizer(str(directory))
     return EmbeddedEngine(model, tokenizer, settings, PolicyVersion("", -1), end_ids(model, tokenizer))

@@ -326,7 +326,7 @@ class Network:
             return self.cache, float((got_V - expected_V).norm() / scale)
 
     def _same_rows(self, shape: PrefillShape) -> tuple[int, ...]:
-        """Return the ascending numbers of rows that compute the same bits as the maximum number of this shape."""
+        """Return the numbers of rows, ascending, that compute the same bits as the shape's maximum number of rows."""
         most, length, past = shape
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)

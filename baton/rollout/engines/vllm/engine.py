@@ -50,7 +50,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     # vLLM's logprobs are over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs over
     # all
     _only_temperature = (
-        "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or for training "
+        "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or, for training, "
         "engine.vllm.return_sampling_mask = true"
     )
 
