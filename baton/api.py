@@ -325,7 +325,7 @@ class Run:
         """`running` while a process trains; `finished`, `stopped` (it can be resumed), or `failed` (with an error, or
         killed)."""
         found = RunLock.status(self.path)
-        if not found:  # an earlier version of Baton ended the run
+        if not found:  # a run of an earlier version of Baton, which stored no status
             done = max((row["step"] for row in read_metrics(self.path)), default=0)
             found = "finished" if done >= self._directory.recipe()["run"]["steps"] else "stopped"
         return cast(Status, found)

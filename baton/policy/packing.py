@@ -27,8 +27,7 @@ PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""One tuple for each packed row, with its length, and for each shared prompt, with its length and the lengths of its
-responses."""
+"""One tuple per packed row (its length) and one per shared prompt (its length and the lengths of its responses)."""
 
 SIMILAR = 0.5
 """Responses to one prompt are padded in pieces, to the longest of the piece. A response shorter than this fraction of

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 def set_up_threads(threads: int, *, deterministic: bool | None = None) -> None:
     """Set the number of torch's threads, and on CUDA the precision of float32 matrix products.
 
-    `deterministic`: whether torch uses deterministic algorithms; None means only without CUDA.
+    `deterministic`: whether torch uses deterministic algorithms; None means that it does only without CUDA.
     """
     torch.set_num_threads(threads)
     has_cuda = torch.cuda.is_available()

@@ -222,7 +222,7 @@ def aggregate(values: torch.Tensor, inputs: LossInputs, aggregation: Aggregation
 
 
 def divisor(num_episodes: int, num_trained_tokens: int, aggregation: Aggregation, longest: int) -> float:
-    """Return the divisor of `aggregate`, from counts over a whole minibatch (table at the top).
+    """Return the divisor of `aggregate`, from counts over a whole minibatch (table in the module's docstring).
 
     `longest` is the maximum length of an episode in policy tokens.
     """

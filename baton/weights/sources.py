@@ -21,7 +21,7 @@ class WeightsSource(Protocol):
     name: str
     """Name of the source in error messages."""
     distance: int
-    """Rank in which sources are asked: the smallest distance first, equal distances in random order."""
+    """Order in which sources are asked: the smallest distance first, equal distances in random order."""
 
     def manifest(self, version: PolicyVersion) -> bytes:
         """Return the bytes of a version's manifest."""
