@@ -85,6 +85,8 @@ class VllmSettings(Settings):
         for name in arguments:
             if name in _OWNED:
                 raise ValueError(f"{name}: Baton sets this argument of vLLM; {_OWNED[name]}")
+        if not isinstance(given := arguments.get("additional_config", {}), dict):
+            raise ValueError(f"additional_config: got {given!r}, allowed is a table of keys and values")
         return arguments
 
     @property

@@ -61,6 +61,11 @@ def test_arguments_of_vllm_that_baton_sets_are_refused(name):
         EngineSettings(kind="vllm", vllm={"arguments": {name: 1}})
 
 
+def test_the_additional_configuration_of_vllm_is_a_table():
+    with pytest.raises(ValidationError, match=r"additional_config: got 'x', allowed is a table"):
+        EngineSettings(kind="vllm", vllm={"arguments": {"additional_config": "x"}})
+
+
 def test_a_worker_takes_arguments_of_vllm_only_from_its_own_user():
     given = EngineSettings(kind="vllm", vllm={"arguments": {"trust_remote_code": True}})
     with pytest.raises(UserError, match=r"engine\.vllm\.arguments: got trust_remote_code from the hub"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -74,8 +76,9 @@ def test_an_engine_whose_process_is_killed_says_so_and_can_be_closed(victim, vll
     await_gone(own)
 
 
-def test_what_it_started_ends_with_a_process_that_is_killed(vllm_paths, tmp_path):
-    """A core whose client is gone would keep its GPU for ever."""
+def hold(path: str, tmp_path: Path, mark: str = "") -> subprocess.Popen[str]:
+    """Start a process that builds an engine, says "ready", and waits. All its processes have `mark` in their
+    environment."""
     script = tmp_path / "held.py"
     script.write_text(
         "import sys, time\n"
@@ -87,10 +90,13 @@ def test_what_it_started_ends_with_a_process_that_is_killed(vllm_paths, tmp_path
         "    time.sleep(600)\n"
     )
     paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "rollout")]
-    environment = {**os.environ, "PYTHONPATH": ":".join(paths)}
-    held = subprocess.Popen(
-        [sys.executable, str(script), vllm_paths["qwen3"]], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    environment = {**os.environ, "PYTHONPATH": ":".join(paths), "BATON_TEST_MARK": mark}
+    return subprocess.Popen([sys.executable, str(script), path], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_what_it_started_ends_with_a_process_that_is_killed(vllm_paths, tmp_path):
+    """A core whose client is gone would keep its GPU for ever."""
+    held = hold(vllm_paths["qwen3"], tmp_path)
     try:
         assert any(line.strip() == "ready" for line in held.stdout)
         own = family(held.pid)
@@ -99,6 +105,51 @@ def test_what_it_started_ends_with_a_process_that_is_killed(vllm_paths, tmp_path
         held.kill()
         held.wait(DEADLINE_S)
     await_gone(own)
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes with a mark in their environment, also those whose parent has ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"BATON_TEST_MARK={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_what_it_started_ends_with_a_process_that_is_killed_while_vllm_starts(vllm_paths, tmp_path, generations):
+    """The core, and the worker that it starts, spend minutes on loading before they serve anybody."""
+    import psutil
+
+    def depth(pid: int) -> int:
+        """Return how many generations of vLLM's processes are below a process."""
+        own = []
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name().startswith("VLLM") or "--multiprocessing-fork" in child.cmdline():
+                    own.append(child.pid)
+        return max((1 + depth(child) for child in own), default=0)
+
+    mark = uuid.uuid4().hex
+    held, until_s = hold(vllm_paths["qwen3"], tmp_path, mark), time.monotonic() + 2 * DEADLINE_S
+    try:
+        while depth(held.pid) < generations:
+            assert held.poll() is None
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        assert len(marked(mark)) > generations
+    finally:
+        held.kill()
+        held.wait(DEADLINE_S)
+    until_s = time.monotonic() + DEADLINE_S
+    try:
+        while left := marked(mark):
+            assert time.monotonic() < until_s, f"processes {left} did not end"
+            time.sleep(0.1)
+    finally:
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_shape_that_vllm_refuses_is_a_sentence(vllm_paths):

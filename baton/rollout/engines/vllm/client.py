@@ -88,7 +88,6 @@ class VllmClient(EngineClient):
             raise UserError(f"engine.kind: vLLM refuses this model or these settings: {_said(error)}") from error
         except RuntimeError as error:
             raise EngineFault(f"vLLM did not start: {first_line(error)} (vLLM's output is above)") from error
-        await self._llm.collective_rpc("end_with", args=(os.getpid(),))
 
     async def _stop(self) -> None:
         self._abort_requests(list(self._tasks))

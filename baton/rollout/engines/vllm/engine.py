@@ -30,6 +30,7 @@ from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
 from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
+from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
 from baton.types import FromWorker, PolicyVersion, kept_dtype
@@ -187,7 +188,8 @@ def _engine(
         "model": str(directory),
         "load_format": load_format,
         "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
-        **settings.vllm.arguments,
+        **(own := settings.vllm.arguments),
+        "additional_config": {**own.get("additional_config", {}), "baton": EndWithParent()},
     }
     client = VllmClient(arguments, answer_timeout_s=settings.vllm.answer_timeout_s)
     engine = VllmEngine(client, skeleton, read_base, settings, version)

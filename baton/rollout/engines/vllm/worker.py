@@ -1,4 +1,4 @@
-"""Code that runs in vLLM's worker processes and loads weights in place, from a file in memory.
+"""Code that runs in vLLM's processes: loads weights in place, from a file in memory, and ends with the parent.
 
 vLLM adds `WeightsLoader` to the base classes of its worker (`worker_extension_cls`). This module imports no other
 module of Baton.
@@ -12,15 +12,41 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from multiprocessing.context import get_spawning_popen
 from threading import Thread
 from typing import Any
 
-import psutil  # a dependency of vLLM
 from safetensors import safe_open
 
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 """Name of the logger that reports the layers which a reload did not update."""
+
+
+class EndWithParent(str):
+    """Value in vLLM's `additional_config`, which vLLM sends to its core and workers. A process that is spawned with it
+    kills itself when its parent exits or is killed, also while it loads the model.
+
+    Otherwise a core whose client was killed would keep its memory without limit. It is a string, because vLLM writes
+    its configuration as JSON. Ray does not spawn its workers so; it ends them with the core.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_end_with, (os.getpid(),)) if get_spawning_popen() is not None else (EndWithParent, ())
+
+
+def _end_with(parent: int) -> EndWithParent:
+    """Called in a spawned process before its first statement."""
+    Thread(target=_wait_for_end, args=(parent,), name="baton", daemon=True).start()
+    return EndWithParent()
+
+
+def _wait_for_end(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class WeightsLoader:
@@ -49,19 +75,6 @@ class WeightsLoader:
         with checked_reload(self.model_runner.get_model()):
             self.reload_weights(weights_iterator=tensors())
         return taken
-
-    def end_with(self, pid: int) -> bool:
-        """Kill this process and vLLM's core when the client process `pid` exits or is killed.
-
-        Otherwise, after its client was killed, a core would wait without limit and keep its memory. Returns False and
-        does nothing if `pid` is not an ancestor of this process, for example on another machine.
-        """
-        ancestors = [process.pid for process in psutil.Process().parents()]
-        if pid not in ancestors:
-            return False
-        own = [os.getpid(), *ancestors[: ancestors.index(pid)]]
-        Thread(target=_end_with, args=(pid, own[::-1]), name="baton", daemon=True).start()
-        return True
 
 
 @contextmanager
@@ -102,15 +115,6 @@ def _tied(model: Any) -> list[Any]:
         if weight is not None and weight.numel():
             sharing[weight.data_ptr()].append(module)
     return [module for modules in sharing.values() if len(modules) > 1 for module in modules]
-
-
-def _end_with(pid: int, own: list[int]) -> None:
-    """Wait until `pid` is no longer an ancestor, then kill the processes of vLLM, the core first."""
-    while pid in [process.pid for process in psutil.Process().parents()]:
-        time.sleep(1.0)
-    for one in own:
-        with suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
 
 
 class _Missed(logging.Filter):
