@@ -45,6 +45,10 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple
         ("a reference model", work.has_reference, planned.has_reference, work.has_reference),
         ("trainer.activation_checkpointing", work.recompute, planned.recompute, planned.recompute),
     ]
+    if most := planned.microbatch_tokens:  # with fewer tokens than planned, the memory suffices
+        own_most = work.microbatch_tokens
+        is_larger = own_most > most and _is_far(own_most, most)
+        pairs.append(("trainer.max_tokens_per_microbatch", own_most, most, is_larger))
     if Path(recipe.model.path).exists():  # a name on the Hugging Face hub is not compared
         model = read_model(Path(recipe.model.path))
         same = (model.num_layers, model.hidden, model.vocab) == (planned.num_layers, planned.hidden, planned.vocab)

@@ -139,6 +139,8 @@ class PlannedWork(msgspec.Struct, frozen=True):
     has_critic: bool
     has_reference: bool
     recompute: bool
+    microbatch_tokens: int = 0
+    """Tokens that a microbatch may have; 0 in a plan of an earlier version."""
 
     @classmethod
     def of(cls, model: ModelSpec, work: Workload) -> PlannedWork:

@@ -71,6 +71,7 @@ def test_a_plan_made_for_the_recipe_is_used_without_a_word() -> None:
         ({"longest_prompt_tokens": 300.0}, (), "engine.max_context_tokens: got 192, the plan has prompts of 300"),
         ({}, ('rollout.mode="async"',), "max_staleness: got 4, the plan has 0"),
         ({}, ("algorithm.kl_coef=0.01",), "a reference model: got True, the plan has False"),
+        ({}, ("trainer.max_tokens_per_microbatch=4096",), "max_tokens_per_microbatch: got 4096, the plan has 2048"),
         ({"recompute": True}, (), "trainer.activation_checkpointing: got False, the plan has True"),
     ],
 )
@@ -91,6 +92,7 @@ def test_one_sentence_names_all_differences_that_matter() -> None:
         ({}, ("rollout.batch_groups=33",), "got 33 × 8, the plan has 32 × 8"),
         ({}, ("rollout.max_new_tokens=120",), "got 120, the plan has 128"),
         ({"max_output_tokens": 0}, (), "max_new_tokens: got 128, the plan has 40"),
+        ({"microbatch_tokens": 8192}, (), "trainer.max_tokens_per_microbatch: got 2048, the plan has 8192"),
         ({"has_critic": True}, (), "a critic: got False, the plan has True"),
     ],
 )
@@ -125,7 +127,8 @@ def test_the_planner_records_the_work_of_its_inputs(tmp_path: Path) -> None:
     file = tmp_path / "work.toml"
     file.write_text(
         "groups = 32\ngroup_size = 8\nmax_staleness = 0\nprompt_tokens = { mean = 9 }\n"
-        'output_tokens = { kind = "lognormal", mean = 40, max = 128 }\nalgorithm = { recompute = false }\n'
+        'output_tokens = { kind = "lognormal", mean = 40, max = 128 }\n'
+        "algorithm = { recompute = false, microbatch_tokens = 2048 }\n"
     )
     cluster = ROOT / "recipes" / "planner" / "this-cpu.toml"
     found = make_plan(ROOT / "models" / "quickstart", file, cluster, colocated=True).plan
