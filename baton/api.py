@@ -27,7 +27,7 @@ from baton.recipe.recipe import Recipe
 from baton.records.evaluation import Evaluation
 from baton.records.metrics import read_metrics
 from baton.records.predictions import Predictions
-from baton.records.run_directory import RunDirectory, without_none
+from baton.records.run_directory import RunDirectory, Source, without_none
 from baton.records.run_lock import RunLock
 from baton.run.summary import RunReport, write_summary
 from baton.specs.plan import Plan
@@ -338,12 +338,16 @@ class Run:
             rows.setdefault(row["step"], {}).update(values)
         return [rows[step] for step in sorted(rows)]
 
-    def samples(self, step: int) -> Iterator[Sample]:
-        """Yield the trajectories of a train step. Raises UserError, which names the recorded steps, if the step is not
-        recorded."""
+    def samples(self, step: int, source: Source = "batch") -> Iterator[Sample]:
+        """Yield recorded trajectories of a train step. Raises UserError, which names the recorded steps, if the step is
+        not recorded.
+
+        source: `batch`; `evaluation` or `greedy`, the sampled or greedy responses of the evaluation after the step; or
+        `skipped`, the batch that `baton train --skip-batch` removed.
+        """
         from baton.run.trajectories import read_trajectories
 
-        for reading in read_trajectories(self.path, step, limit=sys.maxsize):
+        for reading in read_trajectories(self.path, step, limit=sys.maxsize, source=source):
             yield reading.shown
 
     def evaluations(self) -> list[Evaluation]:

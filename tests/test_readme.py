@@ -56,7 +56,7 @@ def check_command(words: list[str], own_files: str) -> None:
     command = group.commands[words[0]]  # type: ignore[union-attr]
     if hasattr(command, "commands") and words[1:]:  # a group of commands
         command = command.commands[words[1]]
-    options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    options = {"--help"}.union(*([*parameter.opts, *parameter.secondary_opts] for parameter in command.params))
     for word in words[1:]:
         if word.startswith("-"):
             assert word.partition("=")[0] in options, f"baton {words[0]} has no option {word}"

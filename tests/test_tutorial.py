@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -37,6 +38,7 @@ def run_shell(block: str) -> None:
         elif words[0] == "baton" and "/models/" not in line:
             done = CliRunner().invoke(app, smaller(words[1:]))
             assert done.exit_code == 0, f"{line}\n{done.output}"
+            assert "could not be scored" not in done.output, line
 
 
 def test_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +56,9 @@ def test_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 exec(compile(text, page, "exec"), names)
     assert {path.name for path in (tmp_path / "runs").glob("[a-z]*")} == {"orders", "orders-python"}
     assert (tmp_path / "exported" / "model.safetensors").is_file()
+    right = importlib.import_module("trl_rewards").right
+    assert right(["1<answer>5</answer>", "5", "<answer>6</answer>"], [5, 5, 5]) == [1.0, 0.0, 0.0]
+    assert len((tmp_path / "responses.jsonl").read_text(encoding="utf-8").splitlines()) == 4
 
 
 @pytest.mark.slow

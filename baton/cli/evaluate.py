@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.options import Json, show
+from baton.errors import UserError
 
 
 def evaluate(
@@ -30,13 +31,26 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Cumulative probability for nucleus sampling.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 disables.")] = 0,
+    write_to: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write every response with prompt, answer and reward to this file, as JSON lines."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a checkpoint's accuracy, pass@k and reward on test sets or held-out prompts, with 95 % intervals."""
     from baton.run.assemble import evaluate_model
     from baton.views.terminal.report import print_evaluations
 
+    if write_to is not None and (write_to.is_dir() or not write_to.absolute().parent.is_dir()):
+        raise UserError(f"cannot write {write_to}: give a file in an existing directory")
     results = evaluate_model(
-        model, recipe, num_prompts=num_prompts, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k
+        model,
+        recipe,
+        num_prompts=num_prompts,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        write_to=write_to,
     )
     show(results, print_evaluations, as_json=as_json)

@@ -56,6 +56,7 @@ RENAMED_OPTIONS = {
     "--best": "--sort best",
     "--worst": "--sort worst",
     "--longest": "--sort longest",
+    "--skipped": "--from skipped",
 }
 """Options of earlier versions, each with its current name."""
 

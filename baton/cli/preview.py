@@ -18,7 +18,11 @@ def preview(
     ] = 4,
     as_json: Json = False,
 ) -> None:
-    """Sample and score a few responses before any training, and report problems."""
+    """Sample and score a few responses before any training, and report problems.
+
+    Problems are printed as warnings. They do not change the exit code, because a few responses cannot prove a problem.
+    A script reads the list `warnings` of the output of --json.
+    """
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe
     from baton.run.preview import preview as make_preview
@@ -26,6 +30,7 @@ def preview(
 
     found = make_preview(load_recipe(Recipe, recipe, overrides or ()), num_prompts)
     if as_json:
-        print_json({"samples": [reading.shown for reading in found.responses], "findings": found.findings})
+        samples = [reading.shown for reading in found.responses]
+        print_json({"samples": samples, "findings": found.findings, "warnings": found.warnings})
     else:
         print_preview(out, found)

@@ -1,4 +1,4 @@
-"""The command `baton show`: print the trajectories of a train step."""
+"""The command `baton show`: print recorded trajectories."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import typer
 
 from baton.cli.options import Json, RunPath
 from baton.console import out, print_json
+from baton.records.run_directory import Source
 
 
 def show(
     run: RunPath,
     step: Annotated[int | None, typer.Option("--step", help="Train step; default: the last.")] = None,
-    skipped: Annotated[
-        bool, typer.Option("--skipped", help="Show the batch that `baton train --skip-batch` skipped.")
-    ] = False,
+    source: Annotated[
+        Source,
+        typer.Option(
+            "--from",
+            help="The batch of the step; the sampled or greedy responses of the evaluation after the step; or the "
+            "batch that `baton train --skip-batch` removed.",
+        ),
+    ] = "batch",
     group: Annotated[int | None, typer.Option("--group", help="Show only the group with this id.")] = None,
     order: Annotated[
         Literal["best", "worst", "longest"] | None,
@@ -28,12 +34,12 @@ def show(
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Maximum number of trajectories.")] = 8,
     as_json: Json = False,
 ) -> None:
-    """Show the trajectories of a train step: prompt, response, answer, reward."""
+    """Show recorded trajectories of a train step or an evaluation: prompt, response, answer, reward."""
     from baton.run.trajectories import read_trajectories
     from baton.views.terminal.trajectories import print_trajectories
 
     found = read_trajectories(
-        run, step, group=group, task=task, is_correct=correct, order=order, limit=limit, skipped=skipped
+        run, step, group=group, task=task, is_correct=correct, order=order, limit=limit, source=source
     )
     if as_json:
         print_json([reading.shown for reading in found])

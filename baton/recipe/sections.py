@@ -47,7 +47,7 @@ class FleetSettings(Settings):
 
 
 class EvalSettings(Settings):
-    """[eval]: the held-out evaluation."""
+    """[eval]: evaluations on problems that are not trained on."""
 
     enabled: bool = True
     """Whether the run makes evaluations."""
@@ -75,7 +75,7 @@ class CheckpointSettings(Settings):
     every: int = Field(default=50, ge=1)
     """Train steps between checkpoints; the last step always writes a checkpoint."""
     keep: int = Field(default=2, ge=1)
-    """Number of latest checkpoints to keep; the checkpoint with the best held-out accuracy is kept in addition."""
+    """Number of latest checkpoints to keep; the checkpoint with the best accuracy is kept in addition."""
     background: bool = False
     """Copy a checkpoint into host memory (/dev/shm), and write it to disk while the run continues. Takes 12 bytes of
     host memory per trained parameter. At most one checkpoint is pending. The next checkpoint and the end of the run

@@ -6,9 +6,10 @@ runs/<name>/
   metrics.jsonl       one row per step; tensorboard/ holds the same
   trace.jsonl         spans of leases, train steps and publications (see records/trace.py)
   predictions.json    what a plan or a simulation predicted for the run
-  evaluations.jsonl   held-out results with their intervals
+  evaluations.jsonl   results of evaluations with their intervals
   journal.sqlite      rollouts that no checkpoint contains yet
   trajectories/       step_000012.jsonl.gz: each group of the step with its prompt and rewards;
+                      evaluation_000020.jsonl.gz, greedy_000020.jsonl.gz: the groups of an evaluation;
                       skipped_000012.1.jsonl.gz: a batch that --skip-batch removed
   checkpoints/        step_000050/: a Hugging Face directory, with the state for a resume in baton/
   tokenizer/          decodes the recorded trajectories
@@ -31,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import tomli_w
@@ -44,6 +45,9 @@ from baton.records.run_lock import LOCK_FILES, RunLock
 from baton.types import Group, plain
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
+Source = Literal["batch", "evaluation", "greedy", "skipped"]
+"""Which groups of a train step: its batch; the sampled or greedy responses of the evaluation after the step; or the
+batch that `skip_groups` removed last."""
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)
@@ -152,6 +156,10 @@ class RunDirectory:
             remove_leftovers(directory)
         rows = [row for row in self.evaluations() if row.step <= step]
         write_whole(self._evaluations, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        for source in ("evaluation", "greedy"):
+            for later in self.recorded_steps(source):
+                if later > step:
+                    self._groups_file(later, source).unlink()
 
     def recipe(self) -> dict[str, Any]:
         """Return the resolved recipe. Raises Damaged if it cannot be read."""
@@ -180,9 +188,12 @@ class RunDirectory:
         return found
 
     def write_groups(self, step: int, groups: Sequence[Group]) -> None:
+        self._write_groups(step, groups, "batch")
+
+    def _write_groups(self, step: int, groups: Sequence[Group], source: Source) -> None:
         self.check_held()
         lines = b"".join(msgspec.json.encode(group, enc_hook=plain) + b"\n" for group in groups)
-        write_whole(self._groups_file(step), gzip.compress(lines, compresslevel=4, mtime=0))
+        write_whole(self._groups_file(step, source), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def skip_groups(self, step: int) -> None:
         """Rename the recorded batch of a step, so that it is no longer part of the run.
@@ -190,49 +201,46 @@ class RunDirectory:
         Batches of the same step that were skipped earlier are kept.
         """
         self.check_held()
-        number = len(self._skipped_files(step)) + 1
-        self._groups_file(step).rename(self._trajectories / f"skipped_{step:06d}.{number}.jsonl.gz")
+        self._groups_file(step).rename(self._groups_file(step, "skipped", self._num_skipped(step) + 1))
         flush_to_disk(self._trajectories)
 
-    def has_skipped(self, step: int) -> bool:
-        """Return whether `skip_groups` has removed a batch of the step."""
-        return bool(self._skipped_files(step))
-
-    def groups(self, step: int, *, skipped: bool = False) -> list[Group]:
-        """Return the groups of a step. With `skipped`, return the groups of the step's batch that `skip_groups` removed
-        last.
+    def groups(self, step: int, source: Source = "batch") -> list[Group]:
+        """Return recorded groups of a step.
 
         Raises UserError, which names the recorded steps, if the step is not recorded. Raises Damaged if the file cannot
         be read.
         """
-        file = self._groups_file(step)
-        if skipped:
-            if not self.has_skipped(step):
-                raise UserError(f"{self.path} has skipped no batch of step {step}")
-            file = self._skipped_files(step)[-1]
+        file = self._groups_file(step, source, self._num_skipped(step))
         if not file.is_file():
-            steps = self.recorded_steps()
-            recorded = f"steps {steps[0]} to {steps[-1]}" if steps else "none yet"
-            raise UserError(f"{self.path} has no trajectories of step {step}; recorded: {recorded}")
+            steps = self.recorded_steps(source)
+            recorded = "none" if not steps else f"steps {steps[0]} to {steps[-1]}" if source == "batch" else f"{steps}"
+            kind = "trajectories" if source == "batch" else f"{source} trajectories"
+            raise UserError(f"{self.path} has no {kind} of step {step}; recorded: {recorded}")
         try:
             data = file.read_bytes()
             if not data:  # an empty file is damaged, but gzip decompresses it without an error
                 raise EOFError("it is empty")
             return [_group(line) for line in gzip.decompress(data).splitlines()]
         except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Damaged(
-                f"{file} is damaged: {error}; to resume the run, remove the file: the batch is then generated again"
-            ) from error
+            hint = "; to resume the run, remove the file: the batch is then generated again" * (source == "batch")
+            raise Damaged(f"{file} is damaged: {error}{hint}") from error
 
     def has_groups(self, step: int) -> bool:
+        """Return whether the batch of the step is recorded."""
         return self._groups_file(step).is_file()
 
-    def recorded_steps(self) -> list[int]:
-        """Return the steps whose groups are recorded, in order."""
-        return sorted(int(f.name[5:11]) for f in self._trajectories.glob("step_*.jsonl.gz"))
+    def recorded_steps(self, source: Source = "batch") -> list[int]:
+        """Return the steps of which groups are recorded, in order."""
+        names = (file.name for file in self._trajectories.glob(f"{_prefix(source)}_*.jsonl.gz"))
+        return sorted({int(name.partition("_")[2].partition(".")[0]) for name in names})
 
-    def write_evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
-        """Write the evaluations of a step. They replace all recorded evaluations of this step and of later steps."""
+    def write_evaluation(
+        self, step: int, results: Sequence[Evaluation], groups: Mapping[Source, Sequence[Group]] = {}
+    ) -> None:
+        """Write the evaluations of a step, and their groups. They replace all recorded evaluations of this step and of
+        later steps."""
+        for source, evaluated in groups.items():
+            self._write_groups(step, evaluated, source)
         self.check_held()
         kept = [r for r in self.evaluations() if r.step < step]
         rows = [*kept, *(RecordedEvaluation(step, result) for result in results)]
@@ -244,12 +252,16 @@ class RunDirectory:
     def write_report(self, report: dict[str, Any]) -> None:
         write_whole(self.path / "report.json", msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
-    def _skipped_files(self, step: int) -> list[Path]:
-        found = self._trajectories.glob(f"skipped_{step:06d}.*.jsonl.gz")
-        return sorted(found, key=lambda file: int(file.name.split(".")[1]))
+    def _num_skipped(self, step: int) -> int:
+        return len(list(self._trajectories.glob(f"skipped_{step:06d}.*.jsonl.gz")))
 
-    def _groups_file(self, step: int) -> Path:
-        return self._trajectories / f"step_{step:06d}.jsonl.gz"
+    def _groups_file(self, step: int, source: Source = "batch", number: int = 0) -> Path:
+        count = f".{number}" if source == "skipped" else ""
+        return self._trajectories / f"{_prefix(source)}_{step:06d}{count}.jsonl.gz"
+
+
+def _prefix(source: Source) -> str:
+    return "step" if source == "batch" else source
 
 
 def _has_key(tree: Any, key: str) -> bool:

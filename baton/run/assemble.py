@@ -57,6 +57,7 @@ from baton.run.hosting import check_swarm, open_swarm
 from baton.run.loop import Loop, LoopState, Observer
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point, with_dtypes, with_revisions
 from baton.run.tokenization import PromptEncoder, ResponseScorer, TokenizedPrompts
+from baton.run.trajectories import write_responses
 from baton.stop import StopRequest
 from baton.swarm.supervisor import WorkerSupervisor
 from baton.tasks.environment import EnvironmentTask
@@ -442,10 +443,12 @@ def evaluate_model(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    write_to: Path | None = None,
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
 
     samples: responses to each prompt. By default, the recipe determines the number for a test set; otherwise it is 1.
+    write_to: file for the responses, one JSON object per line.
 
     `path` is a run's directory (its latest checkpoint is evaluated), a checkpoint, any model directory, or
     `models/quickstart`, which is shipped. Without `recipe_path`, the tasks are those of the run. Raises UserError if
@@ -471,7 +474,9 @@ def evaluate_model(
         kept = tuple(r for r in recipe.reward if r not in lost) or (RewardSettings(kind="correct"),)
         recipe = recipe.model_copy(update={"reward": kept})
     sampling = SamplingParams(0, temperature, top_p, top_k)
-    return evaluate_recipe(recipe, str(model_path), sampling, num_prompts=num_prompts, samples=samples)
+    return evaluate_recipe(
+        recipe, str(model_path), sampling, num_prompts=num_prompts, samples=samples, write_to=write_to
+    )
 
 
 def evaluate_recipe(
@@ -481,6 +486,7 @@ def evaluate_recipe(
     *,
     num_prompts: int | None = None,
     samples: int | None = None,
+    write_to: Path | None = None,
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts. `sampling` has temperature, top_p and top_k."""
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
@@ -488,6 +494,8 @@ def evaluate_recipe(
     wanted = num_prompts or recipe.eval.num_prompts
     with open_sampler(recipe, model_path, lambda m: m.held_out(wanted, or_fewer=num_prompts is None)) as sampler:
         results, groups = sampler.sample(sampling, samples)
+    if write_to is not None:
+        write_responses(write_to, sampler.encoder.tokenizer, groups)
     require_judged(groups, "the evaluation")
     return results
 

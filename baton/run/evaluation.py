@@ -1,4 +1,4 @@
-"""Evaluate a policy on held-out prompts."""
+"""Evaluate a policy on held-out problems or test sets."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from baton.records.evaluation import Evaluation, evaluation_metrics
 from baton.records.journal import Journal, StreamCursor
 from baton.records.metrics import MetricsWriter
 from baton.records.predictions import RunPredictions, ratios
-from baton.records.run_directory import RunDirectory
+from baton.records.run_directory import RunDirectory, Source
 from baton.records.run_lock import RunLock
 from baton.records.trace import StageTimer
 from baton.rewards.scorer import RewardScorer, failure_metrics, require_judged
@@ -63,7 +63,7 @@ class LoopState(msgspec.Struct, frozen=True):
     position: dict[str, int] = msgspec.field(default_factory=dict)
     """Number of prompts drawn from each task's training stream."""
     best_step: int = 0
-    """Train step with the best held-out accuracy so far; 0 is the initial model."""
+    """Train step with the best accuracy so far; 0 is the initial model."""
     best_accuracy: float = -1.0
     """Accuracy of sampled responses after `best_step`, over all tasks; -1 before the first evaluation."""
 
@@ -91,7 +91,7 @@ class Observer(Protocol):
         ...
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
-        """Receive the results of a complete held-out evaluation."""
+        """Receive the results of a complete evaluation."""
         ...
 
     def said(self, text: str) -> None:
@@ -480,13 +480,14 @@ class Loop:
         return values
 
     def evaluate(self) -> list[Evaluation]:
-        """Evaluate the current version on the held-out prompts, sampled and greedy; write and return the results."""
+        """Evaluate the current version, sampled and greedy; write and return the results."""
         longest = self.eval.max_new_tokens or self.rollout.max_new_tokens
         ways = [SamplingParams(longest, self.eval.temperature, stop=self.rollout.stop)]
         if self.eval.greedy:
             ways.append(SamplingParams(longest, 0.0, stop=self.rollout.stop))
         results: list[Evaluation] = []
         impression: list[str] = []
+        recorded: dict[Source, list[Group]] = {}
         with self.clock.stage("eval", self.state.step), self.controller.paused() if self.has_begun else nullcontext():
             for sampling in ways:
                 samples = self.eval.samples if sampling.temperature else 1
@@ -502,13 +503,14 @@ class Loop:
                         version=self.trainer.version.number,
                     )
                 results += found
+                recorded["evaluation" if sampling.temperature else "greedy"] = groups
                 if not self.state.step and sampling.temperature:
                     impression = first_impression(groups)
         values: dict[str, float] = {"time/eval": self.clock.take().get("eval", 0.0)}
         for result in results:
             values |= evaluation_metrics(result)
         self.metrics.write(self.state.step, values)
-        self.run.write_evaluation(self.state.step, results)
+        self.run.write_evaluation(self.state.step, results, recorded)
         self.clock.trace.flush()
         self.stats = self.port.stats()
         sampled = [r.accuracy for r in results if r.temperature]

@@ -22,7 +22,7 @@ _CARD = """---
 {steps} train steps of {algorithm} on the tasks {tasks}; {weights}, {dtype}. `recipe.toml` has all
 settings.
 
-![training reward and held-out accuracy by train step](learning_curve.svg)
+![training reward and accuracy by train step](learning_curve.svg)
 
 {results}
 
@@ -60,13 +60,13 @@ def model_card(run: RunDirectory, step: int, dtype: str) -> str:
 
 
 def _results(run: RunDirectory, step: int) -> Iterator[str]:
-    """Yield the lines of a table of held-out accuracy, with a row per task and a column per evaluated step."""
+    """Yield the lines of a table of accuracy, with a row per task and a column per evaluated step."""
     evaluations = [each for each in run.evaluations() if each.step <= step]
     if not evaluations:
-        yield "The run has no held-out evaluation."
+        yield "The run has no evaluation."
         return
     steps = list(dict.fromkeys((evaluations[0].step, evaluations[-1].step)))
-    yield f"| held-out accuracy, 95 % interval | {' | '.join(f'step {each}' for each in steps)} |"
+    yield f"| accuracy, 95 % interval | {' | '.join(f'step {each}' for each in steps)} |"
     yield f"|---|{'---|' * len(steps)}"
     shares = {(e.step, e.result.task, e.result.way): shown_share(e.result.accuracy) for e in evaluations}
     for task, way in dict.fromkeys((task, way) for _, task, way in shares):
@@ -75,7 +75,7 @@ def _results(run: RunDirectory, step: int) -> Iterator[str]:
 
 
 def learning_curve(run: RunDirectory, step: int) -> str:
-    """Return an SVG with the training reward and the held-out accuracy up to train step `step`."""
+    """Return an SVG with the training reward and the accuracy up to train step `step`."""
     rewards = [
         (row["step"], row["reward/mean"]) for row in read_metrics(run.path) if row.get("reward/mean") is not None
     ]
@@ -86,7 +86,7 @@ def learning_curve(run: RunDirectory, step: int) -> str:
         for each in sampled
         if each.result.task == overall and each.result.accuracy is not None
     ]
-    panels = (("training reward, mean of the batch", rewards), ("held-out accuracy, sampled responses, %", shares))
+    panels = (("training reward, mean of the batch", rewards), ("accuracy, sampled responses, %", shares))
     drawn = [
         line
         for number, (title, points) in enumerate(panels)

@@ -28,6 +28,11 @@ class Preview(msgspec.Struct, frozen=True):
     findings: tuple[str, ...]
     """Lines for the user. A line that begins with `warning:` names a problem."""
 
+    @property
+    def warnings(self) -> list[str]:
+        """The findings that name a problem, without the prefix."""
+        return [line.removeprefix("warning: ") for line in self.findings if line.startswith("warning: ")]
+
 
 def preview(recipe: Recipe, num_prompts: int) -> Preview:
     """Generate responses to the first training prompts, and score them. Writes nothing.

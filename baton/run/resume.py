@@ -258,7 +258,7 @@ def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
                 f"--skip-batch {step}: {checkpoint} was trained on this batch; only later batches can be skipped"
             )
         if not run.has_groups(step):
-            if run.has_skipped(step):
+            if step in run.recorded_steps("skipped"):
                 say(f"the batch of step {step} is already skipped")
                 return
             later = [str(each) for each in run.recorded_steps() if each > done]

@@ -60,7 +60,7 @@ class WarmStartReport(msgspec.Struct, frozen=True):
     """Mean loss of the last `LOSS_WINDOW` updates, nats per response token."""
     seconds: float
     evaluations: tuple[Evaluation, ...]
-    """Held-out evaluations, sampled and greedy; empty if the recipe has no task."""
+    """Evaluations, sampled and greedy; empty if the recipe has no task."""
 
 
 def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = False) -> WarmStartReport:

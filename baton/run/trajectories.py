@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from baton.errors import UserError
+from baton.files import write_whole
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
-from baton.records.run_directory import RunDirectory
+from baton.records.run_directory import RunDirectory, Source
 from baton.types import Author, Exchange, Group, ScoredTrajectory, Segment, Trajectory
 
 ORDERS = ("best", "worst", "longest")
@@ -149,19 +150,19 @@ def read_trajectories(
     is_correct: bool | None = None,
     order: str | None = None,
     limit: int,
-    skipped: bool = False,
+    source: Source = "batch",
 ) -> list[ReadableTrajectory]:
-    """Return recorded trajectories of a train step, by default of the last step.
+    """Return recorded trajectories of a train step, by default of the last recorded step.
 
-    With `skipped`, reads the batch that `--skip-batch` discarded. The list is empty if no trajectory matches
-    `is_correct`. Raises UserError if the step, group or task is not recorded.
+    The list is empty if no trajectory matches `is_correct`. Raises UserError if the step, group or task is not
+    recorded.
     """
     run = RunDirectory.open(path)
-    steps = run.recorded_steps()
+    steps = run.recorded_steps(source)
     if step is None and not steps:
-        raise UserError(f"{path} has no trajectories yet")
+        raise UserError(f"{path} has no {'' if source == 'batch' else source + ' '}trajectories yet")
     step = steps[-1] if step is None else step
-    there = run.groups(step, skipped=skipped)
+    there = run.groups(step, source)
     groups = [g for g in there if group is None or g.group_id == group]
     if not groups:
         ids = [g.group_id for g in there]
@@ -173,6 +174,13 @@ def read_trajectories(
     members = [(g, m) for g in chosen for m in g.members if is_correct is None or _is(m, is_correct)]
     tokenizer = load_tokenizer(str(run.tokenizer))
     return [decode(tokenizer, step, g, member) for g, member in _ordered(members, order)[:limit]]
+
+
+def write_responses(path: Path, tokenizer: Tokenizer, groups: Iterable[Group]) -> None:
+    """Write the trajectories of groups that belong to no run, one JSON object per line, as `baton show --json` prints
+    them."""
+    shown = (decode(tokenizer, 0, group, member).shown for group in groups for member in group.members)
+    write_whole(path, b"".join(msgspec.json.encode(sample) + b"\n" for sample in shown))
 
 
 def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory]]:

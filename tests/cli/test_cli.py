@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from baton.api import Run
 from baton.cli import main as cli
 from baton.errors import TrainingDiverged, UserError
 from baton.policy.tokenizer import load_tokenizer
@@ -207,6 +208,34 @@ def test_show_reads_what_was_kept(small: Any) -> None:
     assert "reward" in text
 
 
+def test_show_reads_the_responses_of_an_evaluation(small: Any) -> None:
+    results = {(e.step or 0, e.way, e.task): e for e in Run(small.run).evaluations()}
+    steps = sorted({step for step, _, _ in results})
+    for source, way in (("evaluation", "temperature 1"), ("greedy", "greedy")):
+        command = ("show", small.run, "--from", source, "--json", "-n", 99)
+        for step in steps:
+            shown = json.loads(invoke(*command, "--step", step)[0])
+            measured = results[step, way, "all"]
+            assert measured.accuracy is not None
+            assert len(shown) == measured.num_prompts * measured.samples
+            assert sum(t["is_correct"] for t in shown) / len(shown) == pytest.approx(measured.accuracy.value)
+        assert {t["step"] for t in json.loads(invoke(*command)[0])} == {steps[-1]}, "the last evaluation by default"
+    assert len(list(Run(small.run).samples(steps[0], "greedy"))) == results[steps[0], "greedy", "all"].num_prompts
+    missing = mistake("show", small.run, "--from", "greedy", "--step", 99)
+    assert f"has no greedy trajectories of step 99; recorded: {steps}" in missing
+
+
+def test_eval_writes_every_response(small: Any, tmp_path: Path) -> None:
+    file = tmp_path / "responses.jsonl"
+    (*_, overall) = json.loads(invoke("eval", small.run, "-n", 4, "-k", 2, "--out", file, "--json")[0])
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(written) == 8
+    assert sum(sample["reward"] for sample in written) / 8 == pytest.approx(overall["reward"])
+    assert all({"prompt", "response", "reference", "is_correct"} <= sample.keys() for sample in written)
+    refused = mistake("eval", small.run, "--out", tmp_path / "none" / "responses.jsonl")
+    assert "cannot write" in refused
+
+
 def test_eval_measures_a_run_a_checkpoint_and_any_model(small: Any) -> None:
     checkpoint = small.run / "checkpoints" / "step_000003"
     of_run, of_checkpoint = (
@@ -290,7 +319,7 @@ def test_a_recorded_batch_that_is_not_finite_is_shown_and_can_be_skipped(small: 
         invoke(*resume)
     assert json.loads(invoke(*resume, "--skip-batch", 3, "--json")[0])["steps"] == 3
     assert {g.group_id for g in run.groups(3)}.isdisjoint(g.group_id for g in groups)
-    assert len(json.loads(invoke("show", run.path, "--step", 3, "--skipped", "-n", 99, "--json")[0])) == 16
+    assert len(json.loads(invoke("show", run.path, "--step", 3, "--from", "skipped", "-n", 99, "--json")[0])) == 16
 
 
 def test_mistakes_about_runs_that_exist(small: Any) -> None:

@@ -58,6 +58,7 @@ def test_a_preview_plays_episodes(small: Any, tmp_path: Path, monkeypatch: pytes
     assert all(1 <= len(sample["turns"]) <= 5 for sample in found["samples"])
     assert all(turn["num_tokens"] <= 3 for sample in found["samples"] for turn in sample["turns"])
     assert found["findings"][0].startswith("before training: of 8 responses ")
+    assert found["warnings"] == [line[9:] for line in found["findings"] if line.startswith("warning: ")]
     assert not list(tmp_path.iterdir())
 
 

@@ -88,7 +88,7 @@ def test_the_card_has_the_hubs_metadata_and_the_results_up_to_the_exported_step(
     assert "base_model" not in head, "a path of this machine is no name on the hub"
     assert str(small.model.parent) not in card
     assert "2 train steps of grpo on the tasks `chain_sum`, `basic_arithmetic`; all weights, bfloat16." in card
-    assert "| held-out accuracy, 95 % interval | step 0 | step 2 |" in card
+    assert "| accuracy, 95 % interval | step 0 | step 2 |" in card
     assert "step 3" not in card
     assert "| all, greedy | " in card
 

@@ -209,7 +209,7 @@ def test_an_evaluation_that_cannot_be_judged_is_recorded_without_accuracy_and_th
     finally:
         loop.close()
     said = console.export_text()
-    assert "held-out accuracy after step 0, temperature 1: not scored on 6 problems" in said
+    assert "accuracy after step 0, temperature 1: not scored on 6 prompts" in said
     assert "evaluation after step 0: 18 of 18 responses could not be scored (raised 18)" in said
     assert "no answer from the service" in said
     found = loop.run.evaluations()

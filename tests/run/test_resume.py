@@ -375,10 +375,10 @@ def test_a_batch_that_the_trainer_refuses_can_be_left_out(
     assert run.recorded_steps() == list(range(1, 10))
     assert not poisoned & set(ids)
     assert len(set(ids)) == len(ids) == 36
-    assert {group.group_id for group in run.groups(4, skipped=True)} == poisoned
-    assert len(read_trajectories(run.path, 4, limit=99, skipped=True)) == 16
-    with pytest.raises(UserError, match="has skipped no batch of step 5"):
-        read_trajectories(run.path, 5, limit=99, skipped=True)
+    assert {group.group_id for group in run.groups(4, "skipped")} == poisoned
+    assert len(read_trajectories(run.path, 4, limit=99, source="skipped")) == 16
+    with pytest.raises(UserError, match=r"has no skipped trajectories of step 5; recorded: \[4\]"):
+        read_trajectories(run.path, 5, limit=99, source="skipped")
 
 
 def test_a_recorded_reward_that_is_not_finite_can_be_read(tmp_path: Path) -> None:

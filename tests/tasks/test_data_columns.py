@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from baton.errors import UserError
+from baton.rewards.functions import call_sync
 from baton.rewards.scorer import RewardScorer
+from baton.rewards.scorer_protocol import Call, Signature
 from baton.rewards.settings import RewardSettings
 from baton.tasks.dataset import FileTask
 from baton.tasks.stream import AnswerSettings, TaskMixture, TaskSettings
@@ -58,6 +60,43 @@ def test_columns_can_be_named_and_a_reference_cut_out(tmp_path: Path) -> None:
     assert (problem.question, problem.answer) == ("1 + 1?", "1,002")
     flat = only(tmp_path, {"prompt": "?", "a.b": "2", "a": {"b": "3"}}, answer_column="a.b")
     assert flat.answer == "2", "a column of just this name goes before a nested one"
+
+
+def test_functions_of_each_convention_receive_the_named_reference_and_unchanged_columns(tmp_path: Path) -> None:
+    """The table of docs/tasks.md."""
+    solution = "2+3=5\n#### 5"
+    row = {"prompt": "2+3", "solution": solution, "level": 1, "data_source": "sums"}
+    received: dict[str, Any] = {}
+
+    def names(answer: str, solution: str, level: int) -> float:
+        received["names"] = answer, solution, level
+        return 1.0
+
+    def trl(completions: list[str], answer: list[Any], solution: list[str], level: list[int]) -> list[float]:
+        received["trl"] = answer, solution, level
+        return [1.0] * len(completions)
+
+    def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        received["verl"] = data_source, ground_truth, extra_info
+        return 1.0
+
+    def call(row: dict[str, Any]) -> None:
+        task = TaskSettings(name="mine", path=jsonl(tmp_path / "rows.jsonl", row), answer_column="solution")
+        mixture = TaskMixture([task], AnswerSettings())
+        prompt = mixture.prompt("mine", mixture.tasks["mine"].draw(0, 0))
+        conventions: list[tuple[Any, Signature]] = [(names, "names"), (trl, "trl"), (verl, "verl")]
+        for function, signature in conventions:
+            call_sync(function, signature, [Call(prompt, "5", "5")])
+
+    call(row)
+    assert received == {
+        "names": ("5", solution, 1),
+        "trl": (["5"], [solution], [1]),
+        "verl": ("sums", "5", None),
+    }
+    call({**row, "answer": 6})
+    assert received["names"][0] == "5"
+    assert received["trl"][0] == [6]
 
 
 @pytest.mark.parametrize("prompt", [TURNS, json.dumps(TURNS)])

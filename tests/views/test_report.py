@@ -203,7 +203,7 @@ def test_the_page_has_the_numbers_of_the_run(run: RunDirectory) -> None:
     assert "policy/entropy 0.1234 0.0567 0.0567 0.1234" in text  # first, last, lowest, highest
     assert run.facts()["commit"] is None or run.facts()["commit"][:12] in text
     assert "2 of 3 train steps" in text  # the recipe asks for three
-    for title in ("Training reward", "Held-out accuracy", "Entropy of the policy", "Where the time of a step goes"):
+    for title in ("Training reward", "Accuracy", "Entropy of the policy", "Where the time of a step goes"):
         assert title in text
 
 

@@ -53,6 +53,17 @@ def test_trajectories_are_chosen_by_verdict_and_task(run: RunDirectory) -> None:
         chosen(task="other")
 
 
+def test_a_resume_forgets_the_responses_of_later_evaluations(run: RunDirectory) -> None:
+    run.write_evaluation(2, [], {"evaluation": run.groups(2), "greedy": run.groups(1)})
+    assert read_trajectories(run.path, 2, source="greedy", limit=1)[0].shown.group_id == run.groups(1)[0].group_id
+    run.write_evaluation(3, [], {"evaluation": run.groups(2), "greedy": run.groups(1)})
+    run.cut_after(2)
+    assert run.recorded_steps("evaluation")[-1] == run.recorded_steps("greedy")[-1] == 2
+    assert run.recorded_steps() == [1, 2, 3], "batches stay: a resume trains them again"
+    with pytest.raises(UserError, match="has no evaluation trajectories of step 3; recorded"):
+        run.groups(3, "evaluation")
+
+
 def test_an_episode_is_shown_turn_by_turn_with_what_the_policy_and_the_environment_did(run: RunDirectory) -> None:
     write_episodes(run, 3)
     one, other = (r.shown for r in read_trajectories(run.path, 3, limit=9))

@@ -1,4 +1,4 @@
-"""Draw the charts of a report: metrics by train step, held-out accuracy and time per stage. Charts without data are
+"""Draw the charts of a report: metrics by train step, accuracy and time per stage. Charts without data are
 omitted."""
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ SPEED = (
 
 
 def learning_charts(history: History) -> Iterator[Chart]:
-    """Draw held-out accuracy, the reward, and the parts of the reward if the reward has several parts."""
+    """Draw accuracy, the reward, and the parts of the reward if the reward has several parts."""
     yield from accuracy_charts(history)
     yield from line_charts(history, LEARNING)
     parts = [name for name in history.names if name.startswith("reward/") and name.count("/") == 2]
@@ -209,25 +209,25 @@ def _paint_lines(axes: Axes, *, chart: LineChart, curves: Sequence[tuple[ChartLi
         axes.set_ylim(bottom=0, top=1.05 * max(curve.values.max() * chart.scale for _, curve in curves) or 1.0)
 
 
-# ---- held-out accuracy ---------------------------------------------------------------------------------------------
+# ---- accuracy ------------------------------------------------------------------------------------------------------
 
 
 def accuracy_charts(history: History) -> Iterator[Chart]:
-    """Draw held-out accuracy over all tasks and by task, with 95 % intervals."""
+    """Draw accuracy over all tasks and by task, with 95 % intervals."""
     if not history.evaluations:
         return
     tasks = list(dict.fromkeys(e.result.task for e in history.evaluations))
     overall = tasks[-1]  # `all` if the run has several tasks
     yield _accuracy_chart(
-        "Held-out accuracy",
+        "Accuracy",
         history,
         [e for e in history.evaluations if e.result.task == overall],
         lambda result: "greedy" if result.temperature == 0 else f"sampled at {result.way}",
-        "Bars are 95 % intervals. All evaluations use the same problems, which are never trained on.",
+        "Bars are 95 % intervals. All evaluations use the same prompts, which are never trained on.",
     )
     if len(tasks) > 1:
         yield _accuracy_chart(
-            "Held-out accuracy by task",
+            "Accuracy by task",
             history,
             [e for e in history.evaluations if e.result.task != overall and e.result.temperature],
             lambda result: result.task,

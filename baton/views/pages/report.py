@@ -193,11 +193,11 @@ def _tiles(summary: RunReport | None, history: History) -> Iterator[tuple[str, s
     for change in overall:
         way = "greedy" if change.before.temperature == 0 else f"at {change.before.way}"
         if change.after is None:
-            yield f"Held-out accuracy, {way}", _accuracy(change.before), "one evaluation so far"
+            yield f"Accuracy, {way}", _accuracy(change.before), "one evaluation so far"
         else:
             first = summary.evaluated_steps[0] if summary.evaluated_steps else 0
             when = f"after step {first}" if first else "before training"
-            yield f"Held-out accuracy, {way}", _accuracy(change.after), f"{_accuracy(change.before)} {when}"
+            yield f"Accuracy, {way}", _accuracy(change.after), f"{_accuracy(change.before)} {when}"
     if summary.reward_before is not None and summary.reward_after is not None:
         yield "Training reward", f"{summary.reward_after:.3f}", f"{summary.reward_before:.3f} in the first steps"
     lengths = history.curve("response_length/mean").values

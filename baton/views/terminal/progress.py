@@ -92,10 +92,10 @@ class TerminalObserver(_StepsProgress):
         for result in results:
             if result.task != results[-1].task:
                 continue  # the last result is for all tasks; metrics.jsonl has the result of each task
-            line = Text.assemble((f"held-out accuracy after step {step}", "bold"))
-            line.append(f", {result.way}: {shown_share(result.accuracy)} on {result.num_prompts} problems")
-            if result.own_reward is not None:
-                line.append(f", reward {result.own_reward:.3f}")
+            line = Text.assemble((f"accuracy after step {step}", "bold"))
+            line.append(f", {result.way}: {shown_share(result.accuracy)} on {result.num_prompts} prompts")
+            if result.reward is not None:
+                line.append(f", reward {result.reward:.3f}")
             own = [r for r in results if r.way == result.way and r is not result and r.accuracy is not None]
             if own:
                 line.append(f" ({', '.join(f'{r.task} {100 * r.accuracy.value:.1f} %' for r in own if r.accuracy)})")

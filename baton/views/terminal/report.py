@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def print_report(console: Console, report: RunReport) -> None:
-    """Print the summary of a run, with held-out accuracy as a table."""
+    """Print the summary of a run, with the accuracy of its evaluations as a table."""
     done = str(report.steps) if report.steps == report.num_steps else f"{report.steps} of {report.num_steps}"
     console.print(f"{report.directory}: {done} train steps, seed {report.seed}", style="italic")
     if report.evaluated_steps is None:
-        console.print("no held-out evaluation")
+        console.print("no evaluation")
     else:
         console.print(_changes_table(report))
     if not report.steps:
@@ -76,14 +76,17 @@ def _amount(value: float | None, unit: str) -> str:
 def _changes_table(report: RunReport) -> Table:
     assert report.evaluated_steps is not None
     first, last = report.evaluated_steps
+    has_rewards = any(
+        each is not None and each.own_reward is not None for c in report.changes for each in (c.before, c.after)
+    )
     if first == last:
-        table = _table("held-out accuracy", f"step {first}")
+        table = _table("accuracy", f"step {first}")
         for change in report.changes:
             table.add_row(f"{change.before.task}, {change.before.way}", shown_share(change.before.accuracy))
-            if change.before.own_reward is not None:
-                table.add_row(f"{change.before.task}, {change.before.way}, reward", f"{change.before.own_reward:.3f}")
+            if has_rewards and change.before.reward is not None:
+                table.add_row(f"{change.before.task}, {change.before.way}, reward", f"{change.before.reward:.3f}")
         return table
-    table = _table("held-out accuracy", f"step {first}", f"step {last}", "gain")
+    table = _table("accuracy", f"step {first}", f"step {last}", "gain")
     for change in report.changes:
         table.add_row(
             f"{change.before.task}, {change.before.way}",
@@ -92,11 +95,7 @@ def _changes_table(report: RunReport) -> Table:
             "" if change.points is None else f"{change.points:+.1f}",
         )
         before, after = change.before, change.after or change.before
-        if (
-            before.reward is not None
-            and after.reward is not None
-            and (before.own_reward, after.own_reward) != (None,) * 2
-        ):
+        if has_rewards and before.reward is not None and after.reward is not None:
             gain = f"{after.reward - before.reward:+.3f}"
             table.add_row(f"{before.task}, {before.way}, reward", f"{before.reward:.3f}", f"{after.reward:.3f}", gain)
     return table
@@ -114,7 +113,7 @@ def _table(first: str, *others: str) -> Table:
 def print_evaluations(console: Console, results: Sequence[Evaluation]) -> None:
     """Print evaluations as a table with 95 % intervals; pass@k has a row of its own."""
     has_rewards = any(r.own_reward is not None for r in results)
-    table = _table("task", "held-out", "measure", "result", *["reward"] * has_rewards, "tokens", "cut")
+    table = _table("task", "prompts", "measure", "result", *["reward"] * has_rewards, "tokens", "cut")
     for r in results:
         measure = "greedy" if r.temperature == 0 else f"avg@{r.samples}" if r.samples > 1 else "accuracy"
         length, cut = f"{r.mean_length_tokens:.1f}", f"{100 * r.clip_ratio:.1f} %"
