@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from baton.policy.stages import is_float32
+
 Result = TypeVar("Result")
 
 
@@ -36,21 +38,25 @@ class Sharded(torch.nn.Module):
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by a number of tokens or
         samples of all ranks. `dtype`: dtype in which parameters are gathered, except the module's `float32_parts`.
+        Frozen parameters that the model keeps in float32, such as the biases of routers, stay whole on each rank.
         """
         super().__init__()
         self.module = module
-        policy = MixedPrecisionPolicy()
+        policy, kept = MixedPrecisionPolicy(), set[torch.nn.Parameter]()
         if dtype is not torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for name in getattr(module, "float32_parts", ()):
                 fully_shard(module.get_submodule(name), mesh=mesh)
+            model = getattr(module, "trunk", module)
+            frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+            kept = {p for name, p in frozen if is_float32(model, name)}
         blocks = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
         for part in [*blocks, *_tables(module)]:
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+            fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
             if hasattr(part, "compute"):
                 register_fsdp_forward_method(part, "compute")
         # Parameters that stay gathered after the forward pass would have old values after an optimiser step.
-        fully_shard(self, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(self, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=kept)
         for part in self.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)

@@ -71,9 +71,9 @@ class StageModel:
 PreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias", "expert_bias"]
 
 
-def is_float32(model: PreTrainedModel, name: str) -> bool:
+def is_float32(model: torch.nn.Module, name: str) -> bool:
     """Return whether the class of a model keeps a tensor in float32 when other weights are bfloat16."""
-    kept: Collection[str] = model._keep_in_fp32_modules_strict or ()
+    kept: Collection[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(f".{part}." in f".{name}." for part in kept)
 
 

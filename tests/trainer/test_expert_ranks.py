@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.policy.load import load_empty
 from baton.policy.routing import num_bytes, routers_of
+from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.trainer import Trainer
 from baton.types import Author, Batch, Group, Segment
 from tests.model_families import tiny_config
@@ -100,6 +101,48 @@ def test_the_gradients_of_ranks_that_replay_the_engine_are_those_of_one_process(
         assert distance(gradients(ranked(pool, size, setup), tmp_path / name, batch), exact) < 1e-5, name
     coarse = gradients(ranked(pool, 2, setup_of(path, **SMOOTH, ranks=2, dtype="bfloat16")), tmp_path / "coarse", batch)
     assert distance(coarse, exact) < 2 * distance(rounded, exact)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "minimax_m2", "afmoe"])
+def test_ranks_in_bfloat16_choose_experts_by_the_float32_bias_of_their_router(
+    model_type: str, pool: RankPool, tmp_path: Path
+) -> None:
+    """The router's product is zero, so the bias alone chooses: 0 and 2. In bfloat16, all four values would be 1, and
+    topk on a CPU would return 2 and 3."""
+    config = tiny_config(model_type)
+    config.update({"vocab_size": VOCAB, **({"n_group": 1, "topk_group": 1} if model_type == "deepseek_v3" else {})})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    biases = []
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
+            tensor.copy_(torch.tensor([1.003, 1.001, 1.002, 1.0]))
+            biases.append(name)
+        elif name.endswith(("mlp.gate.weight", "mlp.router.gate.weight")):
+            tensor.zero_()
+    assert biases
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().hf.save_pretrained(tmp_path)
+    setup, batch = setup_of(str(tmp_path), **{**SMOOTH, "moe_replay": "off"}), two_version_batch(1)
+    exact = gradients(alone(setup), tmp_path / "exact", batch)
+
+    def changed(**trainer: Any) -> TrainerSetup:
+        return msgspec.structs.replace(setup, trainer={**setup.trainer, "dtype": "bfloat16", **trainer})
+
+    rounded = gradients(alone(changed()), tmp_path / "rounded", batch)
+    for more in ({}, {"activation_checkpointing": True, "packing": "always"}):
+        ranks = ranked(pool, 2, changed(ranks=2, **more))
+        found = gradients(ranks, tmp_path / f"ranks{len(more)}", batch)
+        trained = {
+            name: {place for place, one in enumerate(tensor) if one.abs().max() > 0}
+            for name, tensor in found.items()
+            if ".experts." in name and tensor.dim() == 3
+        }
+        assert trained
+        assert all(experts == {0, 2} for experts in trained.values()), trained
+        assert distance(found, exact) < 2 * distance(rounded, exact)
+        published = ranks.publish().tensors
+        assert all(torch.equal(published[name], torch.tensor([1.003, 1.001, 1.002, 1.0])) for name in biases)
 
 
 @MODELS

@@ -279,9 +279,10 @@ def test_a_compiled_step_replays_the_choices_of_its_start():
 @pytest.mark.parametrize("is_skeleton", [False, True])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "minimax_m2", "afmoe"])
 def test_the_bias_of_a_router_stays_float32_in_trainer_and_engine(tmp_path, model_type, is_skeleton):
-    """The router's product is zero, so the bias alone chooses. In bfloat16, all four values would be 1."""
+    """The router's product is zero, so the bias alone chooses: 0 and 2. In bfloat16, all four values would be 1, and
+    topk on a CPU would return 2 and 3."""
     model = family(model_type, **({"n_group": 1, "topk_group": 1} if model_type == "deepseek_v3" else {}))
-    bias = torch.tensor([1.0, 1.001, 1.003, 1.002])
+    bias = torch.tensor([1.003, 1.001, 1.002, 1.0])
     for name, tensor in model.state_dict().items():
         if name.endswith(BIASES):
             tensor.copy_(bias)
