@@ -13,8 +13,9 @@ import sys
 import traceback
 from typing import Annotated, NoReturn
 
-# How long a waiting OpenMP thread spins before it sleeps; must be set before torch is imported. Sleeping immediately
-# (OMP_WAIT_POLICY=passive) doubles the time of a train step on two threads; longer spinning slows engine processes.
+# The number of times that a waiting OpenMP thread spins before it sleeps. It must be set before torch is imported.
+# Sleeping immediately (OMP_WAIT_POLICY=passive) doubles the time of a train step on two threads; longer spinning slows
+# engine processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

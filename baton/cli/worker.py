@@ -68,7 +68,7 @@ def worker(
 
     def choose(settings: EngineSettings) -> EngineSettings:
         found = chosen(settings, kind=engine, slots=slots, options=engine_option or ())
-        # workers that a run starts itself are tied to it and have the same user, so the recipe may set vLLM arguments
+        # a tied worker was started by a run of the same user, so the run may set vLLM arguments
         own = ["arguments"] if tied else []
         check_source(found, [*own, *(option.partition("=")[0] for option in engine_option or ())])
         return found

@@ -81,8 +81,8 @@ FUNCTIONS = ("task.environment", "eval.task.environment", "reward.function")
 
 
 def _find_beside(tree: dict[str, Any], directory: Path) -> None:
-    """Replace each relative path in a recipe that exists in the recipe's directory. Other paths are relative to the
-    current directory."""
+    """Replace each relative path that exists in the recipe's directory. Other paths are relative to the current
+    directory."""
     for key in (*PATHS, *FUNCTIONS) if directory != Path() else ():
         *parents, last = key.split(".")
         nodes: list[Any] = [tree]

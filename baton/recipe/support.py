@@ -25,7 +25,7 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """True if a non-default value of this axis needs a test together with non-default values of other crossed axes."""
+    """Whether each pair of non-default values of this axis and of another crossed axis needs a test."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -46,7 +46,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     """Mean of each reward part, by its name."""
     step: int | None = None
-    """Train step after which the evaluation ran; None if it did not run during a training."""
+    """Train step after which the evaluation ran; None outside of a training."""
 
     @property
     def own_reward(self) -> float | None:

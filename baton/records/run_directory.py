@@ -53,7 +53,7 @@ _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.js
 _WARM_START_KEYS = ("sft.steps",)
 _TRAINING_KEYS = ("run.steps", "rollout.batch_groups", "rollout.group_size", "rollout.max_new_tokens", "algorithm.name")
 """Recipe keys that summaries and reports read. They are checked because a recipe.toml that was truncated at the end of
-a line is valid TOML, but lacks keys."""
+a line is valid TOML without these keys."""
 
 
 class RecordedEvaluation(msgspec.Struct, frozen=True):

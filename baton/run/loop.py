@@ -143,7 +143,7 @@ class Loop:
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters at the end of the last train step."""
     peak_memory: Callable[[], dict[str, float]] = dict
-    """Function that returns the metric of this process's peak memory."""
+    """Function that returns this process's peak memory as a metric."""
     has_begun: bool = False
     """True if the controller has started. Until then the loop trains on recorded batches."""
     has_failed: bool = False

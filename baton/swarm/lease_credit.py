@@ -16,8 +16,8 @@ FIRST_LEASES = 8
 TOKENS_PER_LEASE = 16
 LOST_LEASE_TOKENS = 64
 RECOVERED_TOKENS_PER_S = 1.6
-"""Credit that a worker recovers per second, until it may hold one lease. A worker whose credit allowed no lease is
-granted a lease again after 40 to 50 s."""
+"""Credit that a worker recovers per second, until it may hold one lease. A worker without credit for a lease is granted
+one again after 40 to 50 s."""
 _ONE_LEASE = -TOKENS_PER_LEASE * (FIRST_LEASES - 1)
 _LEAST = _ONE_LEASE - TOKENS_PER_LEASE - LOST_LEASE_TOKENS
 

@@ -106,7 +106,7 @@ def verdict(member: ScoredTrajectory) -> str:
 
 
 def evenly(items: Sequence[Item], count: int) -> list[Item]:
-    """Return at most `count` of the items, evenly spaced, including the first and, unless `count` is 1, the last."""
+    """Return at most `count` evenly spaced items, including the first and (if `count` is above 1) the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]

@@ -127,8 +127,8 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def plan_cells(plan: Plan, reference: Plan) -> tuple[str, str, str, str]:
-    """Return a plan's throughput, the ratio of this throughput to the reference's, and the plan's price per hour and
-    per million trained tokens."""
+    """Return a plan's throughput, its ratio to the reference's throughput, and the price per hour and per million
+    trained tokens."""
     return (
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.tokens_per_s / reference.tokens_per_s:.2f} ×",
