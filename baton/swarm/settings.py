@@ -27,8 +27,8 @@ class SwarmSettings(Settings):
     """True: other machines may connect without TLS (`--insecure`). Tokens, prompts and weights are then readable on the
     network."""
     publish_every: int = Field(default=1, ge=1)
-    """Number of train steps between two published versions, at most max_staleness. A value above 1 is allowed only in
-    mode `async`."""
+    """Number of train steps between two published versions. A value above 1 is allowed only in mode `async`, and
+    publish_every + max_lag - 1 is at most max_staleness."""
     max_lag: int | None = Field(default=None, ge=0)
     """In mode `async`, a worker is granted leases only if its version is at most this number of versions behind the
     latest published version. The default is `publish_every` if max_staleness allows this, otherwise 0."""
