@@ -24,15 +24,15 @@ def rollout(
     overrides: Overrides = None,
     modes: Annotated[str, typer.Option(help="Modes to compare, separated by commas.")] = "sync,partial,async",
     tail: Annotated[float, typer.Option(min=1.5, help="Ratio of the longest response to the mean response.")] = 6.0,
-    between: Annotated[float, typer.Option(min=0, help="Standard deviation of the log length between groups.")] = 0.6,
-    within: Annotated[float, typer.Option(min=0, help="Standard deviation of the log length within a group.")] = 0.6,
+    between: Annotated[float, typer.Option(min=0, help="Standard deviation of log(length) between groups.")] = 0.6,
+    within: Annotated[float, typer.Option(min=0, help="Standard deviation of log(length) within a group.")] = 0.6,
     steps: Annotated[int, typer.Option(min=1, help="Number of measured batches of each mode.")] = 12,
     flat: Annotated[
-        bool, typer.Option("--flat", help="Assume step time is independent of batch size; run no engine.")
+        bool, typer.Option("--flat", help="Run no engine; assume that step time is independent of batch size.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare the modes of [rollout] on this machine, with random response lengths from a given distribution."""
+    """Compare the throughput of the rollout modes on this machine, with random response lengths."""
     from baton.profile.bench_recipe import bench_rollout
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe

@@ -13,19 +13,28 @@ from baton.errors import UserError
 
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(help="A run's directory (its latest checkpoint), a checkpoint or a model directory.")
+        Path,
+        typer.Argument(help="A run's directory (its latest checkpoint is used), a checkpoint or a model directory."),
     ],
     recipe: Annotated[
         Path | None, typer.Option("--recipe", help="Recipe with tasks and answer format; default: the run's recipe.")
     ] = None,
     num_prompts: Annotated[
         int | None,
-        typer.Option("-n", "--num-prompts", min=1, help="Number of held-out prompts, or maximum of each test set."),
+        typer.Option(
+            "-n",
+            "--num-prompts",
+            min=1,
+            help="Number of held-out prompts, or maximum number of prompts of each test set.",
+        ),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
-            "-k", "--samples", min=1, help="Responses per prompt (k of pass@k); default: the test set's, or 1."
+            "-k",
+            "--samples",
+            min=1,
+            help="Responses per prompt (k of pass@k); default: the number that the test set states, or 1.",
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,

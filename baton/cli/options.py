@@ -22,9 +22,15 @@ RecipePath = Annotated[
 RunPath = Annotated[Path, typer.Argument(help="A run's directory, such as runs/quickstart.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as trainer.lr=3e-6 run.seed=7.", show_default=False),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Keys of the recipe to override, such as trainer.lr=3e-6 run.seed=7.",
+        show_default=False,
+    ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run of this name and its output.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Delete an existing run of this name with its output, and start again.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Html = Annotated[Path | None, typer.Option(help="Write an HTML page with charts to this file.", show_default=False)]
 Calibration = Annotated[

@@ -31,25 +31,26 @@ def plan(
         bool, typer.Option("--colocated", help="Use the same GPUs for trainer and engines, alternately.")
     ] = False,
     method: Annotated[
-        Literal["exact", "paper"], typer.Option(help="Exact search, or the method of AReaL-Hex (equation 3).")
+        Literal["exact", "paper"],
+        typer.Option(help="exact: Baton's search; paper: the method of AReaL-Hex (equation 3)."),
     ] = "exact",
     trainer: Annotated[
         Literal["baton", "idealised"],
-        typer.Option(help="Baton's trainer, or the paper's, whose plans are for comparison and cannot be run."),
+        typer.Option(help="Trainer of the plan. Plans for the idealised trainer of AReaL-Hex are for comparison only."),
     ] = "baton",
     symmetric_only: Annotated[
-        bool, typer.Option("--symmetric-only", help="Do not train in a pipeline across GPU types.")
+        bool, typer.Option("--symmetric-only", help="Exclude training pipelines across GPU types.")
     ] = False,
     robust: Annotated[
-        bool, typer.Option("--robust", help="Maximise throughput at the worst ends of the calibration's ranges.")
+        bool, typer.Option("--robust", help="Maximise the worst throughput within the ranges of the calibration.")
     ] = False,
     rates: Annotated[
         Path | None,
-        typer.Option(help="Measured tokens per second of each GPU type (TOML), instead of the cost model."),
+        typer.Option(help="TOML with measured tokens per second of each GPU type; replaces the cost model."),
     ] = None,
     calibration: Calibration = None,
     running: Annotated[
-        Path | None, typer.Option("--from", help="The running plan: replan, and prefer plans that move few GPUs.")
+        Path | None, typer.Option("--from", help="Replan a running plan (JSON): prefer plans that move few GPUs.")
     ] = None,
     lost: Annotated[str | None, typer.Option(help="Machines that the cluster has lost, separated by commas.")] = None,
     slack: Annotated[

@@ -13,7 +13,7 @@ from baton.records.run_directory import Source
 
 def show(
     run: RunPath,
-    step: Annotated[int | None, typer.Option("--step", help="Train step; default: the last.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Train step; default: the last recorded one.")] = None,
     source: Annotated[
         Source,
         typer.Option(

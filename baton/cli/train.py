@@ -30,7 +30,10 @@ def train(
     skip_batch: Annotated[
         int | None,
         typer.Option(
-            "--skip-batch", metavar="STEP", min=1, help="With --resume: discard the recorded batch of this step."
+            "--skip-batch",
+            metavar="STEP",
+            min=1,
+            help="With --resume: discard the recorded batch of this step and generate another.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -39,17 +42,25 @@ def train(
     keys: Annotated[bool, typer.Option("--keys", help="With --dry-run: print the resolved recipe.")] = False,
     serve: Annotated[
         str | None,
-        typer.Option("--serve", metavar="HOST:PORT", help="Address on which workers of other machines connect."),
+        typer.Option(
+            "--serve",
+            metavar="HOST:PORT",
+            help="Listen on this address for workers on other machines (`baton worker`).",
+        ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=0, help="Number of worker processes on this machine that generate.")
+        int | None,
+        typer.Option("--workers", min=0, help="Number of worker processes to start on this machine; they generate."),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without TLS; the traffic can be intercepted.")
     ] = False,
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", help="Plan to carry out with --ray; without it, only its predictions are compared."),
+        typer.Option(
+            "--plan",
+            help="Plan, written by `baton plan --out`: carried out with --ray, otherwise compared with the run.",
+        ),
     ] = None,
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray cluster to run on: HOST:PORT or auto.")
