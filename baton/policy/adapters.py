@@ -1,7 +1,7 @@
 """LoRA with PEFT: a run trains and publishes low-rank adapters instead of the whole model.
 
-An adapter is published as pairs of tensors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r].
-B contains the scale, so an engine computes W = W_0 + B A without further parameters.
+An adapter is published as pairs of tensors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r]. B is
+already multiplied by the scale (alpha / rank), so an engine computes W = W_0 + B A without further parameters.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
     """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
 
-    The adapters are float32 whatever the model's dtype. They have values even if the model is on the meta device.
-    Raises UserError when PEFT is missing, or when a name in `targets` matches no layer.
+    The adapters are float32 whatever the model's dtype. The adapters get values even if the model is on the meta
+    device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
     """
     _check_peft()
     from peft import LoraConfig
@@ -77,7 +77,8 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the last name component of every linear layer except the head. Fused experts are not linear layers."""
+    """Return the last parts of the names of all linear layers except the head, such as "q_proj", without duplicates.
+    Fused experts are not linear layers."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     found = {
         name.rpartition(".")[2]
@@ -94,7 +95,7 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Disable a model's adapters within the context. A model without adapters is used as it is."""
+    """Disable a model's adapters within the context. For a model without adapters, the context has no effect."""
     if not has_adapters(model):
         yield
         return
@@ -174,9 +175,8 @@ def is_adapter(tensors: Mapping[str, Any]) -> bool:
 
 
 def adapted_modules(own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> list[str]:
-    """Return the names of the modules that a published adapter changes. own: the engine's weights.
-
-    Raises EngineFault if the name or shape of an adapter matches no weight.
+    """Return the names of the modules that a published adapter changes. `own`: the engine's weights. Raises EngineFault
+    if the name or shape of an adapter matches no weight.
     """
     modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
     for module in modules:
@@ -191,7 +191,8 @@ def adapted_modules(own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any])
 
 
 def write_adapter(tensors: Mapping[str, Any], directory: Path) -> None:
-    """Write a published adapter in PEFT's form. Its scale is 1, because B contains the scale."""
+    """Write a published adapter to `directory` in PEFT's format. The written configuration has the scale 1, because B
+    is already multiplied by the scale."""
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A))
     targets = sorted({name.removesuffix(_A).rpartition(".")[2] for name in tensors if name.endswith(_A)})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
@@ -224,11 +225,10 @@ class BaseWeights:
         return list(self._kept.values())
 
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the name and the value W_0 + B A of each weight with an adapter, one after another. The sum is
-        computed in float32 and cast to the weight's dtype. own: the engine's weights, with the same names. tensors: the
-        published adapter.
-
-        Raises EngineFault, before any change, if the name or shape of an adapter matches no weight.
+        """Return an iterator over (name, value W_0 + B A) of the weights that the adapter changes. Each sum is computed
+        in float32 and cast to the weight's dtype. `own`: the engine's weights, with the same names. `tensors`: the
+        published adapter. Raises EngineFault, before it changes anything, if the name or shape of an adapter matches no
+        weight.
         """
         modules = adapted_modules(own, tensors)
         for module in modules:

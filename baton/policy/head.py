@@ -2,7 +2,8 @@
 
 Matrix products are computed in the dtype of the model's forward pass (bfloat16 in autocast). All later values are
 float32. The gradient of the head's weight accumulates in float32, so the gradient hardly depends on the number of
-pieces. On a CPU in bfloat16, each addend is rounded to bfloat16 first. Shapes: N tokens, H hidden size, V vocabulary.
+pieces. On a CPU in bfloat16, the gradient of each piece is rounded to bfloat16 before it is added. Shapes: N tokens, H
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from baton.policy.sampling_masks import kept_logits, places_in
 logger = logging.getLogger(__name__)
 
 MAX_LOGITS = 2**24
-"""Number of float32 logits in memory at the same time (64 MiB), unless `Head.max_logits` is set. More logits are
-computed in pieces, and the backward pass recomputes the logits of each piece."""
+"""Maximum number of float32 logits in memory at the same time (64 MiB), unless `Head.max_logits` is set. A pass with
+more logits computes them in pieces, and the backward pass recomputes the logits of each piece."""
 
 _ENTROPY_ROWS = 4096
 """Maximum number of tokens whose probabilities [tokens, V] are in memory at the same time while the entropy is
@@ -32,11 +33,12 @@ summed."""
 
 CACHED_LOGITS = 2**19
 """Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). Reading more logits
-from memory would take longer than computing with them. The matrix products have more rows."""
+from memory would take longer than computing with them. This limit does not apply to the matrix products, which process
+more rows at a time."""
 
 PRODUCT_ROWS = 8192
-"""Number of rows per product in the head's gradient, if products are stored in a separate tensor before they are
-added."""
+"""Number of rows (vocabulary entries) of the head's gradient that one matrix product computes, if its result is stored
+in a separate tensor before it is added to the gradient."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Key of a model's configuration whose value scales the logits (Cohere, Falcon-H1, Granite) → 1 if the logits are
@@ -47,8 +49,8 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 xLSTM)."""
 
 _PROBE_LOGIT = 100.0
-"""Largest logit in the check of a head. The value is far above the usual caps, so that the check detects a cap that
-`_CAPS` does not list."""
+"""Largest logit that `_checked` produces when it tests a head. The value is far above the usual caps, so that the check
+detects a cap that `_CAPS` does not list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Head:
     scale: float = 1.0
     cap: float | None = None
     max_logits: int | None = None
-    """Number of logits in memory at the same time; None is MAX_LOGITS."""
+    """Maximum number of logits in memory at the same time; None means `MAX_LOGITS`."""
 
     @property
     def vocabulary(self) -> int:
@@ -104,8 +106,8 @@ def _float32_linear(head: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor
 
 
 def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 output of a linear layer. bfloat16 factors are copied to float32 only on devices without
-    `has_wide_products`."""
+    """Return the float32 output of a linear layer. If `has_wide_products` is False for the device, bfloat16 inputs and
+    weights are first copied to float32."""
     if states.dtype is torch.float32 or torch.is_grad_enabled() or not has_wide_products(states.device):
         return linear(states.float(), weight.float(), None if bias is None else bias.float())
     found = torch.mm(states.reshape(-1, states.shape[-1]), weight.T, out_dtype=torch.float32)
@@ -114,7 +116,7 @@ def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 @cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether a device multiplies bfloat16 matrices to float32 products. CPUs and some builds for ROCm do
+    """Return whether a device multiplies bfloat16 matrices to float32 products. CPUs and some ROCm builds of torch do
     not."""
     factor = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
@@ -147,8 +149,8 @@ def find_head(model: PreTrainedModel) -> Head | None:
 
 
 def set_max_logits(model: PreTrainedModel, max_logits: int) -> None:
-    """Set the number of a model's logits in memory at the same time. Has no effect if `find_head` does not support the
-    head."""
+    """Set the maximum number of logits that the head of a model has in memory at the same time. Has no effect if
+    `find_head` does not support the head."""
     module, head = model._baton_head  # type: ignore[misc]  # set by find_head
     if head is not None:
         model._baton_head = module, replace(head, max_logits=max_logits)  # type: ignore[assignment]
@@ -214,7 +216,7 @@ def head_scores(
     """Return log π of the targets, and the entropies if requested, both [N] float32. At most `head.max_logits`
     logits are in memory at the same time.
 
-    `kept_NK`: sampling masks, over which π is normalised (`sampling_masks.py`); None is the whole vocabulary. N may
+    `kept_NK`: sampling masks, over which π is normalised (`sampling_masks.py`); None means the whole vocabulary. N may
     stand for several dimensions. If the logits are computed in several pieces, the backward pass recomputes each piece.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
@@ -302,7 +304,7 @@ class _HeadScores(torch.autograd.Function):
 
 
 def _product(head: Head) -> Callable[..., torch.Tensor]:
-    """Return the function of hidden states, weight and bias that computes the head's products."""
+    """Return the function that computes the head's matrix product. Its arguments are hidden states, weight and bias."""
     return _float32_products if has_float32_products(head.linear) else linear
 
 
@@ -326,7 +328,7 @@ def _gradient(
     of_logprobs: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient [n, V] of the linear layer's output, float32.
+    """Return the gradient with respect to the linear layer's output: [n, V] float32.
 
     For logits x: ∂ log π(t) / ∂x_v = 1[v = t] − p_v, and ∂H / ∂x_v = −p_v (log p_v + H).
     With sampling masks, the gradient is 0 at all tokens outside the mask.
@@ -352,12 +354,12 @@ def _gradient(
 
 
 def _logits(head: Head, products: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """Return the logits of the whole vocabulary, or of the kept tokens."""
+    """Return the logits of the tokens in `kept`, or of the whole vocabulary if `kept` is None."""
     return head.shaped(products) if kept is None else kept_logits(products, kept, head.shaped)
 
 
 def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add of_productsᵀ · hidden to `total_VH`, which is float32."""
+    """Add `of_products`ᵀ · `hidden` to `total_VH`, which is float32."""
     if hidden.dtype is torch.float32:
         total_VH.addmm_(of_products.T, hidden)
         return
@@ -370,8 +372,8 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
 def score(
     logits: torch.Tensor, targets: torch.Tensor, wanted: RequestedScores
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return three values from logits [N, V]: log π of targets [N], the logarithm of the sum of the exponentials, and
-    the entropy if requested."""
+    """Return three values for each row of `logits` [N, V]: log π of its target, the logarithm of the sum of the
+    exponentials of its logits, and its entropy. The entropy is None unless requested. All three have shape [N]."""
     logits = logits.float()
     if wanted.temperature != 1.0:
         logits = logits / wanted.temperature
@@ -388,7 +390,7 @@ def score(
 
 @torch.no_grad()
 def entropy(logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
-    """Return the entropies −Σ_v p_v log p_v in nats, [N], with log p = logits − normaliser."""
+    """Return the entropies −Σ_v p_v log p_v in nats, [N], with log p = `logits` − `normaliser`."""
     logits_TV, normaliser_T = logits.reshape(-1, logits.shape[-1]), normaliser.reshape(-1)
     parts = []
     for begin in range(0, len(logits_TV), _ENTROPY_ROWS):

@@ -92,7 +92,8 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
 
 
 def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors:
-    """Return the tensors of a model's files by their names in `model`. A rank can read only its shards of each tensor.
+    """Return the tensors of a model's files by their names in `model`. With the returned object, a rank can read its
+    own shards of a tensor without the other shards.
 
     All tensors are loaded into host memory in four cases: `path` is an adapter; the files are not safetensors;
     `file_layout` does not know their arrangement; `is_exact` is set and the files contain tensors that the model lacks.
@@ -145,8 +146,8 @@ def check_weight_files(path: str) -> None:
 
 
 def _fit_head(model: PreTrainedModel, head_dtype: str) -> None:
-    """Compute the head in float32 if `model.head_dtype` or the configuration requests it. The configuration records
-    this for checkpoints, workers and vLLM."""
+    """Make the head compute in float32 if `head_dtype` or the model's configuration requests it. `head_dtype` is stored
+    in the configuration, so checkpoints, workers and vLLM use it too."""
     if head_dtype == "float32":
         model.config.head_dtype = "float32"
     if getattr(model.config, "head_dtype", None) == "float32":
@@ -154,7 +155,8 @@ def _fit_head(model: PreTrainedModel, head_dtype: str) -> None:
 
 
 def supported_attention(config: PretrainedConfig, attention: str) -> str:
-    """Return `attention`, or log a warning and return "eager" for a family without SDPA in transformers."""
+    """Return `attention`. If it is "sdpa" and transformers has no SDPA for this model family, log a warning and return
+    "eager"."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention != "sdpa" or kind is None or kind._supports_sdpa:
         return attention
@@ -168,7 +170,7 @@ def _warn_once(text: str) -> None:
 
 
 def save_configuration(model: PreTrainedModel, directory: Path) -> None:
-    """Write the configuration of a model whose weights are written in float32."""
+    """Write a model's configuration with the dtype float32, in which its weights are written."""
     model.config.dtype, model.config.architectures = "float32", [type(model).__name__]
     model.config.save_pretrained(directory)
     if model.generation_config is not None:
@@ -210,8 +212,8 @@ def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, 
 
 
 def save_merged(path: str, directory: Path, dtype: str) -> None:
-    """Write a model with its tokenizer for other software. An adapter is merged in float32, and the result is rounded
-    once.
+    """Write a model with its tokenizer for other software. An adapter is merged in float32, and the merged weights are
+    rounded once, to `dtype`.
 
     The generation config names every id that ends a response, so other software ends responses at the same tokens.
     """
@@ -231,8 +233,8 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
 
 
 def dtype_of(path: str) -> str:
-    """Return the dtype in a model's configuration, or float32, which loses no bits, if `EXPORT_DTYPES` has no such
-    dtype."""
+    """Return the dtype that a model's configuration names. If `EXPORT_DTYPES` lacks this dtype, return "float32", which
+    loses no bits."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError):

@@ -46,7 +46,7 @@ def padded_scores(
     with_hidden: bool = False,
     kept: torch.Tensor | None = None,
 ) -> TokenScores:
-    """Score the tokens at positions first … S−1 of padded rows. The scores have shape [B, K] with K = S − first.
+    """Score the tokens at positions `first` … S − 1 of padded rows. The scores have shape [B, K] with K = S − `first`.
 
     Rows are padded on the right; scores at padding are meaningless. If `find_head` does not support the model's head,
     all logits are computed in one tensor and `with_hidden` is not supported. `kept`: sampling masks [B, K, ids].
@@ -79,11 +79,11 @@ def packed_scores(
     entropy_has_gradient: bool = False,
     kept: torch.Tensor | None = None,
 ) -> TokenScores:
-    """Score the tokens at `places` of concatenated rows, which have no padding. The scores have shape [N]. `kept`:
-    sampling masks [N, ids].
+    """Score the tokens at `tokens.places` of concatenated rows, which have no padding. The scores have shape [N].
+    `kept`: sampling masks [N, ids].
 
-    Without the attention of `packing.py`, transformers builds a mask from the positions to separate the rows. Rows must
-    not share a prompt in this case. Requires a head that `find_head` supports.
+    If the model does not use the attention of `packing.py`, transformers builds a mask from the positions to separate
+    the rows. In this case, rows must not share a prompt. Requires a head that `find_head` supports.
     """
     head = find_head(model)
     assert head is not None, f"{type(model).__name__} has no known head"
@@ -94,8 +94,8 @@ def packed_scores(
 
 def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), *, has_head: bool = True) -> bool:
     """Return whether scoring rows packed in one pass gives the same scores as scoring them one after another. `shares`:
-    number of consecutive rows that share each prompt. `has_head`: False compares the hidden states of a stage without a
-    head."""
+    number of consecutive rows that share each prompt. If `has_head` is False, hidden states are compared instead of
+    scores, because the pipeline stage has no head."""
     if has_head and find_head(model) is None:
         return False
     vocabulary: int = model.config.get_text_config().vocab_size
@@ -137,7 +137,8 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(model: PreTrainedModel) -> None:
-    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because this is faster (`packing.py`)."""
+    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because float32 attention is faster there
+    (`packing.py`)."""
     if model.device.type == "cpu":
         prefer_packed_attention(model)
 
@@ -164,7 +165,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 def compile_blocks(model: PreTrainedModel) -> None:
     """Compile each block with torch. Blocks of one kind share their compiled code. The attention of `packing.py` is not
-    compiled. A model whose blocks transformers does not mark is compiled as a whole, without its head.
+    compiled. If transformers does not mark the blocks of a model, the whole model is compiled, except its head.
     """
     blocks = _blocks(model)
     for block in blocks:

@@ -47,16 +47,16 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak number of bytes that this process's tensors have occupied on a CUDA device since the last
-    call."""
+    """Return the peak number of bytes that this process's tensors have occupied on a CUDA device since the last call of
+    this function."""
     peak = int(torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
     return peak
 
 
 def peak_memory() -> dict[str, float]:
-    """Return the metric of this process's peak memory. With CUDA, it is the peak of torch's allocator on the device
-    where this peak is highest; otherwise, the peak of the resident set."""
+    """Return the metric of this process's peak memory. With CUDA, its value is the peak of torch's allocator on the
+    device where this peak is highest; otherwise, the peak of the resident set."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         peak = max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
     elif _STATUS.is_file():  # on Linux, ru_maxrss includes the peak of the parent process

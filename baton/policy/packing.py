@@ -27,11 +27,12 @@ PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""One tuple per packed row (its length) and one per shared prompt (its length and the lengths of its responses)."""
+"""Lengths of packed rows. A row with a prompt of its own is a tuple (length of the row). Rows that share a prompt are
+together one tuple (length of the prompt, length of each response)."""
 
 SIMILAR = 0.5
-"""Responses to one prompt are padded in pieces, to the longest of the piece. A response shorter than this fraction of
-the longest begins a new piece."""
+"""Responses to one prompt are cut into pieces, and the responses of a piece are padded to its longest response. No
+response of a piece is shorter than this fraction of the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,15 @@ class PackedTokens:
     input_ids: torch.Tensor
     """[T] int64"""
     positions: torch.Tensor
-    """[T] int64 positions, which restart at 0 with each row, and after a shared prompt with each response."""
+    """[T] int64 positions, which restart at 0 at each row. If responses share a prompt, the positions of each response
+    start at the length of the prompt."""
     places: torch.Tensor
     """[N] indices of the tokens to score, row by row."""
     before: torch.Tensor
     """[N] index of the token before each token to score. The token before the first token of a response is the last
     token of its prompt, wherever the shared prompt is."""
     ends: torch.Tensor
-    """[number of shapes + 1] int32: 0, then the index where each shape ends."""
+    """[len(`shapes`) + 1] int32: 0, then for each element of `shapes` the index in `input_ids` at which it ends."""
     shapes: Shapes
 
     def to(self, device: torch.device) -> PackedTokens:
@@ -74,11 +76,11 @@ def concatenated(
     shares: Sequence[int] = (),
     multiple: int = 1,
 ) -> PackedTokens:
-    """Concatenate rows on the host. The rows are padded on the right.
+    """Concatenate rows on the host, without the padding on their right.
 
-    `shares`: number of consecutive rows that share each prompt. Only the first of these rows keeps the prompt. Empty if
-    every row keeps its prompt. Tokens of a shared prompt cannot be scored. `multiple`: add a row of id 0 so that T
-    becomes a multiple of this number.
+    `shares`: number of consecutive rows that share each prompt. Only the first of these rows keeps the prompt. If
+    `shares` is empty, every row keeps its prompt. Tokens of a shared prompt cannot be scored. `multiple`: a row of
+    tokens with id 0 is appended so that T becomes a multiple of this number.
     """
     num_rows, width = input_ids_BS.shape
     shapes: list[tuple[int, ...]] = []
@@ -133,7 +135,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
 
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
-    The backward pass recomputes after the forward pass has reset the tokens. On CUDA it runs in another thread.
+    The backward pass recomputes blocks after the forward pass has reset the current `PackedTokens`, and on CUDA in
+    another thread. The second context therefore sets these tokens again.
     """
     return nullcontext(), _in_pass(_packed.get())
 
@@ -200,7 +203,8 @@ def _by_rows(
 
 
 def pieces(lengths: Sequence[int]) -> list[slice]:
-    """Cut the responses to one prompt into runs that are padded and computed together."""
+    """Cut the responses to one prompt, given by their lengths, into consecutive pieces. The responses of a piece are
+    padded and computed together (`SIMILAR`)."""
     found, begin = [], 0
     for place in range(1, len(lengths) + 1):
         run = lengths[begin : place + 1]
@@ -211,15 +215,15 @@ def pieces(lengths: Sequence[int]) -> list[slice]:
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate [1, heads, L, D] to [rows, heads, longest L, D]."""
+    """Pad tensors [1, heads, L, D] to the longest L, and concatenate them to one tensor [rows, heads, longest L, D]."""
     longest = max(tensor.shape[2] for tensor in tensors)
     rows = [(tensor, longest - tensor.shape[2]) for tensor in tensors]
     return torch.cat([torch.nn.functional.pad(row, (0, 0, 0, missing)) if missing else row for row, missing in rows])
 
 
 def _attended(module: torch.nn.Module, qkv: tuple[Any, Any, Any], begin: int, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the attention [rows, queries, heads, D] of queries at positions `begin` … to the keys of all positions up
-    to their own."""
+    """Return the attention output [rows, queries, heads, D]. The first query is at position `begin`. Each query attends
+    to the keys at all positions up to its own."""
     end, device, mask = qkv[1].shape[2], qkv[1].device, None
     window = kwargs.get("sliding_window") or end
     if begin or end > window:
@@ -255,8 +259,8 @@ def _by_kernel(
 
 @cache
 def _kernel(device: torch.device, heads: tuple[int, int, int], dtype: torch.dtype) -> Any:
-    """Return torch's variable-length attention, or None if this torch or this device does not compute it, forward and
-    backward. `heads`: number of query heads, of key heads, and their size."""
+    """Return torch's variable-length attention. Return None if this version of torch or this device does not support
+    its forward and backward pass. `heads`: number of query heads, number of key heads, size of a head."""
     ends = torch.tensor([0, 8], dtype=torch.int32, device=device)
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Name of a router → experts [T, k] of each token, int16, in the order of the recorded pass. −1 means that the router
-chooses."""
+"""Name of a router → experts of each token: [T, k] int16, with tokens in the order of the recorded pass. −1 means that
+the router chooses this expert itself."""
 
 
 class _Choice(TorchFunctionMode):
@@ -96,8 +96,9 @@ class RoutingReplay:
     def from_engine(
         self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
     ) -> Routing:
-        """Convert the choices that an engine reported for tokens at `places` to a Routing of shape [num_places, k] per
-        router. All other places, and empty bytes, become −1.
+        """Convert the choices that an engine reported for the tokens at `places` to a `Routing`, with a tensor
+        [`num_places`, k] for each router. A token gets −1 if it is at another place, or if its bytes in `routing` are
+        empty.
 
         Raises EngineFault for bytes that do not match this model's routers.
         """
@@ -133,7 +134,8 @@ class RoutingReplay:
 
 
 def routers_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return name → router of a model, which may be on the meta device. Routers have `top_k` and `num_experts`."""
+    """Return a model's routers by name. The model may be on the meta device. A router is a module with integers `top_k`
+    and `num_experts`."""
 
     def is_router(module: Any) -> bool:
         counts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
@@ -144,8 +146,8 @@ def routers_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def num_bytes(routers: Mapping[str, Any]) -> int:
-    """Return the number of bytes that an engine reports for a token: one for each router and chosen expert, or two if a
-    router has more than 256 experts."""
+    """Return the number of bytes that an engine reports for a token: one byte for each router and chosen expert, or two
+    bytes if any router has more than 256 experts."""
     return int(_item(routers).itemsize * sum(router.top_k for router in routers.values()))
 
 

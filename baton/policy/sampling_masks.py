@@ -16,11 +16,11 @@ from baton.errors import EngineFault
 from baton.types import kept_dtype
 
 _REMOVED = -1e9
-"""Logit of a column without an id. It is finite, because 0 · −∞ is not a number."""
+"""Logit of a padding column, which has no id. The value is finite, because 0 · −∞ is not a number."""
 
 
 def encoded(ids_NK: Tensor, is_kept_NK: Tensor, vocabulary: int) -> list[bytes]:
-    """Encode the kept ids of each token, in ascending order."""
+    """Return the kept ids of each token as bytes, in ascending order. `is_kept_NK` marks the kept ids in `ids_NK`."""
     ascending_NK = ids_NK.masked_fill(~is_kept_NK, vocabulary).sort(-1).values.cpu().numpy()
     rows = zip(ascending_NK.astype(kept_dtype(vocabulary)), is_kept_NK.sum(-1).tolist(), strict=True)
     return [row[:count].tobytes() for row, count in rows]
@@ -41,11 +41,12 @@ def decoded(masks: Sequence[bytes], vocabulary: int) -> Tensor:
 
 
 def kept_logits(products_NV: Tensor, kept_NK: Tensor, shaped: Callable[[Tensor], Tensor] = Tensor.float) -> Tensor:
-    """Return the logits [N, K] of the kept tokens. `shaped`: function of the head's products that gives logits."""
+    """Return the logits [N, K] of the kept tokens. `shaped`: function that computes logits from the head's matrix
+    products."""
     chosen_NK = products_NV.gather(-1, kept_NK.clamp(min=0).long())
     return shaped(chosen_NK).masked_fill(kept_NK < 0, _REMOVED)
 
 
 def places_in(kept_NK: Tensor, targets_N: Tensor) -> Tensor:
-    """Return the column [N] of each target among the kept ids."""
+    """Return, for each target, the column of `kept_NK` that contains it: [N]."""
     return (kept_NK == targets_N[..., None]).int().argmax(-1)

@@ -3,8 +3,9 @@
 Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32 the results are
 those of one process, except for the order in which gradients are summed.
 
-In bfloat16, embeddings, norms and the residual stream are bfloat16 too, because a block is gathered in bfloat16. One
-process has float32 parameters instead and rounds them in each linear layer. Gradients are summed in float32.
+In bfloat16, embeddings, norms and the residual stream are bfloat16 too, because a block is gathered in bfloat16. A
+single process without sharding has float32 parameters instead, and rounds them in each linear layer. Gradients are
+summed in float32.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Sharded(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
-        """Shard a module in place. A mesh of one dimension shards the module; a mesh of two holds copies along the
-        first dimension and shards along the second.
+        """Shard a module in place. Along a mesh of one dimension, the module is sharded. In a mesh of two dimensions,
+        the ranks along the first dimension have copies, and the ranks along the second have shards.
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by a number of tokens or
         samples of all ranks. `dtype`: dtype in which parameters are gathered, except the module's `float32_parts`.
@@ -82,14 +83,14 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Set whether the next backward pass sums gradients over the ranks. If not, each rank keeps its own
-        gradients."""
+        """Set whether the next backward pass sums gradients over the ranks. If `is_on` is False, each rank keeps its
+        own gradients."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
 
 def _tables(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a model's embedding and head, or nothing if they share a weight. A head gets a method `compute`, which
-    calls a function on tensors while the head's weight is gathered."""
+    """Return a model's embedding and head, or an empty list if they share a weight. A head gets a method `compute`,
+    which calls a function on tensors while the head's weight is gathered."""
     model: Any = getattr(module, "trunk", module)
     embedding, head = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
     if getattr(head, "weight", None) is getattr(embedding, "weight", None):
@@ -116,7 +117,7 @@ Box = tuple[slice, ...]
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """Return the part of a sharded tensor that this rank holds. A plain tensor is held completely."""
+    """Return the part of a sharded tensor that this rank holds. For a plain tensor, this is the whole tensor."""
     box = [slice(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
         return tuple(box)
@@ -143,7 +144,7 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
-"""Gathers a tensor by name, on the ranks that need it."""
+"""Function (name, this rank's shard) → the whole tensor, on the ranks that need it."""
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], gather: Gather, *, is_kept: bool) -> dict[str, torch.Tensor]:

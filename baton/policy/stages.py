@@ -1,4 +1,5 @@
-"""Pipeline stages: cuts a model in place to the blocks of one stage, by the plan of the model's family.
+"""Pipeline stages: cuts a model in place to the blocks of one stage, using the model family's `base_model_pp_plan` of
+transformers.
 
     first stage    ids ─▶ embedding, blocks ─▶ hidden states
     other stages   hidden states ─▶ blocks ─▶ hidden states
@@ -85,7 +86,8 @@ def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _plan_of(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the names of the base model's parts before its blocks, the embedding first, and after them."""
+    """Return two lists of names: the base model's parts before its blocks, with the embedding first, and its parts
+    after them. Raises UserError if the model cannot be cut into stages."""
     base, shape = cast(Any, model.base_model), model.config.get_text_config()
     names = list(getattr(shape, "base_model_pp_plan", None) or ())
     others = [name for name, part in base.named_children() if name not in names and list(part.parameters())]
@@ -109,8 +111,8 @@ class _Elsewhere(torch.nn.Module):
 
 
 class _Entry(_Elsewhere):
-    """Replaces the last block of the previous stage: returns its output, and ignores what the base model computed
-    before."""
+    """Replaces the last block of the previous stage. Returns the hidden states that the previous stage sent, and
+    ignores the input that the base model passes."""
 
     def __init__(self, stage: StageModel, part: torch.nn.Module) -> None:
         super().__init__(part)
@@ -122,8 +124,8 @@ class _Entry(_Elsewhere):
 
 
 class _Embedding(_Elsewhere):
-    """Replaces the embedding of the first stage. If the embedding is tied to the head, the last stage also has its
-    weight."""
+    """Replaces the embedding of the first stage. If the embedding is tied to the head, the last stage keeps the
+    embedding's weight in this module."""
 
     def __init__(self, stage: StageModel, part: torch.nn.Embedding, tied: torch.nn.Parameter | None) -> None:
         super().__init__(part)

@@ -64,7 +64,8 @@ class StoredPiece:
     """Name of the piece in its file."""
     box: Box
     kept: tuple[int, ...]
-    """Dimensions of the tensor that the piece keeps; in each of the other dimensions it has a single index."""
+    """Dimensions of the tensor that are also dimensions of the piece. In every other dimension, the piece covers a
+    single index."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,8 +109,8 @@ class StoredTensors:
         return cls(found)
 
     def fill(self, name: str, into: torch.Tensor, box: Box | None = None) -> None:
-        """Read a tensor, or its part `box`, into a tensor of the same shape. Raises ValueError if the files lack any of
-        its numbers."""
+        """Read a tensor, or its part `box`, into a tensor of the same shape. Raises ValueError if the files do not
+        contain all of its values."""
         box = box_of(into) if box is None else box
         num_read = 0
         for piece, source in self._pieces[name]:
@@ -124,8 +125,8 @@ class StoredTensors:
             raise ValueError(f"{name} is incomplete: the files have {num_read} of {into.numel()} numbers")
 
     def like(self, name: str, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor in the dtype and layout of `like`, by default to its device. If `like` is sharded, read this
-        rank's shard."""
+        """Read a tensor in the dtype and layout of `like`. `device`: default is the device of `like`. If `like` is
+        sharded, read this rank's shard."""
         own = torch.empty(local(like).shape, dtype=like.dtype, device=device or like.device)
         self.fill(name, own, box_of(like))
         if not isinstance(like, DTensor):
@@ -143,7 +144,7 @@ class StoredTensors:
         return found
 
     def digest(self) -> str:
-        """Return the digest that these tensors have when they are published. Reads one after another."""
+        """Return the digest that these tensors have when they are published. The tensors are read one after another."""
         return identity_digest(identity(name, self.whole(name)) for name in self.shapes)
 
 
@@ -171,16 +172,16 @@ def _moved(side: slice, start: int) -> slice:
 
 
 class _KeepViews(TorchFunctionMode):
-    """Makes `contiguous` return the tensor itself, so that a result shows which part of its source it is."""
+    """Makes `contiguous` return the tensor itself without a copy, so that a result remains a view of its source."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
-    """Return the pieces of each of the model's tensors in its files.
+    """Return, for each of the model's tensors, the pieces that the model's files contain.
 
-    Returns None if a tensor of the files combines several tensors of the model, or is not simply a part of one.
+    Returns None if a tensor of the files combines several tensors of the model, or is not simply a part of one tensor.
     """
     found = {}
     for name, tensor in policy_tensors(model).items():
@@ -199,8 +200,8 @@ def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
 
 
 def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece | None:
-    """Return the part of `source` that a view shows, or None if `part` is no view or has its dimensions in another
-    order."""
+    """Return which part of `source` the view `part` covers. Return None if `part` is not a view of `source`, or has its
+    dimensions in another order."""
     if part.untyped_storage()._cdata != source.untyped_storage()._cdata:
         return None
     if part.shape == source.shape and part.stride() == source.stride():
@@ -245,7 +246,7 @@ def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = Fa
 
 
 def fill_model(module: torch.nn.Module, stored: StoredTensors, device: torch.device) -> None:
-    """Read the parameters of a module that are on the meta device, and its buffers that files contain.
+    """Read all parameters of a module that are on the meta device, and those of its buffers that the files contain.
 
     The module is a model, which may have adapters, or contains the body of a model as `trunk`. Shards stay shards, and
     tied parameters stay tied.
@@ -366,7 +367,8 @@ def write_gathered(
 ) -> str:
     """Gather tensors one after another, cast them to `dtypes`, and pass them to `put`.
 
-    Returns their digest, or "" without `put`. Collective: all ranks must pass the same names in the same order.
+    Returns the digest of the tensors, or "" if `put` is None. Collective: all ranks must pass the same names in the
+    same order.
     """
     identities = []
     for name, tensor in tensors.items():
@@ -380,9 +382,9 @@ def write_gathered(
 
 
 def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, first: int) -> None:
-    """Write this rank's shards of tensors into a file; write no file if there are none. Only one of several equal
-    copies is written. A tensor without shards is written by rank `first`, the first of the ranks that have these
-    tensors. Raises OSError."""
+    """Write this rank's shards of tensors into a file; write no file if this rank has no shard to write. If several
+    ranks have equal copies of a shard, only one rank writes it. A tensor that is not sharded is written by rank
+    `first`, the first of the ranks that have these tensors. Raises OSError."""
     own = {name: tensor for name, tensor in tensors.items() if local(tensor).numel() and _is_ours(tensor, rank, first)}
     if not own:
         return

@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks split the matrix products of each block by heads and columns.
 
-The plan of the model's family, `base_model_tp_plan` of transformers, states how each linear layer of a block is split.
-Every rank computes all other layers (norms, embedding, head) completely and has the whole residual stream, so the rest
-of the trainer is unchanged.
+`base_model_tp_plan` of transformers states for each model family how each linear layer of a block is split. Every rank
+computes all other layers (norms, embedding, head) completely and has the whole residual stream, so the rest of the
+trainer is unchanged.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from baton.specs.trainer_shapes import can_split
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE = ("replicated_with_grad_allreduce",)
-"""Styles of layers that every rank holds completely but applies only to its own heads. Their gradients must be summed
-over the ranks."""
+"""Styles in `base_model_tp_plan` of layers that every rank holds completely but applies only to its own heads. Their
+gradients must be summed over the ranks."""
 
 
 def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
     """Split a model's layers over a one-dimensional mesh, in place.
 
     Returns the parameters whose gradients must be summed over the ranks. Raises UserError if the model has no supported
-    plan, or if the mesh's size does not divide the model's dimensions.
+    `base_model_tp_plan`, or if the mesh's size does not divide the model's dimensions.
     """
     plan = _plan_of(model, mesh.size())
     base = cast(PreTrainedModel, model.base_model)
@@ -44,7 +44,7 @@ def split_products(model: PreTrainedModel, mesh: DeviceMesh) -> list[torch.nn.Pa
 
 
 def _plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """Return the checked plan: pattern of layer names in the base model → style of splitting."""
+    """Return the checked `base_model_tp_plan`: pattern of layer names in the base model → style of splitting."""
     kind, shape = type(model).__name__, model.config.get_text_config()
     plan: dict[str, str] = getattr(shape, "base_model_tp_plan", None) or {}
     if not plan:

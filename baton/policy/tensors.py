@@ -49,7 +49,7 @@ def published_dtypes(
 
 
 def as_published(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors for publication (`published_dtypes`)."""
+    """Return copies of tensors for publication, cast to the dtypes that `published_dtypes` returned."""
 
     def cast(name: str) -> torch.Tensor:
         return tensors[name].detach().to(dtypes[name], copy=True)
@@ -58,7 +58,7 @@ def as_published(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor's values."""
+    """Return the size of a tensor's values in bytes."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -67,8 +67,8 @@ def check_fit(
 ) -> None:
     """Raise EngineFault if `tensors` lack a parameter of the model, or have an unknown name or a different shape.
 
-    own: the model's `state_dict(keep_vars=True)`. Tied parameters may occur under any of their names. which: subject
-    and verb of the error message.
+    `own`: the model's `state_dict(keep_vars=True)`. Tied parameters may occur under any of their names. `which`:
+    subject and verb of the error message.
     """
     parameters = {id(p) for p in model.parameters()}
     given = {id(own[name]) for name in tensors if name in own}
@@ -101,7 +101,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def identity(name: str, tensor: torch.Tensor) -> Identity:
-    """Return what identifies a published tensor: name, dtype, shape and `tensor_digest`."""
+    """Return the identity of a published tensor: its name, dtype, shape and `tensor_digest`."""
     return name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor)
 
 

@@ -52,9 +52,8 @@ def unordered_writes(device: torch.device) -> Iterator[None]:
 
 
 def keep_positions_exact(model: Module) -> None:
-    """Compute the rotary angles of a model on CUDA without TF32, in which positions above 2048 are not exact.
-
-    transformers computes them by a matrix product (its issue 48428).
+    """Make a model on CUDA compute its rotary angles without TF32. transformers computes the angles with a matrix
+    product (transformers issue 48428). In TF32, positions above 2048 are not exact.
     """
     if torch.cuda.is_available():
         for module in model.modules():

@@ -43,7 +43,7 @@ _STATED = re.compile(
 def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
     """Return the answer in a response, without outer blanks, or None if the response does not follow the format.
 
-    pattern: regular expression, for the format `regex`.
+    `pattern`: regular expression, for the format `regex`.
     """
     if answer_format == "tags":
         found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)

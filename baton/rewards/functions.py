@@ -207,7 +207,7 @@ def number(result: Any) -> Outcome:
 
 
 def malformed(result: Any, why: str) -> CallFailure:
-    """Return the failure for an invalid result. why: verb phrase such as `has no 'score'`, whose subject is the
+    """Return the failure for an invalid result. `why`: verb phrase such as `has no 'score'`, whose subject is the
     result."""
     try:
         shown = repr(result)
@@ -220,7 +220,8 @@ def malformed(result: Any, why: str) -> CallFailure:
 def describe_error(error: BaseException, function: RewardFunction | None = None) -> str:
     """Describe an error in one line: its type, the first line of its message, and the file and line that raised it.
 
-    function: if the traceback has a line in this function's file, that line is reported instead of the innermost line.
+    `function`: if the traceback has a line in this function's file, that line is reported instead of the innermost
+    line.
     """
     text = str(error).strip().splitlines()
     shown = type(error).__name__

@@ -83,7 +83,7 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
     """Fork, and return only in the child, which becomes the scorer. The parent becomes the supervisor and exits with
     the scorer's exit code.
 
-    who: subject of the sentence in `Isolation.description`. network_key: recipe key that allows the network; the
+    `who`: subject of the sentence in `Isolation.description`. network_key: recipe key that allows the network; the
     sentence names it.
     """
     wake = _wake_on_signals()

@@ -108,8 +108,8 @@ class RewardScorer:
         """Import the reward functions. Raises UserError if an import fails, the recipe has no reward part, or a part
         applies to no task.
 
-        tasks: the single-turn tasks; empty if all tasks of the recipe are multi-turn. answers: answer format by task
-        name.
+        `tasks`: the single-turn tasks; empty if all tasks of the recipe are multi-turn. `answers`: answer format by
+        task name.
         """
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
@@ -213,7 +213,7 @@ class RewardScorer:
         """Yield all submitted trajectories that have not been collected, waiting for their rewards. Raises the errors
         of `collect`.
 
-        check: called about once a second; an exception that it raises ends the wait.
+        `check`: called about once a second; an exception that it raises ends the wait.
         """
         while self._waiting:
             check()
@@ -317,7 +317,7 @@ class RewardScorer:
         ]
 
     def _result(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
-        """Combine the outcomes for one response. outcomes: name of each reward part → its outcome; the empty name is
+        """Combine the outcomes for one response. `outcomes`: name of each reward part → its outcome; the empty name is
         the task's scorer."""
         task_scorer, score = self._scorers.get(call.prompt.task), outcomes.get("")
         rewards = self._rewards_of(call)

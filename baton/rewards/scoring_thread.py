@@ -57,8 +57,8 @@ class ScoringThread:
     async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
         """Make a call in a worker process, and repeat the call if the process crashes.
 
-        spec: index in `ScorerSetup.specs`. concurrency: maximum number of concurrent calls of this scorer in the shared
-        process; 0: no other call runs in the process at the same time.
+        `spec`: index in `ScorerSetup.specs`. concurrency: maximum number of concurrent calls of this scorer in the
+        shared process; 0: no other call runs in the process at the same time.
         """
         call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)
         return await self._retried(call, FailureCause.CRASHED, f"spec {spec}", concurrency)
@@ -129,7 +129,7 @@ class ScoringThread:
     ) -> Outcomes:
         """Make a call, and repeat the call if it fails with `cause`.
 
-        concurrency: maximum concurrent calls with the same `key`; 0 sets no limit.
+        `concurrency`: maximum concurrent calls with the same `key`; 0 sets no limit.
         """
         limit = self._limits.setdefault(key, asyncio.Semaphore(concurrency)) if concurrency else nullcontext()
 

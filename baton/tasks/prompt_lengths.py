@@ -64,7 +64,7 @@ def measure(
 ) -> list[PromptLengths]:
     """Configure the mixture to skip prompts that are too long; return the measured lengths of each task.
 
-    on_measured: called with the number of prompts measured since the last call. Raises UserError if a task with
+    `on_measured`: called with the number of prompts measured since the last call. Raises UserError if a task with
     `too_long = "refuse"` has a prompt that is too long.
     """
     mixture.limit(num_tokens, max_context_tokens - 1)

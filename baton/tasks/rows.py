@@ -28,10 +28,10 @@ _HUB_NAME = re.compile(r"[\w.-]+/(?!.*\.(?:jsonl?|parquet)$)[\w.-]+(?:@[\w./-]+)
 def read_rows(what: str, path: str, split: str = "train", config: str | None = None) -> list[tuple[str, Row]]:
     """Return (location, row) of every row. A location is `path, line 3` or `path, row 3`, counted from 1.
 
-    path: a JSONL file, a parquet file, a directory written by `save_to_disk` of Hugging Face datasets, or the name of a
-    dataset on the hub, with `@revision` if it is not the newest. Values are plain JSON values. Raises UserError, which
-    begins with `what`, if the path cannot be read or has no rows, if a line is not a JSON object, or if the split or a
-    package is missing.
+    `path`: a JSONL file, a parquet file, a directory written by `save_to_disk` of Hugging Face datasets, or the name of
+    a dataset on the hub, with `@revision` if it is not the newest. Values are plain JSON values. Raises UserError,
+    which begins with `what`, if the path cannot be read or has no rows, if a line is not a JSON object, or if the split
+    or a package is missing.
     """
     source = Path(path)
     if is_hub_name(path):

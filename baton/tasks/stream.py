@@ -135,7 +135,7 @@ class ProblemSettings(Settings):
     def build(self, environments: EnvironmentSettings | None = None, tool_format: ToolFormat | None = None) -> Task:
         """Open the source of problems. Raises UserError if the source cannot provide a problem.
 
-        tool_format: how the model's chat template writes tools.
+        `tool_format`: how the model's chat template writes tools.
         """
         if self.environment is not None:
             rows = [] if self.path is None else read_rows(f"task {self.name!r}", self.path, self.split, self.config)
@@ -340,7 +340,7 @@ class PromptStream:
     """The endless training stream of a mixture. Its state is the number of draws from each task."""
 
     def __init__(self, mixture: TaskMixture, seed: int, start: Mapping[str, int] | None = None) -> None:
-        """start: the `position` of an earlier stream, from which this stream continues."""
+        """`start`: the `position` of an earlier stream, from which this stream continues."""
         self._mixture = mixture
         self._seed = seed
         self.position = {name: (start or {}).get(name, 0) for name in mixture.tasks}

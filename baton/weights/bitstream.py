@@ -4,7 +4,8 @@
     stream   shorter than 16 bytes: the raw bytes
              otherwise: the number of compressed bytes and these bytes, or the number 0 and the raw bytes
 
-The reader knows the length of each stream, so a block that claims a longer stream cannot make it allocate more.
+The reader knows the length of each stream, so a block that claims a longer stream cannot make the reader allocate more
+memory.
 """
 
 from __future__ import annotations

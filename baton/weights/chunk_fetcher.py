@@ -46,8 +46,8 @@ class ChunkFetcher:
     def __init__(
         self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
     ) -> None:
-        """Start the time limit of `deadline_s`. Sources named in `avoided` are asked last; `blame` adds names to
-        `avoided`."""
+        """Start the time limit of `deadline_s` seconds. Sources named in `avoided` are asked last; `blame` adds names
+        to `avoided`."""
         self._sources, self.record, self._avoided = sources, record, avoided
         self._order = random.Random()
         self._deadline_s = deadline_s

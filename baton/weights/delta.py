@@ -37,7 +37,7 @@ means that "sparse" is always tried."""
 _DENSE_ABOVE: Final = 0.25
 """Up to this fraction of changed elements, `encode` does not try "dense" and "full", because "sparse" is shorter."""
 _BLOCK: Final = 2**16
-"""Number of words of a block."""
+"""Maximum number of words that are processed at a time."""
 
 
 class Coded(NamedTuple):
@@ -46,7 +46,7 @@ class Coded(NamedTuple):
     coding: Coding
     data: bytes
     num_changed: int
-    """Number of elements that differ from the base. Without a base, all elements count."""
+    """Number of elements that differ from the base. Without a base, this is the number of all elements."""
 
 
 def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
@@ -152,7 +152,8 @@ def _rotated(words: Words, right: int) -> Words:
 
 
 def _planes(words: Words, value: Callable[[slice], Words]) -> bytes:
-    """Return one stream for each byte of the values, the highest byte first. value: the values of a block of words."""
+    """Return the encoded values as one stream for each byte position, the highest byte first. `value`: function that
+    returns the values in a slice of `words`."""
     word = words.itemsize
     planes = np.empty((word, words.size), np.uint8)
     for block in _blocks(words.size):
@@ -166,7 +167,8 @@ def _planes(words: Words, value: Callable[[slice], Words]) -> bytes:
 
 
 def _read_planes(reader: BitReader, words: Words) -> Iterator[tuple[slice, Words]]:
-    """Yield the values of each block of words that `_planes` has written."""
+    """Yield (slice, values) of each run of at most `_BLOCK` values that `_planes` has written. `words` gives the number
+    and the dtype of the values."""
     planes = [reader.stream(words.size) for _ in range(words.itemsize)][::-1]
     for block in _blocks(words.size):
         found = planes[0][block].astype(words.dtype)
@@ -176,17 +178,17 @@ def _read_planes(reader: BitReader, words: Words) -> Iterator[tuple[slice, Words
 
 
 def _blocks(size: int) -> Iterator[slice]:
-    """Yield blocks of words, whose intermediate values stay in the processor's cache."""
+    """Yield consecutive slices of at most `_BLOCK` words, so that intermediate values stay in the processor's cache."""
     for begin in range(0, size, _BLOCK):
         yield slice(begin, min(begin + _BLOCK, size))
 
 
 def _write_steps(writer: BitWriter, steps: Words) -> None:
-    """Append nonzero differences: their signs, then their magnitudes in Elias gamma code (1975).
+    """Append the nonzero differences `steps`: their signs, then their magnitudes in Elias gamma code (1975).
 
-    The gamma code of an n-bit magnitude has n - 1 flags that mean "one more bit", and then the bits below the highest.
-    Each bit has a mask, with one flag per magnitude. If nearly all or nearly no flags of a mask are set, `write_mask`
-    takes less than one bit per flag.
+    The gamma code of an n-bit magnitude has n - 1 flags that mean "one more bit", and then the bits below the highest
+    bit. The flags of all magnitudes for the same bit form a mask. If nearly all or nearly no flags of a mask are set,
+    `write_mask` takes less than one bit per flag.
     """
     one = steps.dtype.type(1)
     is_negative = (steps >> steps.dtype.type(steps.itemsize * 8 - 1)) == one

@@ -36,7 +36,7 @@ from baton.weights.shared import SharedMemory
 from baton.weights.sources import WeightsSource
 
 MAX_STEPS = 4096
-"""Maximum number of steps in a plan. Each step leads to the next version."""
+"""Maximum number of versions through which one fetch leads from its base to the requested version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Fetcher:
     """Holds one version and fetches further versions. The methods block, so call them in a thread."""
 
     def __init__(self, sources: Sequence[WeightsSource], *, shared: SharedMemory | None = None) -> None:
-        """shared: memory in which a trainer on this machine publishes versions; `fetch` looks there first and then asks
-        `sources`."""
+        """`shared`: memory in which a trainer on this machine publishes versions; `fetch` looks there first and then
+        asks `sources`."""
         self.sources, self.shared = list(sources), shared
         self._avoided: set[str] = set()
         """Names of the sources that sent wrong data in any fetch. These sources are asked last."""
@@ -93,7 +93,8 @@ class Fetcher:
         return {} if self._held is None else self._held[1]
 
     def hold(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold a version that the caller already has. Raises WeightsFault unless `tensors` have its digest."""
+        """Hold a version that the caller already has. Raises WeightsFault unless `tensors` have the digest of
+        `version`."""
         with self._lock:
             _check_digest(version, weights_digest(tensors))
             self._held, self._staged = (version, tensors), None
@@ -151,8 +152,8 @@ class Fetcher:
             return
 
     def _plan(self, want: PolicyVersion, gather: ChunkFetcher, misleading: set[str]) -> list[_Step]:
-        """Return the steps that lead from the held version, or from a keyframe, to the requested version with the
-        fewest bytes to fetch."""
+        """Return the steps that lead to the requested version, from the held version or from a keyframe. Of all such
+        plans, return the plan that fetches the fewest bytes."""
         held, at = self.held, want
         walked: list[_Step] = []
         best: list[_Step] | None = None
@@ -182,8 +183,8 @@ class Fetcher:
         return best[::-1]
 
     def _followed(self, plan: list[_Step], gather: ChunkFetcher) -> _Staged:
-        """Apply the steps of a plan to a copy; return the copy. Raises _BadPlan if the result is not the requested
-        version."""
+        """Apply the steps of a plan to a copy of the held version, or to an empty buffer if the plan starts at a
+        keyframe; return the result. Raises _BadPlan if the result is not the requested version."""
         last = plan[-1].manifest
         sources = [step.source for step in plan]
         if any(layout_of(step.manifest.tensors) != layout_of(last.tensors) for step in plan):
@@ -217,7 +218,8 @@ class Fetcher:
 
 
 def _decoded(flat_buffer: Bytes, taken: tuple[BufferPart, int, bytes]) -> WeightsFault | None:
-    """Decode a part in place, given its end and its encoded bytes; return the error for bytes that are not valid."""
+    """Decode a part in place. Return the error if its encoded bytes are invalid. `taken`: the part, its end in the flat
+    buffer, and its encoded bytes."""
     part, end, data = taken
     try:
         decode(part.coding, data, flat_buffer[end - part.num_bytes : end], part.word)
@@ -235,7 +237,7 @@ class _CodedBytes:
         self._waiting = bytearray()
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes. The chunks contain enough bytes, which `check_manifest` has checked."""
+        """Return the next `size` bytes. `check_manifest` has checked that the chunks contain enough bytes."""
         while len(self._waiting) < size:
             self._waiting += self._gather.chunk(next(self._chunks))
         found = bytes(self._waiting[:size])

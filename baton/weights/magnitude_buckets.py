@@ -7,8 +7,8 @@ elements are therefore encoded separately for each bucket.
 
 Both sides hold the base, so only the limits of the buckets are sent. Limits are compared with the highest byte of an
 element without its sign, which for bfloat16 and float32 is the exponent. The first bucket contains the elements below
-the first limit, the second those between the limits. All other changed elements are encoded by their positions among
-all elements.
+the first limit. The second bucket contains the elements between the two limits. All other changed elements are encoded
+by their positions among all elements.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _BAND_BITS: Final = 160.0
 
 
 def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """Yield the positions of the elements of each bucket. A bucket contains the magnitudes from the previous limit to
-    its own limit."""
+    """Yield the positions of the elements of each bucket. A bucket contains the elements whose magnitude is at least
+    the previous limit and below its own limit."""
     if not limits:
         return
     bits = base.itemsize * 8

@@ -80,7 +80,7 @@ class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """A piece of the flat buffer and its coding. The parts of an encoding are contiguous."""
 
     num_bytes: int
-    """Size after decoding."""
+    """Size after decoding, in bytes."""
     word: int
     """Bytes of one element."""
     coding: Coding
@@ -116,12 +116,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def whole(self) -> Encoding | None:
-        """The encoding without a base, or None."""
+        """The encoding without a base; None if there is none."""
         return next((way for way in self.ways if way.base is None), None)
 
     @property
     def delta(self) -> Encoding | None:
-        """The encoding with a base, or None."""
+        """The encoding with a base; None if there is none."""
         return next((way for way in self.ways if way.base is not None), None)
 
     @property

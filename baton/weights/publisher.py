@@ -1,4 +1,4 @@
-"""The trainer's side of weight transfer: encodes each version as chunks and a manifest, and stores these.
+"""The trainer's side of weight transfer: encodes each version as chunks and a manifest, and stores both.
 
     tensors ─▶ flat buffer ─▶ parts, encoded against the base ─▶ chunks ─▶ store ─▶ manifest ─▶ store
                                         ▲                                                        │
@@ -78,11 +78,11 @@ class Publisher:
     ) -> PublishedVersion:
         """Store a version and make it visible to readers. Publishing the same version again changes nothing.
 
-        when_shared: called when the version is in shared memory, before it is coded and stored for other machines.
+        `when_shared`: called when the version is in shared memory, before it is coded and stored for other machines.
 
-        Raises WeightsFault if `tensors` do not have the version's digest, or if another version with the same number is
-        published. Raises StorageFault when a file cannot be written; the version is then not visible and can be
-        published again.
+        Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
+        number is already published. Raises StorageFault when a file cannot be written; the version is then not visible
+        and can be published again.
         """
         begin = time.perf_counter()
         entries, flat_buffer = flattened(tensors)

@@ -74,8 +74,8 @@ def _write_gaps(writer: BitWriter, gaps: Ints) -> None:
 
 
 def _best_ks(gaps: Ints, starts: Ints) -> Ints:
-    """Return for each block the k that takes the fewest bits, among the estimate from the mean gap and its two
-    neighbours."""
+    """Return for each block the k that takes the fewest bits, chosen among an estimate from the block's mean gap and
+    the two values next to the estimate."""
     sizes = np.diff(starts, append=gaps.size)
     mean = np.add.reduceat(gaps, starts) / sizes
     guess = np.clip(np.floor(np.log2(np.maximum(mean * 0.69, 1.0))).astype(np.int64), 0, _MAX_K - 1)
@@ -86,7 +86,8 @@ def _best_ks(gaps: Ints, starts: Ints) -> Ints:
 
 
 def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
-    """Read `count` gaps; return the positions that follow from the gaps. All positions must be below n."""
+    """Read `count` gaps; return the positions that follow from the gaps. Raises WeightsFault unless all positions are
+    below `n`."""
     ks = reader.stream(-(-count // _BLOCK)).astype(np.int64)
     _require(ks.max() <= _MAX_K)
     # A gap has (gap >> k) + 1 ≤ gap + 1 unary bits, and the sum of gap + 1 over all gaps is at most n.

@@ -38,13 +38,12 @@ _NAMES: Final = {
 
 
 class SharedMemory:
-    """Stores versions in a directory in memory, such as /dev/shm/…
-
-    Only one publisher may use the directory, because a publisher deletes old and unfinished `*.safetensors` files.
+    """Stores versions in a directory in memory, such as `/dev/shm/NAME`. Only one publisher may use the directory,
+    because a publisher deletes old and unfinished `*.safetensors` files.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
-        """keep: number of latest versions whose files are kept. A mapping stays valid after its file is deleted."""
+        """`keep`: number of latest versions whose files are kept. A mapping stays valid after its file is deleted."""
         self.directory, self._keep = directory, keep
 
     def write(self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> None:

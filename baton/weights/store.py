@@ -74,7 +74,8 @@ class Store:
         """Store a version's manifest, which makes the version visible. All its chunks must have been stored before.
         Storing the same manifest again changes nothing.
 
-        Raises WeightsFault when another version with the same number is published, and StorageFault when writing fails.
+        Raises WeightsFault when a different version with the same number is already published, and StorageFault when
+        writing fails.
         """
         version = manifest.version
         data = encode_manifest(manifest)
@@ -130,7 +131,7 @@ class Store:
     def collect(self, live: Iterable[PolicyVersion], *, keep: int = 1) -> int:
         """Remove the files that no machine needs any more; return the number of removed files.
 
-        live: versions that a worker has or requests. `collect` keeps these, and the latest `keep` versions of the
+        `live`: versions that a worker has or requests. `collect` keeps these, and the latest `keep` versions of the
         lineage that was published last, or of every lineage if this process has published no version. It also keeps all
         versions from each kept version back to a keyframe. It removes manifests before their chunks, so a visible
         version always has its data.

@@ -1,1 +1,2 @@
-"""Weight transfer from the trainer's memory into engines, without files. The receivers are beside the engines."""
+"""Weight transfer from the trainer's memory into engines, without files. The code that receives the tensors is in the
+package of each engine."""

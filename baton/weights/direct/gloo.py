@@ -17,7 +17,7 @@ import torch.distributed
 from baton.errors import WeightsFault
 
 _dist: Any = torch.distributed
-"""torch does not declare the types of stores and of a group's options."""
+"""`torch.distributed` as `Any`, because torch does not declare the types of stores and of process-group options."""
 _OPEN = "open"
 """Key that exists in a communicator's part of the store until the sender closes the communicator."""
 
@@ -26,7 +26,7 @@ class Rendezvous:
     """The store through which the sender and the replicas find each other, in the sender's process."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        """host: this machine's address, as replicas reach it."""
+        """`host`: the address at which replicas reach this machine."""
         self.host, self._timeout_s = host, timeout_s
         self._store = _dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -42,14 +42,15 @@ class Rendezvous:
         return GlooGroup(_dist.PrefixStore(name, self._store), 0, world_size, self.host, self._timeout_s)
 
     def close(self, name: str) -> None:
-        """Withdraw a communicator, so that a replica that was stopped meanwhile does not wait for it."""
+        """Withdraw a communicator, so that a replica that joins too late, for example because it was suspended, does
+        not wait for it."""
         _dist.PrefixStore(name, self._store).delete_key(_OPEN)
 
 
 def join_replica(place: Mapping[str, Any], rank: int, world_size: int) -> GlooGroup:
     """Join a communicator that `Rendezvous.announce` has described, as `rank` ≥ 1.
 
-    Raises WeightsFault if it was closed, and RuntimeError if the others do not join in time.
+    Raises WeightsFault if the sender has closed the communicator, and RuntimeError if the others do not join in time.
     """
     host, timeout_s = place["host"], place["timeout_s"]
     limit = timedelta(seconds=timeout_s)
@@ -76,8 +77,8 @@ class GlooGroup:
         self._group: Any = _dist.ProcessGroupGloo(store, rank, world_size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous tensor from rank 0, or receive it into this one. Raises RuntimeError if a peer fails or the
-        deadline passes."""
+        """On rank 0, send a contiguous tensor. On the other ranks, overwrite `tensor` with the received values. Raises
+        RuntimeError if a peer fails or the deadline passes."""
         if tensor.numel() == 0:
             return
         options = _dist.BroadcastOptions()

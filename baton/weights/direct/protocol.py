@@ -6,10 +6,10 @@
 
 A replica is one engine, on one or more devices. It has its own communicator, and each of its phases has a deadline, so
 a dead, stopped or slow replica does not delay others. After a failure, a communicator is never used again: `generation`
-numbers the communicators, and events of an older one have no effect.
+numbers the communicators, and events of an older communicator have no effect.
 
-A replica overwrites its weights in place. From `announce` to the end of `commit` it therefore has no version, and it
-serves nothing. After a failure it serves nothing until it has received a whole version.
+A replica overwrites its weights in place. From `announce` to the end of `commit` it therefore has no complete version
+and generates nothing. After a failure it generates nothing until it has received a complete version.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Offered(TimedEvent, frozen=True):
 
 
 class Withdrawn(TimedEvent, frozen=True):
-    """The trainer has freed the offered version. Replicas that join now receive the next one."""
+    """The trainer has freed the offered version. A replica that joins now waits for the next offered version."""
 
 
 class PhaseDone(TimedEvent, frozen=True):
@@ -119,11 +119,11 @@ class DirectRules:
     """Maximum time without progress in `stream`."""
     commit_s: float = 120.0
     first_wait_s: float = 0.5
-    """Delay before the first new attempt after a failure. It doubles with each further failure."""
+    """Delay before a new attempt after the first failure. The delay doubles with each further failure."""
     longest_wait_s: float = 30.0
 
     def of_phase(self, phase: Phase) -> float:
-        """Return the seconds after which a phase has failed."""
+        """Return the time limit of a phase in seconds. For `stream`, it is the maximum time without progress."""
         limits = {"connect": self.connect_s, "announce": self.announce_s, "stream": self.stall_s}
         return limits.get(phase, self.commit_s)
 
@@ -133,14 +133,14 @@ class ReplicaState:
     """The state of a replica, as known from its events."""
 
     generation: int
-    """Number of its current communicator, or of the next one to build."""
+    """Number of the replica's current communicator, or of the next communicator to build."""
     phase: Phase | None = None
-    """Phase that runs; None if the replica is idle or waits for a new attempt."""
+    """The running phase; None if the replica is idle or waits for a new attempt."""
     has: PolicyVersion | None = None
-    """The version that the replica serves; None if its weights are not whole."""
+    """The version that the replica serves; None while its weights are incomplete."""
     sending: PolicyVersion | None = None
     deadline_s: float | None = None
-    """Time at which the running phase counts as failed, or at which the delay after a failure ends."""
+    """Time at which the running phase counts as failed. After a failure, the time at which the next attempt starts."""
     failures: int = 0
     """Number of consecutive failures."""
     last_cause: str = ""
@@ -157,7 +157,7 @@ class DirectSync:
         self._timer_s: float | None = None
 
     def handle(self, event: Event) -> list[Command]:
-        """Apply one event and return the resulting commands in order."""
+        """Apply one event. Return the resulting commands in the order in which to execute them."""
         commands: list[Command] = []
         match event:
             case Joined(at_s=at_s, replica=name):
@@ -191,7 +191,8 @@ class DirectSync:
         return commands + self._timer()
 
     def _current(self, name: str, generation: int) -> ReplicaState | None:
-        """Return the state of a replica if this is its communicator; None for a late event."""
+        """Return the state of a replica if `generation` is its current communicator. Return None otherwise, because the
+        event is then outdated."""
         state = self.replicas.get(name)
         return state if state is not None and state.generation == generation else None
 
@@ -200,7 +201,7 @@ class DirectSync:
         return self._generations
 
     def _is_due(self, state: ReplicaState) -> bool:
-        """Return whether a replica is connected and idle, and needs another version."""
+        """Return whether a replica is connected and idle, and does not serve the offered version."""
         return state.phase is None and state.deadline_s is None and self.want is not None and state.has != self.want
 
     def _run(self, name: str, phase: Phase, at_s: float) -> Command:
@@ -230,7 +231,7 @@ class DirectSync:
         return self._failed(name, state, f"no answer within {limit_s:g} s in phase {state.phase}", at_s)
 
     def _failed(self, name: str, state: ReplicaState, cause: str, at_s: float) -> list[Command]:
-        """Abort the communicator, and wait before building another one."""
+        """Abort the communicator of a replica, and set the time at which the next attempt starts."""
         closed = CloseGroup(name, state.generation)
         state.generation, state.phase, state.failures = self._next_generation(), None, state.failures + 1
         state.sending, state.last_cause = None, cause
@@ -243,7 +244,8 @@ class DirectSync:
         return [] if state is None else [CloseGroup(name, state.generation)]
 
     def _timer(self) -> list[Command]:
-        """Set a timer for the earliest deadline, unless an earlier timer is running."""
+        """Return the command that sets a timer for the earliest deadline, unless a timer for this or an earlier time is
+        running."""
         deadlines = [state.deadline_s for state in self.replicas.values() if state.deadline_s is not None]
         if not deadlines or (self._timer_s is not None and self._timer_s <= min(deadlines)):
             return []

@@ -6,8 +6,8 @@
 | one per phase    | a `RunPhase`      | `PhaseDone`         | the replica and its communicator | its deadlines       |
 | timer            |                   | `DeadlinePassed`    | the next deadline               | time                |
 
-A thread of a phase may hang, for example in a driver: its deadline then ends the phase, and the thread is abandoned
-with its communicator.
+The thread of a phase may hang, for example in a driver. The phase's deadline then ends the phase, and the thread and
+its communicator are abandoned.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from baton.weights.direct.stream import BUCKET_BYTES, OutgoingVersion
 
 
 class ReplicaLink(Protocol):
-    """The calls of vLLM's weight transfer, at one replica."""
+    """Calls the methods of vLLM's weight transfer on one replica."""
 
     @property
     def world_size(self) -> int:
-        """Number of the replica's devices."""
+        """Number of devices of the replica."""
 
     def call(self, method: str, info: Any, timeout_s: float) -> None:
         """Call a method on all devices of the replica and wait until it returns. Raises BatonError.
@@ -53,7 +53,7 @@ class Communicator(Protocol):
 
 
 Connect = Callable[[ReplicaLink, str, direct.DirectRules], Communicator]
-"""Function that builds a communicator of this name with a replica."""
+"""Function (replica, name, rules) → a new communicator of this name with the replica."""
 
 
 class DirectSender:
@@ -74,7 +74,7 @@ class DirectSender:
         self._links: dict[str, ReplicaLink] = {}
         self._groups: dict[tuple[str, int], Communicator] = {}
         self._versions: dict[PolicyVersion, OutgoingVersion] = {}
-        """The last offered version, and older ones that are being sent."""
+        """The last offered version, and older versions that are still being sent."""
         self._timer: Timer | None = None
         self._is_closed = False
 
@@ -88,7 +88,8 @@ class DirectSender:
         self._happened(direct.Left(self._clock(), replica))
 
     def offer(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        """Send a version to all replicas, in the background. The tensors must not change until the next version."""
+        """Send a version to all replicas, in the background. The tensors must not change until the next version is
+        offered."""
         outgoing = OutgoingVersion(tensors, bucket_bytes=self._bucket_bytes)
         with self._changed:
             used = {state.sending for state in self._sync.replicas.values()}
@@ -96,7 +97,7 @@ class DirectSender:
             self._handle(direct.Offered(self._clock(), version))
 
     def withdraw(self) -> None:
-        """Free the offered version, after all replicas that need it have loaded it."""
+        """Free the offered version. Call this method only after all replicas that need the version have loaded it."""
         with self._changed:
             self._versions.clear()
             self._handle(direct.Withdrawn(self._clock()))
@@ -104,9 +105,11 @@ class DirectSender:
     def wait(
         self, replica: str, version: PolicyVersion, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until a replica serves a version. Raises WeightsFault with the last cause after `timeout_s`.
+        """Wait until a replica serves a version. After `timeout_s`, raises WeightsFault with the cause of the replica's
+        last failure.
 
-        check: called about every second; it raises an error if the replica cannot answer any more.
+        `check`: called about every second. It may raise an error, which ends the wait, if the replica cannot answer any
+        more.
         """
 
         def is_served() -> bool:
@@ -128,7 +131,8 @@ class DirectSender:
                 )
 
     def served(self, replica: str) -> PolicyVersion | None:
-        """Return the version that a replica serves; None if its weights are not whole, or if it is unknown."""
+        """Return the version that a replica serves; None if its weights are incomplete, or if the replica is
+        unknown."""
         with self._changed:
             state = self._sync.replicas.get(replica)
             return None if state is None else state.has
@@ -215,7 +219,7 @@ class GlooTransport:
     """Builds communicators over gloo with replicas whose engines are of class `GlooReceiver`."""
 
     def __init__(self, host: str) -> None:
-        """host: this machine's address, as replicas reach it."""
+        """`host`: the address at which replicas reach this machine."""
         self._host, self._lock = host, Lock()
         self._place: Rendezvous | None = None
 

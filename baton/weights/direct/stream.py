@@ -1,9 +1,9 @@
-"""The stream of a direct transfer: buckets of whole tensors in checkpoint coordinates, each with a checksum.
+"""The stream of a direct transfer: buckets of whole tensors. Each tensor has a checksum.
 
     tensors ─▶ OutgoingVersion ─▶ bucket 0 │ bucket 1 │ … ─▶ communicator ─▶ IncomingVersion ─▶ the model's own loader
 
-The coordinates are those of a model file: names, shapes and dtypes before an engine fuses, shards or packs the tensors.
-A checksum covers a tensor as it arrives at the loader, on any device. It detects errors of transport and order, but no
+Tensors have the names, shapes and dtypes of a model file, before an engine fuses, shards or packs them. A checksum
+covers a tensor as it arrives at the loader, on any device. Checksums detect errors of transport and order, but not
 forgery: direct transfers are for machines that trust each other.
 """
 
@@ -20,7 +20,7 @@ from baton.policy.tensors import dtype_name
 
 BUCKET_BYTES: Final = 256 * 2**20
 BUCKET_TENSORS: Final = 512
-"""Maximum number of tensors per bucket, which bounds the size of a description."""
+"""Maximum number of tensors per bucket, which bounds the size of a bucket's description (`Bucket.info`)."""
 ABORT: Final = "abort"
 """Key of an update that ends an unfinished transfer."""
 PIECE_WORDS = 2**15
@@ -34,7 +34,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's words and their order: an int64 scalar on the tensor's device.
 
     It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. A change of one word, or an exchange of two different
-    words, always changes it.
+    words, always changes the checksum.
     """
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     size = PIECE_WORDS if tensor.device.type == "cpu" else 512 * PIECE_WORDS
@@ -48,7 +48,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the checksums of tensors, with one wait for the device."""
+    """Return the checksums of tensors. Waits for the device only once."""
     found = [checksum(tensor) for tensor in tensors]
     return torch.stack(found).tolist() if found else []
 
@@ -89,10 +89,9 @@ class OutgoingVersion:
 
 
 class IncomingVersion:
-    """Checks on a replica's side that a version arrives whole and in order.
-
-    Between `begin` and `finish` the weights are not whole. Every violation raises WeightsFault, and afterwards only
-    `begin` is allowed.
+    """Checks, on a replica, that a version arrives completely and with its buckets in order. Between `begin` and
+    `finish`, the replica's weights are incomplete. Every violation raises WeightsFault, and afterwards only `begin` is
+    allowed.
     """
 
     def __init__(self) -> None:
@@ -115,7 +114,7 @@ class IncomingVersion:
         self._next = None
 
     def expect(self, names: Sequence[str], bucket: Mapping[str, Any]) -> None:
-        """Start a bucket. Raises WeightsFault unless it is the next one."""
+        """Start a bucket. Raises WeightsFault unless it is the next bucket."""
         index, count, sums = bucket["index"], bucket["count"], bucket["checksums"]
         if self._next is None or index != self._next or self._count not in (None, count) or len(sums) != len(names):
             raise self._fault(f"got bucket {index} of {count}, expected {self._next} of {self._count or 'any number'}")
