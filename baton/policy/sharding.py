@@ -48,7 +48,7 @@ class Sharded(torch.nn.Module):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for name in getattr(module, "float32_parts", ()):
                 fully_shard(module.get_submodule(name), mesh=mesh)
-            model = getattr(module, "trunk", module)
+            model = getattr(module, "trunk", None) or module  # a critic on the policy's body has a head only
             frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
             kept = {p for name, p in frozen if is_float32(model, name)}
         blocks = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
