@@ -35,9 +35,9 @@ class LoadedEnvironment:
     note: str = ""
     """Line for the user, returned by the class's `prepare`."""
     serial: Serial = "nothing"
-    """Calls that run one at a time in a process. Classes of other projects may use the global random state of Python
-    and numpy. This state is therefore seeded before `reset`, and with `all` also saved and restored for each
-    episode."""
+    """Which calls run one at a time in a process: no calls, only `reset`, or all calls. Classes of other projects may
+    use the global random state of Python and numpy. With `reset` and `all`, this state is therefore seeded before
+    `reset`. With `all`, it is also saved and restored for each episode."""
 
 
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:

@@ -24,7 +24,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
     """How the chat template of the model writes tools."""
 
     family: str
-    """Form of calls; `tools.py` lists the families."""
+    """Form in which the template writes tool calls; `tools.py` lists the families."""
     is_rendered: bool = False
     """Whether the template renders schemas. If not, the instructions contain them."""
 
@@ -34,7 +34,7 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
 
     name: str
     path: str
-    """`module:Class` or `path/to/file.py:Class`; also a function that returns an instance."""
+    """Import path of a class, or of a function that returns an instance: `module:Class` or `path/to/file.py:Class`."""
     args: dict[str, Any] = {}
     """Keyword arguments of the class, as plain JSON values."""
     replay: Replay | None = None
@@ -48,7 +48,7 @@ class EpisodeKey(msgspec.Struct, frozen=True):
     """Identity of one episode's instance. A restarted episode has the next `attempt`."""
 
     stream: int
-    """Separates training from evaluations, whose group ids may be equal."""
+    """Number that distinguishes training from evaluations, because their group ids may be equal."""
     group_id: int
     sample_index: int
     attempt: int = 0
@@ -73,14 +73,16 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
     seed: int
     row: dict[str, Any] = {}
     log: tuple[Turn, ...] = ()
-    """The turns before `action`. If the process has no instance of the episode, it builds one from these turns. If its
-    instance has executed all of them, the pool sends only the last turn."""
+    """The turns before `action`. If the process has no instance of the episode, it builds an instance from these turns.
+    If the process has an instance that has executed all these turns, the pool sends only the last of them."""
     action: str | None = None
-    """None: return the observation after the last turn of `log`, or after the reset."""
+    """Text of the turn to execute. None: execute no turn, and return the observation after the last turn of `log`, or
+    after the reset if there is none."""
     first_digest: str = ""
-    """Digest of the first observation, which the prompt contains. Empty: not compared."""
+    """Digest of the first observation, which the prompt contains. If it is empty, the first observation is not compared
+    with it."""
     num_left_out: int = 0
-    """Number of turns before those in `log`."""
+    """Number of earlier turns of the episode that `log` does not contain."""
 
     @property
     def turn(self) -> int:
@@ -88,8 +90,8 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
         return self.num_left_out + len(self.log) + (self.action is not None)
 
     def without_executed_turns(self) -> ActRequest:
-        """Return the request for an instance that has executed all turns of `log`. It has the same size for any number
-        of turns."""
+        """Return the request for an instance that has executed all turns of `log`. This request contains only the last
+        of these turns, so its size does not grow with the episode."""
         return msgspec.structs.replace(self, log=self.log[-1:], num_left_out=max(0, len(self.log) - 1))
 
 
@@ -111,10 +113,10 @@ class Observation(msgspec.Struct, frozen=True, tag="Observation"):
     is_truncated: bool
     digest: str
     seconds: float
-    """Seconds inside the environment, without waits."""
+    """Duration of the call of `reset` or `step` in seconds, without the time that the call waited for other calls."""
     tool: str | None = None
     is_success: bool | None = None
-    """None if the environment did not report it."""
+    """Whether the episode counts as correct; None if the environment did not report it."""
     metrics: dict[str, float] = {}
     instructions: str = ""
     """After a reset: text that precedes the observation in the prompt."""
@@ -133,8 +135,8 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Share of the failure that counts against this call. If a process ended: 1 divided by the number of its running
-    calls; 0 for an episode without a running call."""
+    """Share of the failure that counts against this call. If the process ended and the episode cannot be replayed: 1
+    divided by the number of calls that were running in the process, or 0 if the episode had no running call."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):
@@ -170,5 +172,5 @@ MAX_FRAME_BYTES = 64 * 1024**2
 
 
 def digest_of(text: str, reward: float, is_terminated: bool, is_truncated: bool) -> str:
-    """Return the digest of an observation before it is shortened, with its reward and flags."""
+    """Return the digest of an observation: of its full text, before it is shortened, of its reward and of its flags."""
     return blake3(msgspec.msgpack.encode((text, reward, is_terminated, is_truncated))).hexdigest(length=12)

@@ -29,10 +29,10 @@ MAX_METRICS = 32
 class _Instance:
     environment: Environment
     random_state: Any
-    """Global random state of Python and numpy after the last call; None unless all calls are serial."""
+    """Global random state of Python and numpy after the last call; None unless `serial` of the environment is "all"."""
     actions: list[str] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
-    """[actions + 1] The first observation belongs to the reset."""
+    """[len(`actions`) + 1] observations: the observation of the reset, then one for each action."""
 
 
 class _Failed(Exception):
@@ -53,7 +53,7 @@ class EnvironmentInstances:
         """Monotonic time at which the running call of `reset` or `step` began, by episode."""
 
     def act(self, request: ActRequest) -> Observation | ActFailure:
-        """Execute a request. All errors of the environment become failures."""
+        """Execute a request. An error of the environment is returned as an `ActFailure`."""
         try:
             return self._act(request)
         except _Failed as failed:
@@ -66,7 +66,8 @@ class EnvironmentInstances:
             self.called_at.pop(request.key, None)
 
     def discard(self, key: EpisodeKey, run: Callable[[Callable[[], None]], object] = lambda call: call()) -> None:
-        """Forget the instance of an episode, if there is one, and close it. `run` calls the instance's `close`."""
+        """Forget the instance of an episode, if there is one, and close it. `run` receives a function that closes the
+        instance, and must call this function."""
         instance = self._instances.pop(key, None)
         if instance is not None and callable(close := getattr(instance.environment, "close", None)):
 
@@ -90,7 +91,8 @@ class EnvironmentInstances:
         return instance.observations[-1]
 
     def _rebuild(self, request: ActRequest, *, is_replaced: bool) -> _Instance:
-        """Reset, and repeat the actions of the log. All digests must be equal to the recorded ones."""
+        """Reset a new instance, and repeat the actions of the log. Raises _Failed if the digest of an observation
+        differs from the recorded digest."""
         loaded = self._environments[request.environment]
         if loaded.replay == "never" and (request.log or is_replaced):
             what = "has executed other actions" if is_replaced else "is gone"
@@ -146,7 +148,8 @@ class EnvironmentInstances:
     def _call(
         self, request: ActRequest, name: str, method: Callable[[], Result], random_state: Any
     ) -> tuple[Result, float, Any]:
-        """Call the environment; return (result, seconds, random state). Serial environments wait for each other."""
+        """Call the environment; return (result, seconds, random state). Calls that `serial` covers run one at a
+        time."""
         serial = self._environments[request.environment].serial
         is_serial = serial == "all" or serial == name
         with self._serial if is_serial else nullcontext():

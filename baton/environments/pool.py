@@ -71,7 +71,8 @@ class _EnvironmentProcess:
     pipe: FrameSocket | None = None
     is_ready: bool = False
     seen_at: float = 0.0
-    """Latest of three times: the start, the last message, and the start of the oldest running call."""
+    """Latest of three times: the start of the process, its last message, and the start of a call while no other call
+    was running."""
     restart_at: float = 0.0
     num_failed_starts: int = 0
 
@@ -90,9 +91,9 @@ class EnvironmentPool:
         self._processes = [_EnvironmentProcess() for _ in range(settings.processes)]
         self._homes: dict[calls.EpisodeKey, _EnvironmentProcess] = {}
         self._discarded: set[calls.EpisodeKey] = set()
-        """Episodes that were discarded while a call was running. The result of this call is dropped."""
+        """Episodes that were discarded while one of their calls was running. The result of this call is dropped."""
         self._gone: set[calls.EpisodeKey] = set()
-        """Episodes that are never replayed and whose instance is gone."""
+        """Episodes of environments with `replay = "never"` whose instance was lost."""
         self.never_replayed: tuple[str, ...] = ()
         """Environments with `replay = "never"`. A restarted run must give their open episodes a new attempt, because it
         does not know whether the pending turn was executed."""
@@ -103,7 +104,7 @@ class EnvironmentPool:
         self._counts: Counter[str] = Counter()
         self._polled_at = time.monotonic()
         self.description = ""
-        """Isolation in force, as a line for the user."""
+        """Line for the user that describes the isolation of the processes."""
         try:
             for process in self._processes:
                 self._start(process)
@@ -119,8 +120,9 @@ class EnvironmentPool:
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets: one of them becomes readable when `collect` has a result. Empty if `collect` must be called without
-        waiting: it has a result, or restarts a process."""
+        """Sockets of the processes. One of them becomes readable when a process sends a result for `collect`. The
+        sequence is empty if the caller must call `collect` at once, because a result is already available or a process
+        is being restarted."""
         pipes = [process.pipe for process in self._processes if process.pipe is not None and process.is_ready]
         return pipes if len(pipes) == len(self._processes) and not self._done else ()
 
@@ -316,8 +318,8 @@ class EnvironmentPool:
             self._post(process, calls.CloseEpisode(key))
 
     def _lose(self, process: _EnvironmentProcess, cause: FailureCause | None, why: str) -> None:
-        """End a process, and retry or fail its calls. `cause`: cause for calls without retries left; None blames no
-        call."""
+        """End a process, and retry or fail its calls. `cause`: cause of failure of the calls that have no retries left.
+        If it is None, no running call counts as the cause."""
         was_ready = process.is_ready
         resets = {key for key, call in process.running.items() if call.request.action is None}
         self._gone |= {key for key, name in process.episodes.items() if name in self.never_replayed} - resets

@@ -60,7 +60,7 @@ class SandboxResult:
     """The outcome of one execution."""
 
     stdout: str
-    """Shortened to `MAX_OUTPUT_BYTES`."""
+    """Standard output of the code, cut to `MAX_OUTPUT_BYTES`."""
     stderr: str
     exit_code: int
     """Negative if a signal ended the process."""
@@ -175,7 +175,8 @@ def _restrict_files() -> None:
 
 
 def _restrict_calls() -> None:
-    """Install a filter that makes the forbidden system calls and new processes fail with EPERM, but not threads."""
+    """Install a seccomp filter. With this filter, forbidden system calls and the start of a process fail with EPERM.
+    Threads can still be started."""
     machine = platform.machine()
     load, jump_equal, jump_greater, jump_set, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000

@@ -8,7 +8,7 @@ from baton.settings import Settings
 
 
 class EnvironmentSettings(Settings):
-    """[environments] the processes that run environments. They start with the run."""
+    """[environments] The processes that run environments. They start with the run."""
 
     processes: int = Field(default=2, ge=1)
     """Number of environment processes. All calls of an episode run in the same process."""

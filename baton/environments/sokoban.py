@@ -15,11 +15,11 @@ from baton.environments.grid import MOVES, Cell, Form, canonical_grid, random_mo
 from baton.errors import UserError
 
 MASKS = ("000111000", "010010010", "000110010", "000110110", "000011010")
-"""Cells around a position of the random walk that become floor, row by row."""
+"""Masks of 3 × 3 cells, row by row, around a position of the random walk. Cells with 1 become floor."""
 TURN_PROBABILITY = 0.35
 MAX_STATES = 300_000
 SYMBOLS = {"grid": "#_O√XPS", "ascii": "#-.*$@+"}
-"""Wall, floor, target, box on a target, box, player, player on a target."""
+"""Name of a symbol set → its symbols for: wall, floor, target, box on a target, box, player, player on a target."""
 STEP_REWARD, BOX_REWARD, SOLVED_REWARD, FORMAT_REWARD = -0.1, 1.0, 10.0, -0.1
 INSTRUCTIONS = """You are solving the Sokoban puzzle. Push all boxes onto the targets. You can push a box but not pull \
 it, and only one box at a time; a box cannot be pushed into a wall or another box.
@@ -113,8 +113,8 @@ def _pulled(
 ) -> tuple[Cell, tuple[Cell, ...], int] | None:
     """Return (player, boxes, distance) of the best state that a depth-first search over reversed moves reaches.
 
-    The score is the sum of the distances between boxes and their targets, times the number of changes of the pulled
-    box. States with a covered target score 0. Returns None if all states score 0.
+    The score of a state is the sum of the distances between boxes and their targets, times the number of changes of the
+    pulled box. States with a covered target score 0. Returns None if all states score 0.
     """
     best, best_score = None, 0
     explored: set[tuple[Cell, frozenset[Cell]]] = set()
@@ -172,7 +172,8 @@ class Sokoban:
     ) -> None:
         """`max_actions`: moves per episode, by default `max_turns × actions_per_turn`. `form`: `ragen` has instructions
         and answers like `<answer>Right || Up</answer>`; `compact` shows the room without its outer wall and without
-        instructions, and reads letters like `RU`. `rewards`: RAGEN's, or 1 for a solved room and 0 otherwise.
+        instructions, and reads letters like `RU`. `rewards`: `ragen` gives RAGEN's rewards per move; `success` gives 1
+        for a solved room and 0 otherwise.
 
         Raises UserError for values out of range.
         """
@@ -205,8 +206,8 @@ class Sokoban:
         return random_moves(dice, self._form, self._actions_per_turn)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Execute the moves of one turn. Words that are not moves are skipped; any number of them costs the format
-        reward once."""
+        """Execute the moves of one turn. Words that are not moves are skipped. A turn with such words gets the
+        (negative) format reward once."""
         moves, is_valid = read_moves(action, self._form)
         reward = 0.0 if is_valid else FORMAT_REWARD
         num_effective = 0

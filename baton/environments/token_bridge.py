@@ -41,7 +41,7 @@ _BEGIN_TEXT, _END_TEXT = "\ufdd0", "\ufdd1"
 
 @dataclass(frozen=True, slots=True)
 class _Surroundings:
-    """What a template writes around the observations of one role."""
+    """The tokens that a template writes around an observation of one role."""
 
     header: tuple[int, ...]
     """Ids of the text between a reply and an observation."""
@@ -50,7 +50,7 @@ class _Surroundings:
     stripped: tuple[str | None, str | None]
     """Characters that the template strips from the start and the end of an observation; None means all whitespace."""
     removes_thoughts: bool
-    """Whether reasoning is removed from the turns before the observation."""
+    """Whether the template removes reasoning from the turns before the observation."""
 
     def strip(self, observation: str) -> str:
         return observation.lstrip(self.stripped[0]).rstrip(self.stripped[1])
@@ -60,7 +60,8 @@ class TokenBridge:
     """Continues conversations of one tokenizer and chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Derive the text around an observation. Raises UserError for a template that does not allow it."""
+        """Derive from the chat template the text around an observation. Raises UserError if this is impossible for the
+        template."""
         self._tokenizer = tokenizer
         template = str(tokenizer.hf.get_chat_template())
         added = tokenizer.hf.added_tokens_decoder
@@ -77,7 +78,7 @@ class TokenBridge:
         self._markers = _any_of((special | set(map(str, around))) - _KEPT)
         self._hidden = {i for i, token in added.items() if token.special and str(token) not in _KEPT}
         self.tool_format = self._derive_tool_format()
-        """How the template writes tools; None if it writes calls in no known form."""
+        """How the template writes tools; None if the form in which it writes calls is unknown."""
 
     @property
     def removes_thoughts(self) -> tuple[str, ...]:
@@ -101,17 +102,19 @@ class TokenBridge:
         return text
 
     def begins_path(self, turns: Iterable[str], role: str) -> bool:
-        """Whether the template changes turns of a path when an observation of this role follows."""
+        """Whether an observation of this role begins a new path, because it makes the template change earlier turns."""
         return self._roles[role].removes_thoughts and any(_CLOSE_THOUGHT in turn for turn in turns)
 
     def suffix(self, turn_ids: Sequence[int], observation: Message) -> tuple[int, ...]:
-        """Return the ids after a turn: the rest of the turn's end, the observation, and the start of the next turn."""
+        """Return the ids to append after a turn: those ids of the end of the turn that `turn_ids` lacks, the
+        observation, and the start of the next turn."""
         around = self._roles[observation.role]
         header = around.header[self._overlap(turn_ids, around.header) :]
         return (*header, *self._plain_ids(around.strip(_clean(observation.content))), *around.footer)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
-        """Render a history and the schemas of tools. Special tokens in them are encoded as text.
+        """Return the ids of a history and of the schemas of tools. If messages or schemas contain the text of special
+        tokens, this text is encoded as plain text.
 
         Without such text, the ids are those of `Tokenizer.prompt_ids`.
         """
@@ -127,7 +130,8 @@ class TokenBridge:
         return tuple(ids)
 
     def _overlap(self, turn_ids: Sequence[int], header: Sequence[int]) -> int:
-        """Return how many ids of the header end the turn. The end of a turn may be several tokens."""
+        """Return how many of the first ids of `header` are already the last ids of `turn_ids`. The end of a turn may be
+        several tokens."""
         num = next((n for n, token_id in enumerate(header) if token_id not in self._added), len(header))
         return next((n for n in range(num, 0, -1) if tuple(turn_ids[-n:]) == tuple(header[:n])), 0)
 
@@ -192,8 +196,8 @@ class TokenBridge:
         return _THOUGHT not in self._text(messages, is_open=True)
 
     def _derive_tool_format(self) -> ToolFormat | None:
-        """Find the family of formats that can read the calls of this template, and whether the template renders
-        schemas."""
+        """Find the tool family (`tools.py`) that can read the calls that this template writes, and find whether the
+        template renders schemas."""
         call = ToolCall(_TOOL, {"text": "a b", "number": 7})
         function = {"name": call.name, "arguments": call.arguments}
         calls = [{"id": "quokka777", "type": "function", "function": function}]
@@ -240,13 +244,14 @@ def _is_mark(token: str, template: str) -> bool:
 
 
 def _opens(prompt: str, shown: str) -> bool:
-    """Whether a generation prompt is the text before a reply in the history, except for tags of reasoning."""
+    """Whether a generation prompt equals the text that the template writes before a reply in the history, except for
+    tags of reasoning."""
     num_equal = next((n for n, (a, b) in enumerate(zip(prompt, shown, strict=False)) if a != b), len(shown))
     return _THOUGHT_TAGS.fullmatch(prompt[num_equal:]) is not None
 
 
 def _clean(text: str) -> str:
-    """Replace lone surrogates, which cannot be encoded, and the marks of `prompt`."""
+    """Replace lone surrogates, which cannot be encoded, and the marks `_BEGIN_TEXT` and `_END_TEXT`."""
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return re.sub(f"[{_BEGIN_TEXT}{_END_TEXT}]", "\ufffd", text)
 
@@ -256,7 +261,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _plain_tokenizer(hf: Any, as_text: Collection[str]) -> Any:
-    """Return a copy of a fast tokenizer that encodes the given tokens as text."""
+    """Return a copy of a fast tokenizer that encodes the tokens in `as_text` as plain text."""
     from tokenizers import Tokenizer as FastTokenizer
 
     if not getattr(hf, "is_fast", False):

@@ -110,14 +110,16 @@ def prompt_text(prompt: Any) -> str:
 
 
 def accepted_by(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are parameters of a function."""
+    """Return the values whose names are parameters of a function, or all values if the function has a `**`
+    parameter."""
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {name: value for name, value in values.items() if takes_all or name in parameters}
 
 
 def with_success(reward: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a reward and its info: a reward of 1 or more is a success."""
+    """Return a reward and its `info`. `info["success"]` is whether the reward is at least 1; `info` is empty if the
+    reward is not a number."""
     reward = waited(reward)
     return reward, {"success": float(reward) >= 1.0} if isinstance(reward, Real) else {}
 
@@ -126,7 +128,8 @@ class ToolEnvironment:
     """An environment whose turns call functions. The first observation is the row's `prompt`."""
 
     instructions = ""
-    """Instructions of a subclass. `configure` appends the instructions of the tools."""
+    """Text that precedes the first observation. A subclass may set it; `configure` appends instructions for the
+    tools."""
 
     def __init__(
         self,
@@ -136,9 +139,9 @@ class ToolEnvironment:
         reward: str | None = None,
         max_turns: int | None = None,
     ) -> None:
-        """`tools`: functions or import paths. `family`: form of calls; by default that of the chat template.
-        `reward`: import path of a function that scores the last turn. It receives the turn's text and columns of the
-        row. Without it, the reward is 0. `max_turns`: by default, and at most, the `max_turns` of the task. Raises
+        """`tools`: functions or import paths. `family`: form of calls; by default that of the chat template. `reward`:
+        import path of a function that scores the last turn. It receives the turn's text and columns of the row. Without
+        it, the reward is 0. `max_turns`: the `max_turns` of the task is its default and its upper limit. Raises
         UserError."""
         if family not in (None, *FAMILIES):
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
@@ -150,10 +153,10 @@ class ToolEnvironment:
         self._reward = None if reward is None else import_function(reward, what="reward of the tools")
 
     def configure(self, spec: EnvironmentSpec) -> None:
-        """Set the number of turns and the format of calls. The default is the format of the model's chat template; a
-        given family overrides it.
+        """Set the number of turns and the format of calls. The format is that of the model's chat template, unless the
+        constructor received a `family`.
 
-        Raises UserError if the tools have no format.
+        Raises UserError if there are tools but the format of their calls is unknown.
         """
         if self._max_turns is None or (spec.max_turns is not None and spec.max_turns < self._max_turns):
             self._max_turns = spec.max_turns
@@ -172,7 +175,7 @@ class ToolEnvironment:
 
     @property
     def rendered_tools(self) -> list[dict[str, Any]]:
-        """Schemas for the chat template, if the template renders them."""
+        """Schemas for the chat template; empty if the template does not render schemas."""
         return self._schemas if self._format is not None and self._format.is_rendered else []
 
     def reset(self, *, seed: int, **row: Any) -> str:

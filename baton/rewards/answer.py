@@ -9,8 +9,8 @@
 | `letter`      | the letter of the choice that the response states last               | MMLU and similar tests       |
 | `regex`       | the first group of the last match of `pattern`, or the whole match   | all other formats            |
 
-All formats except `tags`, `boxed` and `regex` read only the text after `</think>` if it is present. A response that
-does not follow the format has no answer; the task's scorer gives it 0.
+If the response contains `</think>`, all formats except `tags`, `boxed` and `regex` read only the text after it. A
+response that does not follow the format has no answer; the task's scorer gives it 0.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _STATED = re.compile(
     r"(?i:answer|(?:correct|right|best)\s+(?:choice|option))[\s*_]*(?::|(?i:is|must\s+be|should\s+be|would\s+be)\b:?)"
     r"[\s:*_$({\[]*(?:\\\w+\{){0,2}([A-Z])(?![\w'’])"
 )
-"""A stated choice, such as `the answer is (C)` or `Answer: $\text{C}$`."""
+"""A stated choice, such as `the answer is (C)` or `Answer: $\\text{C}$`."""
 
 
 def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
-    """Return the answer in a response, without outer blanks, or None if the response does not follow the format.
+    """Return the answer in a response, without whitespace around it, or None if the response does not follow the
+    format.
 
     `pattern`: regular expression, for the format `regex`.
     """
@@ -72,7 +73,8 @@ def choice_letter(text: str) -> str | None:
 
 
 def meets_format(response: str, answer_format: AnswerFormat, pattern: str = "") -> bool:
-    """Return whether a response has exactly one answer and, for `tags`, no text after the closing tag."""
+    """Return whether a response follows the format. For `tags`, it must have exactly one `<answer>` and end with the
+    closing tag. For `boxed`, it must have exactly one `\\boxed{…}`. For all other formats, it must have an answer."""
     if answer_format == "tags":
         return response.count("<answer>") == 1 and response.rstrip().endswith("</answer>")
     if answer_format == "boxed":
@@ -81,7 +83,8 @@ def meets_format(response: str, answer_format: AnswerFormat, pattern: str = "") 
 
 
 def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the first group that took part in the last match of a pattern, or the whole match if it has no group."""
+    """Return the text of the first group that took part in the last match of a pattern. If no group took part, return
+    the whole match. Return None without a match."""
     found = list(pattern.finditer(text))
     return next((g for g in found[-1].groups() if g is not None), found[-1][0]).strip() if found else None
 

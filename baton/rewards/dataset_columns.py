@@ -29,8 +29,8 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def lookup(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column; None if the row does not have it. The outer column of a nested column holds an
-    object, or the JSON text of an object."""
+    """Return the value of a column; None if the row does not have it. For a nested column such as `a.b`, the value in
+    column `a` may be an object or the JSON text of an object."""
     value: Any = row
     for part in (column,) if column in row else column.split("."):
         if isinstance(value, str):
@@ -40,13 +40,14 @@ def lookup(row: Mapping[str, Any], column: str) -> Any:
 
 
 def find_reference(row: Mapping[str, Any]) -> Any:
-    """Return the value of the first column of `REFERENCE_COLUMNS` that the row has; None if it has none."""
+    """Return the row's value in the first column of `REFERENCE_COLUMNS` that has a value; None if all of them lack
+    one."""
     return next((value for c in REFERENCE_COLUMNS if (value := lookup(row, c)) is not None), None)
 
 
 def choices_of(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the labels and the texts of a row's choices; both are empty if the row has none. The column `choices` or
-    `options` holds a list of texts, or, as in ARC, an object with the lists `text` and `label`."""
+    """Return the labels and the texts of a row's choices. If the row has no choices, both lists are empty. The column
+    `choices` or `options` holds a list of texts, or, as in ARC, an object with the lists `text` and `label`."""
     found = row.get("choices", row.get("options"))
     texts = found.get("text") if isinstance(found, Mapping) else found
     if not isinstance(texts, list) or not 2 <= len(texts) <= len(LETTERS):

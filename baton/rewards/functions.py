@@ -8,8 +8,8 @@
 
 Functions of each convention may be `async`. A `trl` function is called once per group with all responses of the group.
 Functions of the other conventions are called once per response. Arguments are passed by name: a function may have any
-subset of the parameters. Functions score multi-turn episodes too. Columns then come from the dataset row, and
-completions are messages.
+subset of the parameters. Functions score multi-turn episodes too. For an episode, column arguments come from the
+dataset row, and a completion is a list of messages.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ BUILT_IN: dict[Signature, tuple[str, ...]] = {
     "trl": ("prompts", "completions", "completion_ids", "answer"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-"""Arguments of each calling convention. `names` and `trl` also have all columns of the row."""
+"""Calling convention → names of its arguments. Functions of `names` and `trl` may also have each column of the row as
+an argument."""
 
 
 def import_function(path: str, what: str = "reward function") -> RewardFunction:
-    """Return the function of `PASSED`, or import `module:name` or `file.py:name`. Modules in the current directory are
-    found too. Raises UserError if the import fails."""
+    """Return the function with this path from `PASSED`. If there is none, import it: `path` is `module:name` or
+    `file.py:name`. The module may be in the current directory. Raises UserError if the import fails."""
     return PASSED[path] if path in PASSED else _imported(path, what)
 
 
@@ -126,7 +127,7 @@ def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Ca
 
 
 def waited(result: Any) -> Any:
-    """Return the result of a call of a function that may be async."""
+    """Return `result`, or if it is awaitable, its outcome, which is computed in a new event loop."""
 
     async def outcome() -> Any:
         return await result
@@ -135,7 +136,7 @@ def waited(result: Any) -> Any:
 
 
 async def call_function(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
-    """Call a function, async or not. An exception of the function is returned as an outcome."""
+    """Call a function, async or not. If the function raises an exception, return a failure for each call."""
     try:
         result = _call(function, signature, calls)
         if inspect.isawaitable(result):
@@ -172,8 +173,8 @@ def _outcome(result: Any, signature: Signature) -> Outcome:
 
 
 def _parts(result: Mapping[str, Any]) -> Outcome:
-    """Convert named parts to a value, which is their sum. A part that is None is left out; if all parts are None, the
-    function does not apply to the response."""
+    """Convert named parts to a value, which is their sum. A part that is None is left out. If all parts are None, the
+    value is None: the function does not apply to the response."""
     parts: dict[str, float] = {}
     for name, value in result.items():
         outcome = CallValue(None) if value is None else number(value)
@@ -186,9 +187,9 @@ def _parts(result: Mapping[str, Any]) -> Outcome:
 
 
 def number(result: Any) -> Outcome:
-    """Convert a result to a value. A result is a number of Python, numpy or torch, or a bool, which counts as 0 or 1.
-
-    Any other object, and a number that is not finite or above `MAX_REWARD` in magnitude, becomes a failure.
+    """Convert a result to a value. Valid results are numbers of Python, numpy or torch, and bools, which count as 0 or
+    1. Any other object becomes a failure, and so does a number that is not finite or whose magnitude exceeds
+    `MAX_REWARD`.
     """
     if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
         result = result.item()  # a scalar of numpy or torch
@@ -272,7 +273,8 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
 
 
 def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for which the function has parameters. A required column that the row lacks is None."""
+    """Return the arguments for which the function has parameters. If a parameter is required and the row lacks its
+    column, the argument is None."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return arguments

@@ -51,19 +51,20 @@ class Isolation:
     """The isolation of a scorer process."""
 
     scratch: Path
-    """Working directory of the scorer; deleted when it ends."""
+    """Working directory of the scorer; deleted when the scorer ends."""
     description: str
     """Description of the isolation in one line for the user."""
 
     def enter_scratch(self) -> None:
-        """Work in the scratch directory. Called after the imports, whose paths are relative to the run's directory."""
+        """Make `scratch` the working directory. Called after all imports, because import paths are relative to the
+        run's directory."""
         os.chdir(self.scratch)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch)
 
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment of a Python process with one thread that can import this package. It has the variables in
-    `run` whose names `_ALLOWED` matches or `names` lists.
+    """Return the environment variables of a scorer process. They let Python import this package, and limit it to one
+    thread. They include the variables of `run` (the run's environment) whose names `_ALLOWED` matches or `names` lists.
 
     Raises UserError if a variable of `names` is not set.
     """
@@ -117,15 +118,15 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
 
 def detach_streams() -> None:
     """Close standard input, and redirect standard output to standard error, so that output of user code does not mix
-    with messages. The caller has duplicated both streams for messages."""
+    with messages. The caller must have duplicated both streams, to use the duplicates for messages."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1)  # by line, because a kill would lose the content of a larger buffer
 
 
 def import_from(sys_path: Iterable[str], memory_bytes: int) -> None:
-    """Import modules from the run's `sys.path`, and limit the memory that this process may allocate, on Linux; 0 sets
-    no limit."""
+    """Use `sys_path`, the run's `sys.path`, for imports. On Linux, limit the memory that this process may allocate;
+    `memory_bytes` = 0 sets no limit."""
     sys.path[:] = [str(Path(entry).absolute()) for entry in sys_path]
     if memory_bytes and sys.platform == "linux":
         import resource

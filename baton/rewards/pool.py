@@ -2,9 +2,9 @@
 when a call exceeds its deadline.
 
 While a synchronous scorer executes a call, its worker process runs no other call. If the process hangs or crashes, this
-call is therefore at fault. Asynchronous scorers share one worker process. If it is killed, each of its unfinished calls
-is repeated in a separate process, which shows the call at fault. All code of this file runs in the thread of one event
-loop.
+call is therefore at fault. Asynchronous scorers share one worker process. If this process is killed, each of its
+unfinished calls is repeated in a separate process, which shows which call is at fault. All code of this file runs in
+the thread of one event loop.
 
 Process pools of libraries do not fit. In tests, pebble 5.2 had three faults: the whole pool breaks when an idle worker
 dies, the cause of a failed import is lost, and processes that a killed scorer had started keep running.

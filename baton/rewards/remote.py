@@ -2,7 +2,8 @@
 
 POST {"task", "messages", "response", "answer", "reference", "metadata"}  ──▶  0.5, {"reward": 0.5} or {"score": 0.5}
 
-For a multi-turn episode the request also has "turns", its turns and observations as messages, and "turn_rewards".
+For a multi-turn episode, the request also has the keys "turns" (turns and observations, as messages) and "turn_rewards"
+(the environment's reward of each turn).
 """
 
 from __future__ import annotations

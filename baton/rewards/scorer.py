@@ -3,10 +3,11 @@ correct.
 
 Scorers that always return quickly are called inline. All other scorers are called in a background thread while the run
 generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the trajectory has no
-reward, and the cause is recorded. It counts neither as reward 0 nor as a wrong answer.
+reward, and the cause is recorded. Such a trajectory counts neither as reward 0 nor as a wrong answer.
 
-A multi-turn episode arrives with the reward of its environment. The values of reward functions and remote scorers are
-added. All other kinds of parts score the answer of a single-turn task and do not apply to episodes.
+A multi-turn episode already has the reward of its environment when it is submitted. The values of reward functions and
+remote scorers are added to this reward. All other kinds of parts score the answer of a single-turn task and do not
+apply to episodes.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class RewardScorer:
 
         `responses`: the text of each trajectory, or the turns and observations of each episode.
 
-        `collect` and `drain` return trajectories in any order, but those submitted in one call together.
+        `collect` and `drain` return trajectories in any order, but trajectories that were submitted by the same call
+        are returned by the same call.
         """
         if not finished:
             return

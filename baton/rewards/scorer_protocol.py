@@ -30,7 +30,7 @@ class Call(msgspec.Struct, frozen=True):
     answer: str | None
     """Answer extracted from the response; None if the response does not follow the answer format."""
     token_ids: tuple[int, ...] = ()
-    """Token ids of the response as the engine sampled them, shape [L]. For an episode: those of all its paths,
+    """Token ids of the response as the engine sampled them, shape [L]. For an episode: the token ids of all its paths,
     including observations."""
     episode: Episode | None = None
     """The episode, without its earlier paths; None for a single-turn task."""
@@ -97,9 +97,9 @@ Spec = FunctionSpec | ScorerSpec | MathSpec
 Score = Callable[[Call], Outcome]
 """Function that scores one response. An exception counts as a failure of the scorer."""
 Scorer = Spec | Literal["inline"] | None
-"""How the answers of a task are scored. `inline`: the run's process calls `ScoredTask.score`. A spec: a worker process
-loads and calls the scorer, because the scorer may hang for some answers. None: the task has no scorer, and only reward
-functions score."""
+"""Where the answers of a task are scored. `inline`: the run's process calls `ScoredTask.score`. A spec: a worker
+process loads and calls the scorer, because the scorer may hang for some answers. None: the task has no scorer, and only
+reward functions score."""
 
 
 class ScoredTask(Protocol):
@@ -118,11 +118,12 @@ class ScoredTask(Protocol):
         """Names of the metadata that at least one prompt of the task has."""
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the metadata to send to a worker process, with additional values if these make `score` faster
-        there."""
+        """Return the metadata to send to a worker process, with additional values if these make `score` faster in the
+        worker process."""
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Return the score of an extracted answer in 0..1. 1 is correct; a lower score is partial credit."""
+        """Return the score of an extracted answer, from 0 to 1. 1 means correct; a score between 0 and 1 is partial
+        credit."""
 
 
 class ScorerSetup(msgspec.Struct, frozen=True, tag="Setup"):

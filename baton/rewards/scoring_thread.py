@@ -38,7 +38,8 @@ Result = TypeVar("Result")
 
 
 class ScoringThread:
-    """Makes calls of reward scorers in its own thread. Its coroutines must run in its loop; see `run`."""
+    """Makes calls of reward scorers in its own thread. The coroutines of this class must run in the event loop of this
+    thread; see `run`."""
 
     def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
         """Start the thread. Worker processes and connections start when a call first needs them."""
@@ -58,7 +59,7 @@ class ScoringThread:
         """Make a call in a worker process, and repeat the call if the process crashes.
 
         `spec`: index in `ScorerSetup.specs`. concurrency: maximum number of concurrent calls of this scorer in the
-        shared process; 0: no other call runs in the process at the same time.
+        shared process. 0 means that the call runs in a process that executes no other call at the same time.
         """
         call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)
         return await self._retried(call, FailureCause.CRASHED, f"spec {spec}", concurrency)

@@ -46,8 +46,8 @@ class RewardWarnings:
             self._new.append(result.failure)
 
     def take(self, when: str) -> list[str]:
-        """Return a warning about the failures since the last call, or an empty list if nothing failed; reset the
-        counts."""
+        """Return the lines of a warning about the failures since the last call of this method, and reset the counts.
+        The list is empty if nothing failed."""
         total, failed, new = self._total, self._failed, self._new
         self._total, self._failed, self._new = 0, Counter(), []
         if not failed:
@@ -59,7 +59,8 @@ class RewardWarnings:
         ]
 
     def stepped(self, step: int, groups: Sequence[Group]) -> list[str]:
-        """Return a warning if, in each of the last steps, every group had equal rewards; otherwise an empty list."""
+        """Return a list with a warning if every group had equal rewards in each of the last steps (`EQUAL_STEPS`);
+        otherwise an empty list."""
         self._equal_steps = self._equal_steps + 1 if have_equal_rewards(groups) else 0
         if not self._equal_steps:
             self._next_warning = EQUAL_STEPS
@@ -87,8 +88,8 @@ def have_equal_rewards(groups: Sequence[Group]) -> bool:
 
 
 def nothing_to_learn(steps: int, groups: Sequence[Group]) -> str:
-    """Return a sentence which says that rewards have been equal for this number of steps, with the likely reason found
-    in the last groups."""
+    """Return a sentence which says that within each group, rewards have been equal for `steps` steps. The sentence
+    gives the likely reason, derived from the last step's `groups`."""
     members = _scored(groups)
     return (
         f"for {steps} steps all responses to a prompt have had the same reward ({_values(members)}), so they give no "
@@ -145,7 +146,8 @@ def _values(scored: Sequence[ScoredTrajectory]) -> str:
 
 
 def _share_without_answer(scored: Sequence[ScoredTrajectory]) -> float:
-    """Return the share of responses without an answer. An episode needs none, because its environment rewards it."""
+    """Return the share of responses without an answer. An episode counts as a response with an answer, because its
+    environment rewards it."""
     return sum(m.judgement.answer is None and m.episode is None for m in scored) / len(scored)
 
 

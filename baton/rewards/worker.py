@@ -29,7 +29,7 @@ Message = TypeVar("Message", protocol.ScorerSetup, protocol.ScoreRequest)
 
 
 def main() -> None:
-    """Execute calls until the input closes."""
+    """Execute calls until the run closes this process's standard input."""
     isolation = keep(network="--network" in sys.argv)
     inbox, outbox = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     detach_streams()

@@ -35,7 +35,8 @@ class _Sizes(Settings):
     max_terms: int = 6
     """Maximum number of numbers in an expression."""
     min_digits: int = Field(default=1, ge=1)
-    """Minimum number of digits. It is drawn for each expression; no number of the expression has more digits."""
+    """Minimum number of digits. For each expression, a number of digits from `min_digits` to `max_digits` is drawn. No
+    number of the expression has more digits."""
     max_digits: int = 4
     """Maximum number of digits."""
 
@@ -66,8 +67,9 @@ class ChainSum(_Sizes):
         return f"State the final answer to the following arithmetic problem: {expression} =", expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 for an equal number, such as `+01,000.00` for `1000`. If the answer contains the reference, return
-        the reference's share of the text."""
+        """Return 1 if the answer is the same number as the reference, such as `+01,000.00` for `1000`. Otherwise, if
+        the answer contains the reference as text, return the length of the reference divided by the length of the
+        answer; else 0."""
         text = (answer or "").replace(",", "")
         try:
             if text and Decimal(text) == Decimal(reference):
@@ -83,7 +85,7 @@ class BasicArithmetic(_Sizes):
     operators: tuple[Literal["+", "-", "*", "/"], ...] = Field(default=("+", "-", "*", "/"), min_length=1)
     """Operators of the expressions."""
     allow_parentheses: bool = True
-    """False: neither parentheses nor negative numbers."""
+    """False: expressions have neither parentheses nor negative numbers."""
     allow_negation: bool = True
     """Negate some of the parentheses."""
     format_style: Literal["simple", "natural"] = "simple"
@@ -105,13 +107,13 @@ class BasicArithmetic(_Sizes):
         return form.format(expression), expression
 
     def score(self, answer: str | None, reference: str) -> float:
-        """Return 1 if the answer is the reference. If the answer contains the reference, return the reference's share
-        of the answer."""
+        """If the answer contains the reference as text, return the length of the reference divided by the length of the
+        answer, which is 1 if they are equal; else 0."""
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:
-        """Return the parts of a random expression: first operand (some of the terms), operator, second operand (the
-        others)."""
+        """Return the parts of a random expression: a first operand with some of the terms, an operator, and a second
+        operand with the other terms."""
         most = 10**num_digits - 1
         num_left = dice.randint(1, num_terms)
         if num_left > 1 and dice.random() > 0.5:
@@ -207,7 +209,8 @@ def _divisor(dice: random.Random, dividend: int, most: int) -> str:
 
 
 def _common_divisors(one: int, other: int) -> list[int]:
-    """Return the common divisors in pairs: small ones ascending, each followed by its larger counterpart."""
+    """Return the divisors of the greatest common divisor g of two numbers. The divisors d ≤ √g are in ascending order,
+    and each is followed by g / d."""
     greatest = math.gcd(one, other)
     small = (each for each in range(1, math.isqrt(greatest) + 1) if greatest % each == 0)
     return [divisor for each in small for divisor in dict.fromkeys((each, greatest // each))]

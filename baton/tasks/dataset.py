@@ -79,8 +79,8 @@ class FileTask:
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Return 1 if answer and reference are equal as numbers, or as text without outer blanks; otherwise 0. The
-        scorer `letter` compares the letters of the choices."""
+        """Return 1 if answer and reference are equal as numbers, or as text without outer blanks; otherwise 0. With the
+        scorer `letter`, compare the letters of the choices instead."""
         if answer is None or reference is None:
             return 0.0
         if self._scorer == "letter":

@@ -41,10 +41,9 @@ class DemonstrationSettings(Settings):
 def demonstrations(
     mixture: TaskMixture, settings: DemonstrationSettings, seed: int
 ) -> Iterator[tuple[Prompt, tuple[str, ...]]]:
-    """Yield an endless stream of (training prompt, following texts). The texts are one response, or turns and
-    observations alternately.
-
-    Supports arithmetic prompts, and environments with random actions.
+    """Yield an endless stream of (training prompt, following texts). For a single-turn task, the texts are one
+    response. For a multi-turn task, they are turns and observations alternately. Supports arithmetic prompts, and
+    environments with random actions.
     """
     stream = PromptStream(mixture, seed)
     dice = random.Random(f"demonstrations:{seed}")

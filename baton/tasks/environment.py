@@ -37,7 +37,8 @@ def environment_spec(name: str, environment: str, args: Mapping[str, Any], **fie
 
 
 def import_path(given: Any) -> Any:
-    """Return the import path of a class or function; other values unchanged. Raises ValueError if there is none."""
+    """Return the import path of a class or function. Return any other value unchanged. Raises ValueError if another
+    process could not import the class or function."""
     if not callable(given):
         return given
     module, name = given.__module__, getattr(given, "__qualname__", "<object>")
@@ -91,7 +92,7 @@ class EnvironmentTask:
         return Problem(question, first.canonical, None, metadata, (Message("user", question),))
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the metadata unchanged, because no scorer reads them."""
+        """Return the metadata unchanged, because multi-turn tasks have no scorer."""
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:

@@ -29,8 +29,8 @@ from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 from baton.tasks.task import Problem
 
 BLOCK = 500
-"""Number of items of each reasoning-gym dataset object. It is limited because some generators prepare all items of a
-dataset in advance."""
+"""Number of items of each reasoning-gym dataset object. The number is small because some generators prepare all items
+of a dataset in advance."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
@@ -53,8 +53,8 @@ class GymTask:
     columns = ("gym_seed", "gym_index")
 
     def __init__(self, name: str, gym_name: str, params: dict[str, Any], *, is_compact: bool) -> None:
-        """Check the arguments by generating one item. Raises UserError for an unknown task, invalid params or a missing
-        form."""
+        """Check the arguments by generating one item. Raises UserError for an unknown task or invalid `params`, or if
+        `is_compact` is set and the task has no compact form."""
         self.name = name
         self._gym_name = gym_name
         self._params = params
@@ -101,8 +101,8 @@ class GymTask:
         """Add the problem's reasoning-gym entry to the metadata, because generating it again can take longer than
         scoring.
 
-        The entry is stored as a Python literal, which keeps tuples, unlike JSON. An entry without a literal is left
-        out, and `score` generates it again.
+        The entry is stored as a Python literal, because JSON would turn tuples into lists. If an entry cannot be
+        written as a literal, it is left out, and `score` generates it again.
         """
         entry = self._literal(metadata["gym_seed"], metadata["gym_index"])
         return metadata if entry is None else {**metadata, "entry": entry}

@@ -56,7 +56,7 @@ def _knights_knaves(entry: Entry) -> str:
 
 
 def _without_order(statements: Sequence[Any]) -> str:
-    """Number the people in every possible way, and return the text of the statements that sorts first.
+    """Write the statements once for every possible numbering of the people, and return the text that sorts first.
 
     Two puzzles that differ only in the order of the people therefore have the same text.
     """

@@ -21,7 +21,8 @@ SAMPLE = 64
 MAX_MEASURED = 20_000
 """Maximum number of rows of a file that are tokenised."""
 SHORT_IN_A_ROW = 256
-"""After this number of consecutive prompts below half of the limit, the remaining (shorter) rows are assumed to fit."""
+"""Rows are tokenised from the longest to the shortest. After this number of consecutive prompts with less than half of
+the allowed tokens, all remaining rows are assumed to fit."""
 
 
 class PromptLengths(msgspec.Struct, frozen=True):
@@ -31,11 +32,12 @@ class PromptLengths(msgspec.Struct, frozen=True):
     rows: int | None
     """Number of rows of the file; None for a generated task."""
     held_out: int | None
-    """Number of distinct problems among the rows that are not trained on; None for a generated task."""
+    """For a training file: number of its distinct problems that are not trained on. For the file of a test set: number
+    of its distinct problems that evaluations use. None for a generated task."""
     longest_tokens: int
     """Number of tokens of the longest measured prompt."""
     max_tokens: int
-    """Maximum number of tokens of a prompt, so that there is room for a response."""
+    """Maximum number of tokens of a prompt that leaves room for a response."""
     too_long: int
     """Number of measured prompts with more than `max_tokens`, including held-out prompts."""
 

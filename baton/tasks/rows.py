@@ -103,7 +103,7 @@ def _rows_of(what: str, path: str, found: Dataset | DatasetDict, split: str) -> 
 
 def is_hub_name(path: str) -> bool:
     """Return True if a path names a dataset on the hub: it has the form `owner/name` or `owner/name@revision`, and
-    neither it nor its parent exists on this machine."""
+    neither this path nor its parent directory exists on this machine."""
     return bool(_HUB_NAME.fullmatch(path)) and not Path(path).exists() and not Path(path).parent.is_dir()
 
 

@@ -31,7 +31,8 @@ class ProblemSettings(Settings):
     """A source of problems: the keys that [[task]] and [[eval.task]] have in common."""
 
     name: str
-    """Name in metrics and reports. Without `gym`, `path` and `environment`, it is also the reasoning-gym task."""
+    """Name in metrics and reports. Without `gym`, `path` and `environment`, it is also the name of the reasoning-gym
+    task."""
     gym: str | None = None
     """reasoning-gym task; the default is `name`."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -84,13 +85,14 @@ class ProblemSettings(Settings):
     these prompts. refuse: refuse to start the run if the check at the start finds such a prompt; prompts that the check
     misses are skipped."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of a prompt, if it is lower than the limit that engine.max_context_tokens sets. Longer
-    prompts are too long."""
+    """Maximum number of tokens of a prompt, if it is lower than the limit that engine.max_context_tokens sets.
+    `too_long` states how longer prompts are treated."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_objects(cls, given: Any) -> Any:
-        """Replace classes and functions by their import paths. Functions make an environment."""
+        """Replace classes and functions by their import paths. If functions are given as `tools`, set `environment` to
+        the environment that calls tools."""
         if not isinstance(given, dict):
             return given
         found = {key: import_path(value) for key, value in given.items()}
@@ -229,7 +231,8 @@ class TaskMixture:
         self.answers = {s.name: s.answer or answer for s in every}
         """Task name → answer format."""
         self.samples = {s.name: s.samples for s in tests if s.samples is not None}
-        """Test set → number of sampled responses per prompt, if its block states one."""
+        """Test set → number of sampled responses per prompt, for the test sets whose [[eval.task]] states this
+        number."""
         self.has_room: Callable[[Prompt], bool] = lambda prompt: True
         """Function that returns whether a prompt leaves room for a response; `limit` sets it."""
         self._trains_all = {s.name for s in settings if s.held_out == "none"}
@@ -244,7 +247,8 @@ class TaskMixture:
 
     @property
     def scored_tasks(self) -> dict[str, Task]:
-        """All tasks and test sets except multi-turn tasks. A scorer rewards their responses."""
+        """Name → task, for all tasks and test sets except multi-turn tasks. Reward scorers score the responses to these
+        tasks."""
         every = {**self.tasks, **self.tests}
         return {name: task for name, task in every.items() if not isinstance(task, EnvironmentTask)}
 
@@ -289,11 +293,12 @@ class TaskMixture:
     def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
-        If there are test sets, return their prompts instead. `num_prompts` is then the number of prompts of a test set
-        without a number of its own; without `or_fewer`, it is the maximum of each test set.
+        If there are test sets, return their prompts instead. A test set then gives as many prompts as its own key
+        `num_prompts` states. Without this key, it gives all problems of its `path`, or `num_prompts` prompts if it has
+        no `path`. Unless `or_fewer` is set, no test set gives more than `num_prompts` prompts.
 
-        Raises TaskExhausted if a task has fewer distinct held-out problems than its share; with `or_fewer`, only if it
-        has none.
+        Raises TaskExhausted if a task has fewer distinct held-out problems than its share; with `or_fewer`, only if the
+        task has no held-out problem.
         """
         prompts: list[Prompt] = []
         if self.tests:
@@ -312,7 +317,8 @@ class TaskMixture:
         return prompts
 
     def _distinct(self, name: str, task: Task, share: int, seen: set[str], *, or_fewer: bool) -> list[Prompt]:
-        """Return `share` prompts of evaluated problems that are not in `seen`, and add their ids to `seen`."""
+        """Return `share` prompts of problems that evaluations use and whose ids are not in `seen`. Add their ids to
+        `seen`."""
         prompts: list[Prompt] = []
         index, last_new, too_long = 0, 0, 0
         while len(prompts) < share:

@@ -29,7 +29,7 @@ class Problem(msgspec.Struct, frozen=True):
 
     @property
     def problem_id(self) -> str:
-        """Digest of the canonical problem."""
+        """Digest of the problem's canonical form."""
         return blake3(self.canonical.encode()).hexdigest(length=12)
 
     @property
