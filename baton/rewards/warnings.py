@@ -19,6 +19,8 @@ MAX_EXPLAINED = 10
 EQUAL_STEPS = 3
 """Number of consecutive steps with equal rewards that cause the first warning. The number doubles after each
 warning."""
+FEW_CORRECT = 0.1
+"""Below this share of correct responses, the first impression suggests easier problems."""
 
 _NO_ANSWER = "{:.0f} % state no answer in the format of [answer]; read some responses, or reward the format"
 
@@ -129,6 +131,8 @@ def first_impression(groups: Sequence[Group]) -> list[str]:
     ready = "; rewards differ, so training can begin"
     if not correct:
         ready += ", but no response is correct: only differences between wrong responses are learned at first"
+    elif correct < FEW_CORRECT:
+        ready += ", but few responses are correct, so learning may be slow: add easier problems"
     verdict = (
         f"before training: of {len(scored)} responses {answered}{100 * correct:.0f} % are correct, {100 * cut:.0f} % "
         f"are cut{ready if is_ready else ''}"

@@ -452,8 +452,13 @@ def evaluate_model(
 
     `path` is a run's directory (its latest checkpoint is evaluated), a checkpoint, any model directory, or
     `models/quickstart`, which is shipped. Without `recipe_path`, the tasks are those of the run. Raises UserError if
-    there is no recipe or no checkpoint.
+    there is no recipe or no checkpoint, and for several greedy samples, which would be equal.
     """
+    if not temperature and (samples or 1) > 1:
+        raise UserError(
+            f"samples: got {samples} at temperature 0, but all greedy responses to a prompt are equal; use 1 sample, "
+            "or a temperature above 0"
+        )
     path = find(path) if path.parts[:1] == ("models",) else path
     run = next((p for p in (path, *path.parents[:3]) if (p / "run.json").is_file()), None)
     if recipe_path is None and run is None:

@@ -42,6 +42,9 @@ def export_run(run: Path, to: Path, *, step: int | None = None, dtype: str | Non
         number = checkpoint_step(checkpoint)
         (directory / "learning_curve.svg").write_text(learning_curve(opened, number), encoding="utf-8")
         (directory / "README.md").write_text(model_card(opened, number, chosen), encoding="utf-8")
+        permissions = (directory / "recipe.toml").stat().st_mode
+        for file in directory.iterdir():
+            file.chmod(permissions)  # safetensors makes its files unreadable for others, such as a server's user
     return to
 
 

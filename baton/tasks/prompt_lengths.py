@@ -48,10 +48,9 @@ class PromptLengths(msgspec.Struct, frozen=True):
                 f"{self.max_tokens} are allowed"
             )
         else:
-            held_out = f"{self.held_out} distinct problems" if self.held_out else "none"
             text = (
-                f"{self.task}: {self.rows} rows, {held_out} held out; the longest prompt has {self.longest_tokens} "
-                f"tokens, {self.max_tokens} are allowed"
+                f"{self.task}: {self.rows} rows; {self.held_out or 'no'} distinct problems are held out or in a test "
+                f"set; the longest prompt has {self.longest_tokens} tokens, {self.max_tokens} are allowed"
             )
         return text if not self.too_long else f"{text}; {self.too_long} prompts are too long and are skipped"
 

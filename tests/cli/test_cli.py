@@ -119,7 +119,7 @@ def test_a_dry_run_prints_how_many_rows_a_file_has_and_its_longest_prompt(small:
     longest = len(hf(templated, add_special_tokens=False)["input_ids"])
     printed, _ = invoke("train", recipe, f"run.directory={tmp_path / 'runs'}", "--dry-run")
     (line,) = [line for line in printed.splitlines() if line.startswith("task        mine: ")]
-    assert re.search(r"mine: 20 rows, ([1-9]\d* distinct problems|none) held out; ", line)
+    assert re.search(r"mine: 20 rows; ([1-9]\d*|no) distinct problems are held out or in a test set; ", line)
     assert f"the longest prompt has {longest} tokens, 63 are allowed" in line
     assert "basic_arithmetic: generated; the longest of " in printed
 
@@ -247,6 +247,7 @@ def test_eval_measures_a_run_a_checkpoint_and_any_model(small: Any) -> None:
     greedy = json.loads(invoke("eval", small.model, "--recipe", small.recipe, "-n", 4, "--temperature", 0, "--json")[0])
     assert greedy[-1]["temperature"] == 0
     assert "pass@2" in invoke("eval", small.run, "-n", 4, "-k", 2)[0]
+    assert "all greedy responses to a prompt are equal" in mistake("eval", small.run, "-k", 2, "--temperature", 0)
 
 
 def test_tasks_and_keys_are_listed() -> None:

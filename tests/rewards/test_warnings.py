@@ -93,6 +93,9 @@ def test_a_first_impression_says_what_will_not_work() -> None:
     assert partial_credit.endswith(
         "training can begin, but no response is correct: only differences between wrong responses are learned at first"
     )
+    (few,) = first_impression([group(0.0, 1.0), *[group(0.0, 0.0)] * 5])
+    assert "8 % are correct" in few
+    assert few.endswith("few responses are correct, so learning may be slow: add easier problems")
     verdict, equal = first_impression([group(0.0, 0.0, answer=None)])
     assert verdict == "before training: of 2 responses 0 % state an answer, 0 % are correct, 0 % are cut"
     assert equal.startswith("warning: all responses to a prompt have the same reward (0 everywhere), so they give no ")

@@ -38,6 +38,9 @@ def test_an_export_has_the_newest_checkpoints_weights_in_the_dtype_of_the_first_
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
+    assert (
+        len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+    )  # one user writes, another may serve
     assert not (tmp_path / "out" / "baton").exists(), "the state for a resume stays in the run"
 
 

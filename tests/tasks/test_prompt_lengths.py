@@ -38,7 +38,7 @@ def test_long_rows_are_counted_at_the_start_and_left_out_of_training_and_evaluat
     (found,) = measure(tasks, words, 100, seed=0, on_measured=measured.append)
     assert (found.rows, found.longest_tokens, found.max_tokens, found.too_long) == (200, 501, 99, 4)
     assert sum(measured) == 200
-    assert str(found).startswith(f"mine: 200 rows, {found.held_out} distinct problems held out; ")
+    assert str(found).startswith(f"mine: 200 rows; {found.held_out} distinct problems are held out or in a test set; ")
     assert str(found).endswith(
         "the longest prompt has 501 tokens, 99 are allowed; 4 prompts are too long and are skipped"
     )
@@ -59,7 +59,9 @@ def test_long_rows_are_counted_at_the_start_and_left_out_of_training_and_evaluat
 def test_a_task_whose_problems_are_all_trained_on_has_none_held_out(tmp_path: Path) -> None:
     tasks = mixture(TaskSettings(name="mine", path=rows(tmp_path / "q.jsonl"), held_out="none"))
     (found,) = measure(tasks, words, 600, seed=0)
-    assert str(found).startswith("mine: 200 rows, none held out; the longest prompt has 501 tokens")
+    assert str(found).startswith(
+        "mine: 200 rows; no distinct problems are held out or in a test set; the longest prompt has 501 "
+    )
 
 
 def test_a_task_that_refuses_long_prompts_does_not_start(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ def check_installed() -> None:
     """Raise UserError if matplotlib or jinja2 is missing."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if missing:
+        are = "is" if len(missing) == 1 else "are"
         raise UserError(
-            f"--html needs {' and '.join(missing)}, which are not installed: pip install 'baton-rl[report]'"
+            f"--html needs {' and '.join(missing)}, which {are} not installed: pip install 'baton-rl[report]'"
         )
 
 
