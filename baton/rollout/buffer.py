@@ -4,8 +4,8 @@
        └──────── closed (filtered, dropped, lost) ◀── too old, stale = "drop"
 
 The staleness bound: when the trainer is at version v, only tokens of version v − max_staleness or newer are trained.
-The scheduler opens groups under a rule that makes older tokens rare. With `stale = "drop"`, `take` drops groups that
-contain older tokens; with `stale = "mask"`, `trainer/samples.py` masks these tokens.
+The scheduler limits how early groups are opened, so older tokens are rare. With `stale = "drop"`, `take` drops groups
+that contain older tokens; with `stale = "mask"`, `trainer/samples.py` masks these tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class Buffer:
         self._batch_groups, self._max_staleness = batch_groups, max_staleness
         self._consume, self._stale = consume, stale
         self._open: dict[int, None] = {}
-        """Open groups in the order of submission."""
+        """Ids of the open groups, in the order in which the groups were opened; the values are unused."""
         self._complete: dict[int, int] = {}
-        """Complete group → oldest version among its tokens, in the order of completion."""
+        """Id of each complete group → oldest version among the group's tokens, in the order in which the groups became
+        complete."""
         self._refused: tuple[int, int] | None = None
-        """(version, number of changes) at the last `take` that found too few groups."""
+        """(`version`, `_num_changes`) at the last `take`, if that call found too few groups."""
         self._num_changes = 0
         self._first_incomplete = -1
-        """With `consume = "submission"`: the first incomplete group that the last `take` found."""
+        """With `consume = "submission"`: id of the first incomplete group that the last `take` found; initially -1."""
 
     def __len__(self) -> int:
         """Return the number of open groups, complete or not."""
@@ -53,7 +54,7 @@ class Buffer:
         return len(self._complete)
 
     def opened(self, group_id: int) -> None:
-        """Add a group. Ids must ascend, because their order is the order of submission."""
+        """Add a group. Group ids must ascend, so that their order is the order in which groups were opened."""
         assert group_id not in self._open, f"group {group_id} was opened twice"
         self._open[group_id] = None
 
@@ -75,7 +76,8 @@ class Buffer:
         self._num_changes += 1
 
     def take(self, version: int) -> TakeResult:
-        """Remove and return the batch of the train step that starts at `version`, if enough groups are complete."""
+        """Remove and return the batch of the train step that starts at `version`, if enough groups are complete. With
+        `stale = "drop"`, groups with tokens that are too old are removed first."""
         if self._refused == (version, self._num_changes):
             # nothing has changed since the last call; the scheduler calls this method after every event
             return TakeResult((), ())
@@ -95,7 +97,7 @@ class Buffer:
         return TakeResult(tuple(chosen), expired)
 
     def _choice(self) -> dict[int, None]:
-        """Return up to `batch_groups` complete groups in the order of consumption."""
+        """Return up to `batch_groups` complete groups in the order that `rollout.consume` selects."""
         if len(self._complete) < self._batch_groups:
             return {}
         ids: Iterable[int] = self._complete
@@ -106,7 +108,7 @@ class Buffer:
         return dict.fromkeys(group_id for group_id, _ in zip(ids, range(self._batch_groups), strict=False))
 
     def _first_in_order(self) -> Iterable[int]:
-        """Yield complete groups in the order of submission, up to the first group that is incomplete."""
+        """Yield groups in the order in which they were opened, and stop at the first incomplete group."""
         waits_for = self._first_incomplete
         if waits_for in self._open and waits_for not in self._complete:
             return

@@ -14,8 +14,8 @@ from baton.types import FromWorker, Lease, PolicyVersion
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 OWN_NOISE: frozenset[str] = frozenset({"vllm", "sglang"})
-"""Kinds that sample with their own random numbers. In the other kinds, the random numbers are a function of (seed,
-group, sample, position), so verification can repeat each draw."""
+"""Engine kinds that sample with their own random numbers. In the other engine kinds, the random numbers are a function
+of (seed, group, sample, position), so verification can repeat each draw."""
 
 
 _OWNED: dict[str, str] = {
@@ -44,7 +44,7 @@ _OWNED: dict[str, str] = {
         "remove it, because leases depend on its value",
     ),
 }
-"""Argument of vLLM that Baton sets → what to do instead."""
+"""Name of a vLLM argument that only Baton sets → what the user should set instead."""
 
 
 class VllmSettings(Settings):
@@ -59,23 +59,25 @@ class VllmSettings(Settings):
     enforce_eager: bool = False
     """Run without compilation and CUDA graphs. The engine then starts faster and generates more slowly."""
     return_sampling_mask: bool = False
-    """Let vLLM report the tokens that top-k and top-p kept (Model Runner V2). rollout.top_p and rollout.top_k require
-    it. The engine then refuses all other sampling, so eval.enabled must be false. Never run with vLLM."""
+    """Let vLLM report, for each generated token, the ids that top-k and top-p kept (requires vLLM's Model Runner V2).
+    Must be true if rollout.top_p or rollout.top_k is used. The engine then refuses sampling without top-p and top-k, so
+    eval.enabled must be false. Not tested with vLLM."""
     quantization: Literal["fp8"] | None = None
     """Quantise the weights when they are loaded. Requires algorithm.correction, because engine and trainer then compute
-    different probabilities. Never run on a GPU."""
+    different probabilities. Not tested on a GPU."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Dtype of the KV cache; `auto` is engine.dtype. The other values require algorithm.correction. Never run on a
+    """Dtype of the KV cache; `auto` is engine.dtype. The other values require algorithm.correction. Not tested on a
     GPU."""
     batch_invariant: bool = False
-    """Use vLLM's batch-invariant kernels (VLLM_BATCH_INVARIANT): a result does not depend on the other rows of a batch.
-    They are slower. Never run on a GPU."""
+    """Use vLLM's batch-invariant kernels (VLLM_BATCH_INVARIANT). The result of a row then does not depend on the other
+    rows of its batch. These kernels are slower. Not tested on a GPU."""
     lora_rank: int = Field(default=0, ge=0, le=512)
     """Maximum rank of the [lora] adapters that vLLM applies beside its base weights. A new version then consists of the
     adapter alone. With 0, each adapter is merged into the base weights."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some of them can run code
-    (trust_remote_code), so a worker accepts them only from its own command line, or from the run that started it."""
+    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some arguments can run code
+    (trust_remote_code). A worker therefore accepts arguments only from its own command line, or from the run that
+    started the worker."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a token or a response after which the engine is considered dead."""
 
@@ -91,12 +93,12 @@ class VllmSettings(Settings):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the engine computes with fewer bits than engine.dtype has."""
+        """Whether the weights or the KV cache are quantised to fewer bits than engine.dtype has."""
         return self.quantization is not None or self.kv_cache_dtype != "auto"
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The values of this section on the axis `vllm` of `support.toml`."""
+        """Values on the axis `vllm` of `support.toml` that this section uses, such as `fp8`."""
         has = {
             "devices": self.tensor_parallel * self.pipeline_parallel > 1,
             "fp8": self.is_quantized,
@@ -116,8 +118,8 @@ class SglangSettings(Settings):
     key_variable: str | None = None
     """Name of the environment variable with the server's API key (--api-key), if the server has one."""
     weights_directory: str | None = None
-    """Directory in which the engine writes new weights and the server reads them under the same path. The default is a
-    directory in memory, for a server on the same machine."""
+    """Directory in which Baton writes new weights; the server reads them under the same path. The default is a
+    directory in memory, which only a server on the same machine can read."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a token or a response after which the server is considered dead."""
 
@@ -146,15 +148,15 @@ class EngineSettings(Settings):
     """Maximum tokens between two reports of a trajectory. If a worker dies, at most this many tokens are lost per
     trajectory."""
     report_routing: bool = False
-    """Report the selected experts of every token of a mixture of experts, for trainer.moe_replay = "engine". Takes one
-    byte per router and selected expert. Only for kind `embedded`."""
+    """In a mixture of experts, report which experts the routers selected for each token. trainer.moe_replay = "engine"
+    uses these reports. They have one byte per token, router and selected expert. Only for kind `embedded`."""
     cuda_graphs: bool = False
     """Decode with CUDA graphs in all shapes for which a graph computes bit-identical logits. Only for kind `embedded`
-    on CUDA. Never run on a GPU."""
+    on CUDA. Not tested on a GPU."""
     row_attention: bool = False
     """Let each row of a decode step attend only over its own length. By default, all rows attend over the length of the
     longest row; on a CPU, of the longest of similar rows. Only for kind `embedded` in bfloat16. Requires a C compiler
-    on a CPU, because attention and norms are compiled when the engine starts. Never run on a GPU."""
+    on a CPU, because attention and norms are compiled when the engine starts. Not tested on a GPU."""
     vllm: VllmSettings = VllmSettings()
     """Settings of kind `vllm`."""
     sglang: SglangSettings = SglangSettings()
@@ -184,7 +186,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     decoded_tokens: int = 0
     decode_steps: int = 0
     decode_rows: int = 0
-    """Sum of the decode widths of all steps. The occupancy is decoded_tokens / decode_rows."""
+    """Number of rows that all decode steps computed, including rows without a lease. The occupancy is `decoded_tokens /
+    decode_rows`."""
 
 
 class Engine(Protocol):
@@ -213,7 +216,8 @@ class Engine(Protocol):
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights immediately. Running leases continue under the new version.
 
-        A lease that is bound to another version is aborted if it is running, and refused with `Retry` if it waits.
+        A lease that requires exactly another version (`is_exact`) is aborted if it is running, and refused with `Retry`
+        if it is waiting.
         """
 
     @property

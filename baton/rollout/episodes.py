@@ -5,8 +5,9 @@
         │                      └─ terminated, truncated, max_turns, no room ─▶ episode over, rewarded
         └─ budget of tokens used up ─▶ episode over, rewarded
 
-`EpisodePlayer` is used by the controller and by evaluations, which own the trajectories and their leases. It owns the
-exchanges of open episodes. Environments are slow and may fail, so they run elsewhere; see `EnvironmentClient`.
+The controller and evaluations use `EpisodePlayer`. They own the trajectories and the leases; the player owns the
+actions and observations of open episodes. Environments are slow and may fail, so they run elsewhere; see
+`EnvironmentClient`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class EnvironmentClient(Protocol):
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets to wait on: one is readable when an answer arrives. If empty, call `collect` every few
+        """Sockets to wait on: one is readable when an answer arrives. Without sockets, call `collect` every few
         milliseconds."""
 
     def submit(self, request: ActRequest) -> None:
@@ -99,12 +100,13 @@ class EpisodeRules:
     max_observation_tokens: int
     """Longest observation, in tokens; a longer observation is cut."""
     discount: float = 1.0
-    """Discount per turn of the rewards in the episode's reward."""
+    """Discount factor: in the episode's reward, the reward of turn t is multiplied by `discount` to the power t."""
     may_replay: bool = True
-    """Whether an episode of an earlier process is rebuilt from its recorded actions. If not, the episode begins again,
-    because it is unknown whether its last action was executed."""
+    """Whether a resumed run repeats the recorded actions of an open episode to rebuild its environment. If not, the
+    episode begins again, because it is unknown whether the environment executed the last action."""
     max_attempts: int = 3
-    """Maximum number of attempts at an episode whose environment fails; the episode then has no reward."""
+    """Maximum number of attempts at an episode whose environment fails. After the last failed attempt, the episode has
+    no reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class EpisodeSetup:
     inbox: EnvironmentInbox
     bridge: TokenBridge
     tasks: Mapping[str, EpisodeRules]
-    """Rules by the name of a multi-turn task."""
+    """Name of a multi-turn task → its rules."""
     max_context_tokens: int
     budget: ErrorBudget = field(default_factory=ErrorBudget)
 
@@ -200,7 +202,7 @@ class EpisodePlayer:
         self._acting: set[tuple[int, int]] = set()
         self._counts: Counter[str] = Counter()
         self._over: list[Episode] = []
-        """Episodes that ended since the last call of `take_metrics`, except if their environment failed."""
+        """Episodes that ended since the last call of `take_metrics`, without those whose environment failed."""
 
     @property
     def num_acting(self) -> int:
@@ -447,7 +449,8 @@ def path_seeds(noise_seed: int, num_paths: int) -> list[int]:
 
 
 _PATH_SEED = 0x9E3779B97F4A7C15
-"""2^64 / golden ratio: distinct seeds for the paths of an episode."""
+"""2^64 / golden ratio. Multiples of this constant are added to the noise seed, so that the paths of an episode have
+distinct seeds."""
 _FINISH = {
     EpisodeFinish.ENVIRONMENT: FinishReason.ENVIRONMENT,
     EpisodeFinish.PARSE_ERROR: FinishReason.ENVIRONMENT,
@@ -461,7 +464,7 @@ def _key(trajectory: Trajectory) -> tuple[int, int]:
 
 
 def _ended_by(answer: Observation) -> EpisodeFinish:
-    """Return why the environment's last observation ended the episode, as its `info` states."""
+    """Return why the environment's last observation ended the episode, according to the metrics of that observation."""
     if answer.metrics.get("parse_error"):
         return EpisodeFinish.PARSE_ERROR
     if answer.is_terminated and answer.metrics.get("num_calls") == 0:

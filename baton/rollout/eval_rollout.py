@@ -1,6 +1,6 @@
 """`EvalRollout`: generates responses to a list of prompts under one version, for evaluations.
 
-It leases all trajectories at once, and yields each one when it finishes, so scoring overlaps with generation.
+It leases all trajectories at once, and yields each trajectory when it finishes, so scoring overlaps with generation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class EvalGroup(msgspec.Struct, frozen=True):
     prompt_ids: tuple[int, ...]
     group_size: int
     prompt: Prompt | None = None
-    """Needed for multi-turn tasks."""
+    """The prompt; required only for multi-turn tasks."""
 
 
 class EvalRollout:
     """Generates trajectories on a worker that has no other leases at the same time."""
 
     def __init__(self, worker: WorkerClient, episodes: EpisodeSetup | None = None) -> None:
-        """episodes: for multi-turn tasks."""
+        """episodes: setup of multi-turn episodes; None without multi-turn tasks."""
         self.worker, self._episodes = worker, episodes
 
     def rollout(
@@ -52,11 +52,10 @@ class EvalRollout:
         noise_seed: int,
         version: int,
     ) -> Iterator[Trajectory | ScoredTrajectory]:
-        """Generate the requested trajectories under exactly `version`, and yield each one when it finishes.
-
-        A multi-turn episode is yielded with the reward of its environment. Raises UserError if a prompt leaves no room
-        for a response, EngineFault if the worker serves another version or aborts a trajectory, DeadlineExceeded if the
-        worker makes no progress, EnvironmentFault if too many environments fail, and Stopped.
+        """Generate the requested trajectories under exactly `version`, and yield each trajectory when it finishes. A
+        multi-turn episode is yielded with the reward that its environment gave. Raises UserError if a prompt leaves no
+        room for a response, EngineFault if the worker serves another version or aborts a trajectory, DeadlineExceeded
+        if the worker makes no progress, EnvironmentFault if too many environments fail, and Stopped.
         """
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
@@ -173,6 +172,6 @@ class _EvalLeases:
         self.growing[self._worker.lease(trajectory, sampling, self._version)] = trajectory
 
     def _prompt_of_episode(self, group_id: int) -> Prompt | None:
-        """Return the prompt if it belongs to a multi-turn task."""
+        """Return the prompt of a group if it belongs to a multi-turn task, otherwise None."""
         prompt = self._requests[group_id].prompt
         return prompt if prompt is not None and self._player is not None and self._player.plays(prompt) else None

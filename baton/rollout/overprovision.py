@@ -1,10 +1,11 @@
-"""Chooses over-provision in mode `partial` from measurements of the run (overprovision = "auto").
+"""Chooses over-provision in mode `partial` from measurements of the run (`overprovision = "auto"`).
 
 Over-provision is the number of open groups divided by the number of groups in a batch. More open groups fill the slots
 that become empty while the longest trajectories of a batch finish. The cost is a prefill per resumed trajectory, wider
 decode steps, and tokens that become too old to be trained. Gain and cost depend on the lengths and on the engine, so
-occupancy alone does not determine the best value. `OverprovisionSearch` measures the rate of useful tokens at one level
-and its two neighbours, and moves to the best level.
+occupancy alone does not determine the best value. A level is one of the values of over-provision in `LEVELS`.
+`OverprovisionSearch` measures the rate of useful tokens at the present level and at its two neighbours, and moves to
+the best level.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BUSY = 0.95
 CHANGED = 0.3
 """Relative change of the rate at one level after which all other levels are measured again."""
 MEMORY = 64
-"""Number of batches after which a level is measured again."""
+"""Number of batches after which the measurement of a level is repeated."""
 
 
 @dataclass(slots=True)
@@ -47,13 +48,14 @@ class OverprovisionSearch:
     """Upper bound of the level."""
     _batches: int = 0
     _wait: int = SETTLING + 1
-    """Number of requests for a batch until the measurement begins or ends."""
+    """Number of calls of `next` until the measurement of the present level begins or ends."""
     _before: SlotUse | None = None
     """`SlotUse` at the start of the measurement; None until the first measurement of a new level starts."""
     _rates: dict[float, tuple[float, int]] = field(default_factory=dict)
     """Level → (useful tokens per slot-second, number of batches at the end of the measurement)."""
     _measured: dict[float, int] = field(default_factory=dict)
-    """Level → number of batches at the end of its last measurement."""
+    """Level → number of batches at the end of the level's last measurement. Unlike `_rates`, this dict is never
+    cleared."""
 
     def next(self, now: SlotUse) -> float:
         """Return the level of the next batch: the present level or one of its neighbours. Call once per batch."""

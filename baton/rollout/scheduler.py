@@ -203,7 +203,8 @@ class RolloutScheduler:
         yield from self._load_when_free()
 
     def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[ev.Command]:
-        """Discard a trajectory's tokens, and generate it again from its prompt. cause: account of the lost tokens."""
+        """Discard a trajectory's tokens, and generate it again from its prompt. cause: key in `Ledger.lost` under which
+        these tokens are counted."""
         forgotten = trajectory.forget()
         self.ledger.lose(cause, forgotten)
         self.step.lost_tokens += forgotten
@@ -311,7 +312,8 @@ class RolloutScheduler:
         """Mark a scored group as complete, or filter it.
 
         Dynamic sampling filters groups whose rewards are all equal, because their advantages are zero (DAPO, arXiv
-        2503.14476, section 3.2). Raises UserError after FILTERED_LIMIT × batch_groups filtered groups for one batch.
+        2503.14476, section 3.2). Raises UserError when `FILTERED_LIMIT × batch_groups` groups have been filtered for
+        one batch.
         """
         if self.rules.dynamic_sampling and group.has_equal_rewards:
             self._buffer.closed(group.group_id)

@@ -31,7 +31,7 @@ class TrackedTrajectory:
     sample_index: int
     state: TrajectoryState = TrajectoryState.PENDING
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of (version, number of tokens), with ascending versions."""
+    """Pairs of (version, number of tokens that this version sampled), with ascending versions."""
     num_tokens: int = 0
     """Tokens that the policy wrote."""
     reward: float | None = None
@@ -157,7 +157,7 @@ class StepCounts:
     """[consumed trajectories] Number of tokens, and staleness of the oldest token."""
 
     def pass_time(self, elapsed_s: float, num_leased: int, slots: int) -> None:
-        """Add slot time, unless no trajectory is leased."""
+        """Add `elapsed_s` to the slot times if at least one trajectory is leased."""
         if num_leased:
             self.busy_slot_s += elapsed_s * min(num_leased, slots)
             self.slot_s += elapsed_s * slots

@@ -19,8 +19,8 @@ DEFAULT_OVERPROVISION = 2.0
 DEFAULT_MAX_STALENESS = 4
 MAX_AUTO_OVERPROVISION = 4.0
 FILTERED_LIMIT = 20
-"""The run stops if dynamic sampling filters more than this number × batch_groups groups for one batch: the tasks are
-then too easy or too hard."""
+"""The run stops when dynamic sampling has filtered this number × batch_groups groups for one batch, because the tasks
+are then too easy or too hard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Rules:
     overprovision: float = 1.0
     """Number of open groups divided by batch_groups; infinite if only `max_concurrency` limits the open groups."""
     is_adaptive: bool = False
-    """Whether `overprovision` adapts to measurements, from the given initial value."""
+    """Whether `overprovision` is only the initial value, which measurements then change."""
     most_overprovision: float = MAX_AUTO_OVERPROVISION
     """Upper bound of an adaptive `overprovision`."""
     max_concurrency: int | None = None
@@ -97,9 +97,9 @@ class RolloutSettings(Settings):
     """Maximum number of versions that a trained token may be behind the trainer. The default is 0 in `sync`, 4 in the
     other modes."""
     on_new_version: OnNewVersion | None = None
-    """Treatment of running trajectories: `drain` (only `sync`): they finish first. `resume` (default of `partial` and
-    `async`): they are aborted, and resume from their token ids under the new weights. `keep` (`partial` and `async`):
-    they continue with the keys and values of the old weights."""
+    """What happens to running trajectories when a new version is loaded. `drain` (only `sync`): they finish first.
+    `resume` (default of `partial` and `async`): they are aborted, and resume from their token ids under the new
+    weights. `keep` (`partial` and `async`): they continue with the keys and values of the old weights."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""

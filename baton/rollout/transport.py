@@ -29,13 +29,14 @@ class WorkerTransport(Protocol):
 
     @property
     def no_worker_timeout_s(self) -> float:
-        """In a swarm: seconds without a worker after which the run stops, if above `rollout.stall_timeout_s`. Otherwise
-        0."""
+        """Seconds without any worker after which a run with a swarm stops, if longer than `rollout.stall_timeout_s`.
+        For other transports, the value is 0."""
         return 0.0
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets to wait on: one is readable when `receive` has messages. If empty, only `receive` itself can wait."""
+        """Sockets to wait on: one is readable when `receive` has messages. Without sockets, only `receive` itself can
+        wait."""
         return ()
 
     def send(self, message: FromHub) -> None:

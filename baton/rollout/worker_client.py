@@ -16,10 +16,11 @@ from baton.stop import StopRequest
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
-"""Maximum seconds of one wait for messages of the worker while other events may occur that cannot end the wait."""
+"""Maximum seconds of one wait for messages of the worker, if other events may arrive that have no socket to end the
+wait."""
 MAX_COUNTED_WAIT_S = 5.0
-"""Maximum seconds between two calls of `receive` that count as time without progress. In a longer gap, this process may
-have been suspended."""
+"""Of the time between two calls of `receive`, at most this number of seconds counts as time without progress. During a
+longer time, this process may have been suspended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class WorkerClient:
         stop: StopRequest | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """stall_timeout_s: maximum time without progress. max_context_tokens: of the worker's engine, if known."""
+        """stall_timeout_s: maximum time without progress. max_context_tokens: maximum context of the worker's engine;
+        None if unknown."""
         self.transport, self.clock = transport, clock
         self.stop = stop or StopRequest()
         """A stop request ends every wait for the worker."""
@@ -90,8 +92,9 @@ class WorkerClient:
     ) -> Sequence[FromPort]:
         """Return the worker's messages; wait at most `timeout_s` for the first one.
 
-        beside: sockets of environments; the wait also ends when one of them is readable. If `beside` or the transport
-        has no sockets, the wait ends after SHORT_WAIT_S. None: no other event can arrive during the wait.
+        beside: sockets of environments; the wait also ends when one of them is readable. If `beside` is empty or the
+        transport has no sockets, the wait ends after `SHORT_WAIT_S`. If `beside` is None, no other event can arrive
+        during the wait.
 
         Raises DeadlineExceeded after the stall timeout without progress while `num_waiting` trajectories wait. Progress
         is a message, a change of the engine's counters, or the change of the number of slots from or to zero. names:

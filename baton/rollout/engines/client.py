@@ -23,9 +23,9 @@ from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
 START_TIMEOUT_S = 1800.0
-"""Maximum time until the program responds, including compilation."""
+"""Maximum number of seconds from the start of the program until it responds, including its compilation of the model."""
 _HEARTBEAT_S = 0.5
-"""During a call: seconds between two checks that the program is alive."""
+"""Seconds between two checks, during a call, that the program is still running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class EngineRequest:
     """Salt of the prefix cache's keys. Only requests with equal salts share cached prefixes."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """Number of most likely tokens to sample among; 0 means all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class GeneratedTokens:
     """Label of weights → number of the request's tokens that these weights generated. Only in the last message; None if
     the program does not report it."""
     masks: Sequence[Sequence[int]] | None = None
-    """Ascending ids of the tokens that top-k and top-p kept, for each of these tokens; None if not reported."""
+    """For each new token: ascending ids that top-k and top-p kept. None if the program does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class EngineClient(ABC):
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop.
 
-        name: name of the program in messages. answer_timeout_s: timeout of each call. close_s: maximum seconds that
-        `close` waits for `_stop`, and then again for the thread.
+        name: name of the program in messages. answer_timeout_s: timeout of each call. close_s: maximum number of
+        seconds that `close` waits for `_stop`; afterwards it waits at most as long for the thread.
         """
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
@@ -97,7 +97,7 @@ class EngineClient(ABC):
         self._thread.start()
 
     def begin(self, requests: Sequence[EngineRequest]) -> None:
-        """Start requests. `take` returns their tokens."""
+        """Start requests. Later calls of `take` return the generated tokens."""
         self._loop.call_soon_threadsafe(self._submit_requests, list(requests))
 
     @abstractmethod
@@ -118,8 +118,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Pause or abort all requests. Afterwards the program generates no tokens, and `take` returns all tokens that
-        were generated earlier."""
+        """Pause or abort all requests. Afterwards the program generates no tokens, and the next `take` returns all
+        tokens that were generated before the pause."""
 
     @abstractmethod
     def resume(self) -> None:

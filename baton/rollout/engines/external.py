@@ -53,7 +53,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
     """Base class of engines in which another program generates the tokens."""
 
     _only_temperature: str
-    """Clause of the error message with the reason why top-p and top-k are refused."""
+    """Part of the error message that says why this engine refuses top-p and top-k."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         version: PolicyVersion,
         clock: Clock = time.monotonic,
     ) -> None:
-        """client: client of a program that serves `version`. The program can run `settings.slots` requests at once.
-        read_base: needed if versions are adapters."""
+        """client: client of a program that serves `version` and can run `settings.slots` requests at once. read_base:
+        reads the tensors of the base model; required if versions are adapters."""
         super().__init__(settings, version, skeleton.end_ids, skeleton.text)
         self._client, self._skeleton, self._settings = client, skeleton, settings
         self._weights = WholeWeights(skeleton.model, read_base)
@@ -77,12 +77,12 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._outbox: list[FromWorker] = []
         """Messages that methods other than `step` have produced. The next `step` returns them."""
         self._clock, self._active_s = clock, clock()
-        """Time of the last token, started request or loaded version."""
+        """`_active_s`: time of the last received token, started request or loaded version."""
 
     def submit(self, lease: Lease) -> None:
         """Queue a lease. Raises UserError if the prompt leaves no room for a token. An engine that reports sampling
-        masks requires top-p or top-k, and raises UserError without them. Any other engine raises UserError if they are
-        set."""
+        masks requires top-p or top-k, and raises UserError without them. An engine that does not report masks raises
+        UserError if top-p or top-k is set."""
         sampling = lease.sampling
         if self.mask_dtype is not None and not (sampling.reports_kept and sampling.temperature):
             raise UserError(
@@ -131,11 +131,13 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     @property
     def mask_dtype(self) -> str | None:
-        """`kept_dtype` of the sampling masks that the program reports for every token; None if it reports none."""
+        """Dtype (`kept_dtype`) of the sampling masks that the program reports for every token; None if it reports no
+        masks."""
         return None
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the tensors for `_load_tensors`: those of the whole model, named as in a model file."""
+        """Convert the tensors of a version to the argument of `_load_tensors`: all tensors of the model, named as in a
+        model file."""
         return self._weights.whole(tensors)
 
     @abstractmethod

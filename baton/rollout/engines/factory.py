@@ -36,8 +36,9 @@ def engine_of_model(
 ) -> Engine:
     """Build an engine that serves the model in a directory as `version`.
 
-    direct: backend that sends an engine of kind `vllm` later versions from the trainer's memory; None: as files.
-    Raises UserError if the engine does not support the model, or if a package is missing.
+    direct: backend that transfers later versions from the trainer's memory to an engine of kind `vllm`. With None,
+    later versions are transferred as files. Raises UserError if the engine does not support the model, or if a package
+    is missing.
     """
     match settings.kind:
         case "embedded":
@@ -87,8 +88,8 @@ def chosen(
     """Return the run's engine settings, changed by the overrides of this machine's user. Raises UserError for an
     invalid override.
 
-    kind: engine kind that replaces the recipe's. options: `key=value`, such as tensor_parallel=2, for keys in the
-    section of this engine kind.
+    kind: engine kind that replaces the recipe's. options: strings `key=value`, such as `tensor_parallel=2`, for keys in
+    the section of this engine kind.
     """
     kind = kind or settings.kind
     if kind not in KINDS:
@@ -123,8 +124,8 @@ def _decoded(text: str) -> Any:
 
 
 def check_source(settings: EngineSettings, own: Collection[str]) -> None:
-    """Raise UserError if the hub sets a server on another machine or arguments of vLLM, some of which run code. Only
-    the user of this machine may set these.
+    """Raise UserError if settings from the hub name an SGLang server on another machine, or arguments of vLLM, which
+    can run code. Only the user of this machine may set these keys.
 
     own: keys that the user of this machine has set, or that come from a run of this user.
     """

@@ -28,7 +28,8 @@ _SCALE = float(1 << 50)
 """Probabilities are converted to integers in units of 2^-50, so that their cumulative sum is exact and monotonic."""
 CHUNK_VALUES = 1 << 18
 """Number of logits that a CPU samples in one part. Intermediate results of this size stay in the processor's cache.
-For a whole batch, the allocator would return their memory to the system, which would clear its pages in every step."""
+Intermediate results of a whole batch would be so large that the allocator returns their memory to the operating system,
+which must then clear the pages again in every step."""
 
 
 def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
@@ -62,9 +63,9 @@ class RowParams:
     top_k_F1: Tensor | None
     top_p_F1: Tensor | None
     reports_F: Tensor | None = None
-    """[F] whether each of these rows reports its sampling mask; None if none does."""
+    """[F] whether each row of `filtered_F` reports its sampling mask; None if no row does."""
     most: int = 0
-    """Largest top-k of these rows."""
+    """Largest top-k of the rows of `filtered_F`."""
 
     def part(self, rows: slice) -> RowParams:
         """Return the parameters of adjacent rows."""
@@ -170,8 +171,8 @@ def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
     """Return, for each row, the first id at which the cumulative mass exceeds the draw times the total mass. Ids of
     mass 0 are never drawn.
 
-    Such an id always exists: a draw is at most 1 - 2^-53 and the total is below 2^53, so their product is below the
-    total even after rounding.
+    The cumulative mass always exceeds the product for some id: a draw is at most 1 - 2^-53 and the total mass is below
+    2^53, so the product is below the total mass even after rounding.
     """
     running_WV = mass_WV.cumsum(dim=-1)
     total_W = running_WV[:, -1]
@@ -198,7 +199,8 @@ def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor, most: int) ->
 
 
 def _likeliest(mass_FV: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return the `most` largest masses of each row, sorted, and their ids. Equal masses are sorted by id."""
+    """Return the `most` largest masses of each row in descending order, and their ids. Equal masses are sorted by
+    id."""
     if most <= mass_FV.shape[-1] // 4:
         top = mass_FV.topk(most)
         if int((mass_FV >= top.values[:, -1:].clamp(min=1)).sum(-1).max()) <= most:  # not decided by a tie

@@ -28,12 +28,14 @@ Text = Callable[[Sequence[int]], str]
 
 
 class Piece(NamedTuple):
-    """A part of the ids before the next input. Its keys and values are computed and kept together."""
+    """A part of the ids whose keys and values the next decode step needs. The keys and values of a piece are computed
+    and kept together."""
 
     end: int
     """Number of ids from the start of the prompt to the end of the piece."""
     version: int | None
-    """Number of the version whose weights compute the piece; None for the version that the engine serves."""
+    """Number of the version whose weights compute the piece's keys and values; None for the version that the engine
+    serves."""
     is_within_turn: bool = False
     """Whether the piece ends with tokens of an unfinished turn. In all other pieces, a prefill computed the keys and
     values."""
@@ -41,7 +43,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:
-    """Identifies the keys and values of a piece, which also depend on the pieces before it."""
+    """Identifies the keys and values of a piece. They also depend on the pieces before this piece."""
 
     digest: bytes
     """Digest of the piece, its ids and the digest of the previous piece. Keys of long contexts can therefore be
@@ -79,7 +81,8 @@ class RunningLease:
         self.ids = ids
         """Ids of prompt and response, including those generated under this lease."""
         self.length = trajectory.num_tokens
-        """Number of tokens after the prompt. It is the position that determines the noise of the next draw."""
+        """Number of tokens after the prompt. This number is also the position that determines the noise of the next
+        draw."""
         self.prefix_ids = tuple(ids[:-1])
         """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
         self.last_id = ids[-1]
@@ -155,7 +158,7 @@ class StopText:
     """Detects the stop strings of one trajectory.
 
     Only the policy's tokens after the last observation are searched. A stop string of n bytes spans at most n tokens
-    that have text, so it is sufficient to decode the last tokens.
+    that have text, so only the last tokens must be decoded.
     """
 
     def __init__(self, lease: Lease, text: Text) -> None:
@@ -211,7 +214,8 @@ class SlotTable:
         self._waiting[lease.lease_id] = row
 
     def abort(self, lease_id: int) -> None:
-        """Mark a lease, which the next `open_step` then ends. Has no effect on a lease that is unknown or has ended."""
+        """Mark a lease as aborted; the next `open_step` ends the lease. Has no effect on a lease that is unknown or has
+        ended."""
         if self._knows(lease_id):
             self._aborted.add(lease_id)
 
@@ -276,7 +280,7 @@ class SlotTable:
         return moves
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Move the row of slot order[i] to slot i, for the lowest slots."""
+        """For each i, move the row of slot `order[i]` to slot i; `order` is a permutation of the lowest slots."""
         self.rows[: len(order)] = [self.rows[slot] for slot in order]
 
     def running(self) -> list[tuple[int, RunningLease]]:
@@ -346,9 +350,10 @@ def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
     """Divide the ids before the last one into pieces, at the start of each turn. This is a pure function of the
     trajectory.
 
-    A piece has the tokens of a turn and the observation after them, or the tokens of an unfinished turn. Its version is
-    that of the first token sampled after the piece or, in an unfinished turn, of the piece's last token. A lease that
-    continued from one version to the next computed the piece under these weights.
+    The first piece is the prompt. Each further piece has the tokens of a turn and of the observation after the turn;
+    the last piece may have the tokens of an unfinished turn. The version of a piece is that of the first token sampled
+    after the piece, because the lease that sampled this token also computed the keys and values. A piece of an
+    unfinished turn has the version of its last token.
     """
     found, before = [], Author.ENVIRONMENT
     offset = len(trajectory.prompt_ids) - 1

@@ -69,7 +69,7 @@ class WholeWeights:
     """Assembles a whole model from the tensors of a version.
 
     An adapter is merged in the same way as in the embedded engine. vLLM and SGLang therefore serve an ordinary model
-    with the bits of a merged checkpoint of the run.
+    whose weights are bit-identical to a merged checkpoint of the run.
     """
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:

@@ -2,8 +2,9 @@
 the same class.
 
 A lease is sent to an engine only when the engine has a free slot, so engines whose responses are short receive more
-leases. Further turns and resumed trajectories are sent before new trajectories. The trajectory returns to its last
-engine, which may have kept its keys and values, unless that engine is much busier than another (`returns_home`).
+leases. Further turns and resumed trajectories are sent before new trajectories. Such a trajectory returns to its last
+engine, because that engine may have kept the trajectory's keys and values. If that engine is much busier than another
+engine, the trajectory is sent to the least busy engine instead (`returns_home`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from collections.abc import Sequence
 from baton.types import Abort, FromHub, FromWorker, Lease, ends_lease
 
 HOMES_PER_SLOT = 8
-"""Number of trajectories, per slot of the pool, whose last engine is known."""
+"""Number of trajectories, per slot of the pool, for which the last engine is remembered."""
 Handover = tuple[int, FromHub]
 """Index of an engine, and the message to send to it."""
 
 
 def returns_home(num_home: int, num_least: int, slots: int) -> bool:
-    """Return whether a trajectory is sent back to its last engine. The engine must have a free slot, and at most slots
-    / 4 leases more than the least busy engine."""
+    """Return whether a trajectory is sent back to its last engine. That engine has `num_home` leases and the least busy
+    engine has `num_least`. The last engine must have a free slot, and at most `slots / 4` leases more than the least
+    busy engine."""
     return num_home < slots and num_home - num_least <= slots // 4
 
 
@@ -34,7 +36,7 @@ class LeaseQueue:
         self._begun: dict[int, Lease] = {}
         self._new: dict[int, Lease] = {}
         self._homes: dict[str, int] = {}
-        """Name of a trajectory → its last engine, in the order in which the trajectories were sent."""
+        """Name of a trajectory → index of its last engine, in the order in which the trajectories were last sent."""
 
     def add(self, lease: Lease) -> None:
         """Add a lease, which waits until `assign` returns it."""

@@ -20,7 +20,7 @@ from baton.policy.threads import unordered_writes
 from baton.rollout.engines.slot_table import PrefixKey
 
 KV_BUCKET = 64
-"""Divisor of the cache length, in positions."""
+"""The number of positions per slot is a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class Prefix:
     """The keys and values of one piece of a sequence of ids, in separate tensors."""
 
     keys: list[Tensor]
-    """[L, kv_heads, head_dim] for each layer."""
+    """One tensor [L, kv_heads, head_dim] per layer."""
     values: list[Tensor]
     num_tokens: int
 
 
 class KeptPrefixes:
-    """Keys and values of pieces that a later lease may need, in the order of their last use.
+    """Keys and values of pieces (`slot_table.py: Piece`) that a later lease may need, least recently used first.
 
-    A lease that needs a piece also needs the pieces before it. The pieces before it therefore count as more recently
-    used, and are dropped later.
+    A lease that needs a piece also needs the pieces before it. Earlier pieces of a sequence therefore count as more
+    recently used, and are dropped later.
     """
 
     def __init__(self) -> None:
@@ -48,23 +48,23 @@ class KeptPrefixes:
         return self._pieces[key]
 
     def add(self, key: PrefixKey, prefix: Prefix) -> None:
-        """Keep a piece. Has no effect if it is kept already."""
+        """Keep a piece. Has no effect if the piece is kept already."""
         if key not in self._pieces:
             self._pieces[key] = prefix
             self.num_tokens += prefix.num_tokens
 
     def depth(self, keys: Sequence[PrefixKey]) -> int:
-        """Return how many of a lease's pieces, counted from the first, are kept without a gap."""
+        """Return how many of a lease's pieces come before the first piece that is not kept."""
         return next((i for i, key in enumerate(keys) if key not in self._pieces), len(keys))
 
     def use(self, keys: Sequence[PrefixKey]) -> None:
-        """Record a use of a lease's pieces."""
+        """Mark a lease's pieces as the most recently used."""
         for key in reversed(keys):
             if key in self._pieces:
                 self._pieces.move_to_end(key)
 
     def drop_oldest(self, limit: int) -> None:
-        """Drop the pieces that have not been used for the longest time, down to `limit` tokens."""
+        """Drop the least recently used pieces until at most `limit` tokens are kept."""
         while self.num_tokens > limit:
             self.num_tokens -= self._pieces.popitem(last=False)[1].num_tokens
 
@@ -78,7 +78,8 @@ class KeptPrefixes:
 
 
 class DecodeWindow:
-    """The part of the slots that one decode step uses. All layers share it, and `focus` sets it before each step."""
+    """The part of the slots that one decode step uses. All layers share one window, which `SlotCache.focus` sets before
+    each step."""
 
     __slots__ = ("first_W", "kv_length", "places_W", "width")
 
@@ -88,7 +89,7 @@ class DecodeWindow:
         self.first_W = torch.empty(0, dtype=torch.long)
         """Index of the first position of each slot in the flattened [slots × length]."""
         self.places_W = torch.empty(0, dtype=torch.long)
-        """Index into [slots × length], flattened, at which each row's new key and value are written."""
+        """For each row: index into the flattened [slots × length] at which the row's new key and value are written."""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -145,7 +146,8 @@ class SlotCache(Cache):
     """The slots of all layers."""
 
     def __init__(self, like: Prefix, slots: int, max_context_tokens: int) -> None:
-        """Allocate the slots. like: the result of a prefill; the slots get its shapes and dtype."""
+        """Allocate the slots. like: keys and values from a prefill. The slots get the same `kv_heads`, `head_dim` and
+        dtype."""
         self.window = DecodeWindow()
         self.length = length = round_up(max_context_tokens, KV_BUCKET)
         """Number of positions per slot."""
@@ -200,9 +202,9 @@ class SlotCache(Cache):
         return Prefix(keys, values, end - start)
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
-        """Copy the first lengths[order[i]] positions of slot order[i] to slot i, for the lowest slots.
-
-        Each cycle of the permutation needs memory for its shortest row only.
+        """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
+        permutation of the lowest slots. Each cycle of the permutation needs temporary memory only for the shortest row
+        of the cycle.
         """
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):
@@ -217,16 +219,17 @@ class SlotCache(Cache):
             left.remove(slot)
 
     def move(self, source: int, destination: int, num_tokens: int) -> None:
-        """Copy the first positions of one slot to another."""
+        """Copy the first `num_tokens` positions of slot `source` to slot `destination`."""
         for layer in self._slot_layers:
             layer.slot_keys[destination, :num_tokens] = layer.slot_keys[source, :num_tokens]
             layer.slot_values[destination, :num_tokens] = layer.slot_values[source, :num_tokens]
 
 
 def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length: int = 0) -> Cache:
-    """Return the cache for one prefill, whose first `length` positions have the keys and values of earlier pieces.
+    """Return the cache for one prefill. Its first `length` positions have the keys and values of earlier pieces.
 
-    pasts: earlier pieces of each of the first rows. Positions after them are zero and must be masked.
+    pasts: for each of the first rows, the earlier pieces. The positions between these pieces and `length` are zero and
+    must be masked.
     """
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     like = next((pieces[0] for pieces in pasts if pieces), None)
@@ -240,8 +243,8 @@ def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length:
 
 
 def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tensor:
-    """Return a tensor [rows, kv_heads, length, head_dim] that has the pieces [L, kv_heads, head_dim] of each row one
-    after another, and zeros after them."""
+    """Return a tensor [rows, kv_heads, length, head_dim]. Each row has its pieces [L, kv_heads, head_dim] one after
+    another, followed by zeros."""
     found = pieces[0][0].new_zeros((rows, length, *pieces[0][0].shape[1:]))
     for row, tensors in zip(found, pieces, strict=False):
         start = 0
@@ -252,7 +255,8 @@ def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tenso
 
 
 def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
-    """Return copies of the first rows of a filled prefill cache, from position `start` on, cut to the given lengths."""
+    """Return one `Prefix` per length: a copy of that many positions of a row of a filled prefill cache, from `start`
+    on."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
     def cut(states: list[Tensor], row: int, length: int) -> list[Tensor]:
@@ -271,7 +275,8 @@ class Masks:
     """The attention masks of a model with full or sliding-window attention layers."""
 
     windows: dict[str, int | None]
-    """Number of positions that a token attends to, including its own, by layer type; None is all positions."""
+    """Layer type → number of positions that a token attends to, including its own position; None means all
+    positions."""
     by_type: bool
     """Whether the model expects one mask per layer type instead of one mask for all layers."""
     dtype: torch.dtype
@@ -279,7 +284,7 @@ class Masks:
     def additive(self, query_Q1: Tensor, kv: Tensor | int) -> Tensor | dict[str, Tensor]:
         """Return additive masks [..., Q, K] for query positions [..., Q, 1]: 0 where attention is allowed, else -inf.
 
-        kv: positions of the keys [..., 1, K], or K if they are 0 to K - 1.
+        kv: positions of the keys, [..., 1, K]; or the number K if the positions are 0 to K - 1.
 
         The masks are not boolean, because eager attention adds the mask to the scores.
         """
@@ -319,5 +324,5 @@ def masks_for(config: object, max_context_tokens: int, dtype: torch.dtype) -> Ma
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Round `count` up to a positive multiple of `multiple`."""
+    """Return the smallest positive multiple of `multiple` that is not below `count`."""
     return max(1, -(-count // multiple)) * multiple

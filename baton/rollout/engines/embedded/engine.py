@@ -41,9 +41,9 @@ from baton.types import FromWorker, PolicyVersion
 
 _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
-"""Number of waiting prefixes that are searched to fill the unused rows of a prefill."""
+"""Maximum number of waiting leases whose prefixes may fill the unused rows of a prefill."""
 _KEPT_CONTEXTS = 8
-"""Number of contexts whose keys and values are always kept outside the slots."""
+"""Lower bound of `_kept_limit`, as a number of contexts of maximum length."""
 
 
 class EmbeddedEngine(SlotEngine):
@@ -80,11 +80,12 @@ class EmbeddedEngine(SlotEngine):
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens
         self._is_in_flight = False
-        """Whether leases since the last load may continue with the keys and values of an older version."""
+        """Whether a lease that started since the last load accepts newer versions. If so, older keys and values are
+        still useful after the next load."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
-        """[slots]"""
+        """[slots] `noise_key` of each row's trajectory."""
         self._params: RowParams | None = None
         """Sampling parameters of the rows; None if the rows have changed since `_gather_params`."""
         self._needs_version = False
@@ -93,10 +94,9 @@ class EmbeddedEngine(SlotEngine):
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to new weights immediately. Running leases keep their KV cache and continue under the new version.
 
-        Keys and values outside the slots are kept only if leases since the last load accept newer versions.
-
-        A lease that is bound to another version is aborted if it is running, and refused with `Retry` if it waits.
-        Raises EngineFault, without changing any weight, for tensors that do not fit.
+        Keys and values outside the slots are kept only if a lease that started since the last load accepts newer
+        versions. A lease that requires exactly another version (`is_exact`) is aborted if it is running, and refused
+        with `Retry` if it is waiting. Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
         assert not self.network.is_resting, "weights cannot be loaded into a sleeping engine: call wake_up first"
         self.network.load(tensors)
@@ -173,8 +173,8 @@ class EmbeddedEngine(SlotEngine):
     def _missing(
         self, chains: Iterable[tuple[PrefixKey, ...]]
     ) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
-        """Return the first missing piece of each row together with the pieces before it, grouped by the shape of the
-        prefill."""
+        """Return, for each prefill shape, the first piece of each chain that is not kept → the pieces before it.
+        chains: the pieces of each row, in order."""
         found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
         for keys in chains:
             if (depth := self._kept.depth(keys)) < len(keys):
@@ -185,8 +185,8 @@ class EmbeddedEngine(SlotEngine):
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
         """Return the pieces of a row's prefix.
 
-        Their version is the current one. A lease that also accepts newer versions prefers pieces of the versions under
-        which its trajectory ran, if more of them are available.
+        Normally the current version computes all pieces. If the lease accepts newer versions, pieces of the versions
+        under which its trajectory ran are used instead, provided that more of those are kept.
         """
         number = self.version.number
         keys = row.prefix_keys(number)
@@ -199,7 +199,7 @@ class EmbeddedEngine(SlotEngine):
         return keys
 
     def _keep_aborted(self) -> None:
-        """Keep the keys and values of aborted rows that a resume may use, up to the limit."""
+        """Keep the keys and values of aborted rows up to `_kept_limit`, because a resume may use them."""
         copied = 0
         for slot, row in self._table.aborted():
             begun = [key for key in row.kept if not key.piece.is_within_turn]
@@ -218,16 +218,17 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def _kept_limit(self) -> int:
-        """Maximum number of tokens whose keys and values are kept outside the slots. On a CPU this is one context per
-        free slot, and at least one per two slots. When new work takes slots, older contexts are dropped."""
+        """Maximum number of tokens whose keys and values are kept outside the slots. The limit is a number of contexts
+        of maximum length: `_KEPT_CONTEXTS` or, if larger on a CPU, one per free slot and at least one per two slots. It
+        falls when new leases take slots."""
         contexts = _KEPT_CONTEXTS
         if self.network.device.type == "cpu":
             contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)
         return contexts * self._context_tokens
 
     def _drop_kept(self) -> None:
-        """Drop the oldest pieces beyond the limit. Pieces of running leases are dropped after all others, and pieces of
-        waiting leases last."""
+        """Drop the least recently used pieces beyond `_kept_limit`. Pieces of running leases are dropped after all
+        others, and pieces of waiting leases last."""
         if self._kept.num_tokens > (limit := self._kept_limit):
             for _, row in self._table.running():
                 self._kept.use(row.kept)
@@ -272,8 +273,8 @@ class EmbeddedEngine(SlotEngine):
         return nullcontext({}) if self._routers is None else self._routers.recorded()
 
     def _order_rows(self, width: int, *, is_ordering: bool) -> None:
-        """Reset empty rows to position 0. If ordering, move rows of similar length into adjacent slots if this saves
-        time.
+        """Reset empty rows to position 0. With `is_ordering`, also move rows of similar length into adjacent slots if
+        this saves time.
 
         Decode steps advance the positions of empty rows too. Without the reset, an empty row could have the largest
         position and determine how many positions a step scans.

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 Step = Callable[[Tensor, Tensor, int], Tensor]
 """(ids [W], positions [W], scanned positions) → logits [W, V]."""
 _WARM_UPS = 2
-"""Number of steps before a capture. They select kernels and allocate workspaces, which is impossible in a capture."""
+"""Number of steps before a capture. These steps select kernels and allocate workspaces, which is impossible during a
+capture."""
 
 
 Captured = Callable[[Tensor, Tensor], Tensor]

@@ -19,7 +19,7 @@ from torch.nn import Module
 from baton.errors import UserError, first_line
 
 LANES = 16
-"""Divisor of head_dim and of the length of a slot."""
+"""`head_dim` and the number of positions per slot must be multiples of this number."""
 _TIMEOUT_S = 120
 
 
@@ -52,7 +52,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def replace_norms(model: Module) -> int:
-    """Replace the root mean square norms of a bfloat16 model on the CPU by a kernel; return the number of norms.
+    """Replace the root mean square norms of a bfloat16 model on the CPU by a kernel; return how many were replaced.
 
     A norm is replaced only if the kernel computes the same values up to rounding.
     """
@@ -90,9 +90,9 @@ def _rms_norm(norm: Module) -> Callable[[Tensor], Tensor]:
 def attend(query: Tensor, keys: Tensor, values: Tensor, lengths_W: Tensor, scale: float, window: int) -> Tensor:
     """Return the attention [W, heads, head_dim] of one query per row over the first `lengths_W` positions of its slot.
 
-    query: [W, heads, head_dim]. keys, values: [slots, length, kv_heads, head_dim], contiguous. All in bfloat16 on the
-    CPU; length and head_dim are multiples of LANES. lengths_W: int32. window: number of last positions that a query
-    attends to; 0 is all.
+    query: [W, heads, head_dim]. keys, values: [slots, length, kv_heads, head_dim], contiguous. These tensors are
+    bfloat16 on the CPU, and `length` and `head_dim` are multiples of `LANES`. lengths_W: int32. window: number of last
+    positions that a query attends to; 0 means all positions.
     """
     width, heads, dim = query.shape
     _, length, kv_heads, _ = keys.shape

@@ -1,9 +1,10 @@
-"""Decode attention on a CPU in classes of rows with similar lengths: a class scans only up to its own longest row.
+"""Decode attention on a CPU in classes of rows with similar lengths. Each class scans positions only up to the length
+of its own longest row.
 
 Rows of similar length are kept in adjacent slots. The keys and values of a class are then a view of the slots, without
-a copy. `LengthClasses` chooses at most three classes, and the order of rows that they need. It counts positions and
-measures no time, so its choices are reproducible. All scanned lengths compute identical bits (`network.py`), so the
-result of a row does not depend on the classes.
+a copy. `LengthClasses` chooses at most three classes, and the order of rows that these classes need. Its choices are
+reproducible, because it counts positions instead of measuring time. All scanned lengths compute identical bits
+(`network.py`), so the result of a row does not depend on the classes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from baton.cost.generate import CLASS_VALUES
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _COPY_COST = 2
-"""Cost of copying one position to another slot, in scanned positions."""
+"""Cost of copying one position to another slot, as a number of scanned positions of equal cost."""
 HORIZON_STEPS = 16
 """Number of decode steps after which the classes are chosen again. During these steps, shorter scans must save more
 than moving the rows costs."""
@@ -38,19 +39,21 @@ class LengthClasses:
     def __init__(self, kv_lengths: Sequence[int], values_per_position: int) -> None:
         """Start with one class.
 
-        kv_lengths: ascending numbers of positions that may be scanned. values_per_position: kv_heads × head_dim.
+        kv_lengths: allowed numbers of positions that a class may scan, ascending. values_per_position: kv_heads ×
+        head_dim.
         """
         self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
         self._pairs = np.triu_indices(len(kv_lengths))
-        """Pairs of indices into `kv_lengths`: scanned positions of the first two of three classes. Equal indices mean
-        one class."""
+        """All pairs (i, j) with i ≤ j of indices into `kv_lengths`: numbers of positions that the first and the second
+        of three classes scan. If i = j, these two classes are one class."""
         self._class_cost = CLASS_VALUES // values_per_position
-        """Cost of one more class, in positions."""
+        """Cost of one more class, as a number of scanned positions of equal cost."""
         self.ends: tuple[int, ...] = ()
-        """First slot after each class except the last class; ascending."""
+        """For each class except the last: index of the first slot after the class. Ascending."""
 
     def ranges(self, length_W: Ints) -> list[SlotRange]:
-        """Return the slots and scanned positions of each class; empty if classes save nothing.
+        """Return the slots and the number of scanned positions of each class. The result is empty if classes save
+        nothing.
 
         length_W: number of positions that the row of each slot attends to.
         """
@@ -63,7 +66,8 @@ class LengthClasses:
     def order(self, length_W: Ints) -> Ints | None:
         """Choose the classes again. Return the new order of the rows, or None if no row moves.
 
-        Slot i receives the row of slot order[i]. A row moves only if it is in the slots of another class.
+        With the returned `order`, slot i receives the row of slot `order[i]`. A row moves only if its slot belongs to
+        another class than the row.
         """
         index_W = np.searchsorted(self._kv_lengths, length_W)
         chosen, end_C, best = self._best_classes(index_W)
@@ -79,8 +83,9 @@ class LengthClasses:
         return order if len(moved) else None
 
     def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
-        """Return, for the cheapest classes: scanned positions as indices, ends of the classes among sorted rows, cost
-        of a step."""
+        """Return the cheapest classes as three values: for each class, the index into `_kv_lengths` of its number of
+        scanned positions; for each class, the number of rows up to its end if rows are sorted by length; the cost of a
+        step."""
         last, lengths = index_W.max(), self._kv_lengths
         end_N = np.bincount(index_W, minlength=len(lengths)).cumsum()
         first, second = self._pairs

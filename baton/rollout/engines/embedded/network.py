@@ -46,18 +46,19 @@ from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, ca
 _PREFILL_TOKENS = 512
 """Maximum tokens of a prefill, including padding. Longer ids are prefilled as a single row."""
 _MIN_PREFILL_TOKENS = 32
-"""Minimum tokens of a prefill that has fewer rows than `prefill_shape` allows."""
+"""Minimum tokens, including padding, of a prefill that has fewer rows than `prefill_shape` allows."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
-"""Pairs of (maximum length, bucket). A length is rounded up to a multiple of its bucket's size."""
+"""Pairs (maximum length, bucket): a length up to the maximum is rounded up to a multiple of the bucket."""
 _LONG_BUCKET = 64
-"""Bucket of lengths above those in `_PREFILL_BUCKETS`."""
+"""Lengths above those in `_PREFILL_BUCKETS` are rounded up to a multiple of this number."""
 _PAST_TOKENS = 2048
-"""Maximum positions of a prefill of several rows that follow earlier pieces, because the prefill copies the pieces."""
+"""Maximum number of positions, summed over the rows, of a prefill of several rows that follow earlier pieces. The
+positions of these pieces count, because the prefill copies them."""
 _MASKED_TOKENS = 1024
-"""Maximum tokens of a row that one forward of a prefill computes. The attention mask has an entry for each of these
-tokens and each position before it."""
+"""Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. This limits the
+attention mask, which has an entry for each of these tokens and each earlier position."""
 _NOWHERE = 2**62
-"""Position of a key that no query attends to."""
+"""Position assigned to padded keys, so that no query attends to them."""
 MIN_WIDTH = 16
 """Number of rows of the narrowest decode step."""
 
@@ -77,8 +78,8 @@ def prefill_shape(num_tokens: int, num_past: int = 0) -> PrefillShape:
     """Return the shape of a prefill of `num_tokens` ids after `num_past` ids whose keys and values exist.
 
     Padded lengths are multiples of 16 up to 128, of 32 up to 256, and of 64 above. Examples: 32 rows of 16 tokens, 16
-    rows of 32 tokens, 1 row of 257 or more. The past is padded to a multiple of 64 up to 256; above, there are two
-    sizes per doubling.
+    rows of 32 tokens, 1 row of 257 or more. `num_past` is padded to a multiple of 64 up to 256; above 256, there are
+    two padded lengths per doubling.
     """
     bucket = next((bucket for limit, bucket in _PREFILL_BUCKETS if num_tokens <= limit), _LONG_BUCKET)
     length = round_up(num_tokens, bucket)
@@ -127,26 +128,28 @@ class Network:
         """The model without its head, because prefill needs no logits."""
         self._base = BaseWeights()
         self._shapes: dict[Parameter, torch.Size] = {}
-        """Shapes of the weights that `sleep` has freed. While it is not empty, an adapter cannot be loaded."""
+        """Shapes of the weights that `sleep` has freed. While this dict is not empty, an adapter cannot be loaded."""
         self._is_whole = False
         """Whether the last loaded version was a whole model instead of an adapter."""
         self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
-        """Ascending decode widths that compute identical bits. The last one covers all slots."""
+        """Ascending numbers of rows with which a decode step computes identical bits. The last number covers all
+        slots."""
         self.kv_lengths: tuple[int, ...] = ()
-        """Ascending numbers of scanned positions that compute identical bits. The last one is the cache length."""
+        """Ascending numbers of scanned positions with which a decode step computes identical bits. The last number is
+        the cache length."""
         self.classes: LengthClasses | None = None
         """Classes of rows that attend over different lengths. None: all rows attend over the same length."""
         self.prefill_rows: dict[PrefillShape, tuple[int, ...]] = {}
-        """Ascending numbers of prefill rows that compute identical bits."""
+        """Prefill shape → ascending numbers of rows with which a prefill of this shape computes identical bits."""
         self.cache = self._proven_cache()
         self._graphed = GraphedSteps(self.decode, CudaCapture) if uses_graphs and self.device.type == "cuda" else None
         self.step: Step = self._graphed or self.decode
         """Same as `decode`, except that the next call may overwrite the returned logits."""
 
     def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
-        """Compute the keys and values of sequences with equal `prefill_shape`, at most its maximum rows.
+        """Compute the keys and values of up to `PrefillShape.rows` sequences that all have the same `prefill_shape`.
 
         pasts: for each sequence, the pieces before it; empty if all sequences begin at position 0.
         """
@@ -215,7 +218,8 @@ class Network:
             return logits
 
     def order(self, position_W: Ints) -> Ints | None:
-        """Return the order of rows that makes the next decode steps faster (`LengthClasses.order`), or None."""
+        """Return the order of rows that makes the next decode steps faster (`LengthClasses.order`), or None if no row
+        moves."""
         return None if self.classes is None else self.classes.order(position_W + 1)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
@@ -303,7 +307,8 @@ class Network:
         return cache
 
     def _probe(self) -> tuple[SlotCache, float]:
-        """Allocate the slots; return them, and the relative difference of the logits from the plain forward.
+        """Allocate the slots. Return the slots, and the relative difference between the logits of `decode` and of the
+        model's plain forward.
 
         The test ids are longer than the longest sliding attention window if the context allows it.
         """
@@ -410,7 +415,7 @@ def _widths(full: int) -> list[int]:
 
 
 def _kv_lengths(full: int) -> list[int]:
-    """Return the candidate lengths below `full`: up to 512 in steps of 16 to 64, then two lengths per doubling."""
+    """Return the candidate lengths below `full`: multiples of 16, 32 or 64 up to 512, then two lengths per doubling."""
     step = next((step for step in (16, 32) if full <= 16 * step), KV_BUCKET)
     doublings = [512 << i for i in range(full.bit_length())]
     return [n for n in (*range(step, 512, step), *[n for d in doublings for n in (d, d + d // 2)]) if n < full]

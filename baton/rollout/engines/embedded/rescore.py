@@ -1,4 +1,5 @@
-"""`Rescorer`: recomputes the logprobs of reported tokens, and checks that the trajectory's noise could have drawn them.
+"""`Rescorer`: recomputes the logprobs of reported tokens, and checks that the trajectory's noise could have drawn these
+tokens.
 
 A draw is a pure function of the logits and of (noise seed, group, sample, position) (`rollout/engines/sampling.py`).
 The weights therefore determine both the logprob of a reported token and the token that must be drawn. One prefill of
@@ -38,20 +39,21 @@ from baton.rollout.rescoring import Claim, Rescored
 
 MAX_TOKENS = 1024
 """Maximum tokens of one forward, including padding; a longer row is computed alone. The hidden states of 1024 tokens
-fit into a CPU's cache, and more tokens are slower."""
+fit into a CPU's cache; with more tokens, a forward takes longer per token."""
 _MAX_LOGITS = 2**22
 """Maximum number of logits in memory at the same time. Scoring makes several float64 copies of them."""
 _BORDER = 0.05
-"""Relative distance by which rounding may move the border of top-p and top-k. Closer tokens may be kept or removed."""
+"""Relative tolerance at the border of top-p and top-k: rounding may keep or remove tokens that are this close to it."""
 _LEAST = 2.0**-48
-"""A token of a smaller probability may be missing in a sampling mask, because `sample` computes in units of 2^-50."""
+"""A token whose probability is below this value may be missing in a sampling mask, because `sample` computes in units
+of 2^-50."""
 _MAX_GAP = 1e3
-"""Gap in nats if no rounding lets the draw select the token."""
+"""Upper bound of a gap, in nats. A token that the draw cannot select, whatever the rounding, has this gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The tokens of a claim under the loaded version."""
+    """The tokens of a claim that were sampled under the loaded version."""
 
     claim: Claim
     ids: tuple[int, ...]
@@ -67,7 +69,8 @@ class Rescorer:
     """Scores claims under one version at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take ownership of a model, whose weights are the base of adapters until a whole version is loaded."""
+        """Take ownership of a model. Until a whole version is loaded, adapters are merged into the model's present
+        weights."""
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None
@@ -102,7 +105,8 @@ class Rescorer:
         return [found[i] if i in found else self._result(row, (empty,) * 3) for i, row in enumerate(rows)]
 
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
-        """Yield batches of row indices, sorted by length, of at most MAX_TOKENS."""
+        """Yield batches of row indices, sorted by row length. A padded batch of several rows has at most `MAX_TOKENS`
+        tokens."""
         budget = MAX_TOKENS
         if find_head(self.model) is None:  # the forward then computes the logits of all positions
             budget = min(budget, max(1, _MAX_LOGITS // self._vocabulary))
@@ -183,8 +187,8 @@ def _draws(row: _Row) -> np.ndarray[Any, np.dtype[np.float64]]:
 def token_scores(
     logits_NV: Tensor, targets_N: Tensor, uniform_N: Tensor, params: RowParams, kept_NK: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the logprobs [N], draw gaps [N] and tail masses [N] of the targets, as defined in `Rescored`. If `kept_NK`
-    has the reported masks, also return the mask gaps [N].
+    """Return the logprobs [N], draw gaps [N] and tail masses [N] of the tokens `targets_N`, as `Rescored` defines them.
+    If `kept_NK` (the reported masks) is given, also return the mask gaps [N].
 
     Temperature, top-k and top-p must be applied exactly as in `sample`.
     """
@@ -221,9 +225,9 @@ def _masked_distance(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return logprobs, draw gaps and tail masses over the reported masks, and `Rescored.mask_gaps`.
 
-    The distance of a token outside top-p is the log-odds of the probability before it. Outside top-k, it is the
-    difference between the logprobs of the token and of the last token inside. Like the draw gap, both distances move by
-    at most 2δ if no logit moves by more than δ.
+    For a token outside top-p, the distance is the log-odds of the total probability of all more likely tokens, minus
+    the log-odds of top-p. For a token outside top-k, it is the logprob of the last token inside minus the token's
+    logprob. Like the draw gap, both distances move by at most 2δ if no logit moves by more than δ.
     """
     last = logs_RV.shape[-1] - 1
     columns_RK = kept_RK.masked_fill(kept_RK < 0, last + 1)
@@ -246,7 +250,8 @@ def _masked_distance(
 
 
 def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distance in log-odds of each draw from the interval of its target, and the tail mass of the target.
+    """Return, for each target, the distance in log-odds between the draw and the target's interval, and the tail mass
+    (`Rescored`).
 
     The masses below and above the target are summed separately, so bounds near 1 are as exact as bounds near 0.
     """
@@ -269,14 +274,16 @@ def _filtered_distance(
 
     Rounding may change the kept set near its border. Besides the exact set of n tokens, the engine may have kept n − 1
     or n + 1 tokens, or all tokens up to the target. It may also have kept the target (or token n + 1) instead of the
-    last token. Such a set counts only if the tokens are within `_BORDER` of the border.
+    last token. Such a set counts only if the tokens by which it differs from the exact set are within `_BORDER` of the
+    border.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
     top_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
     total_F1 = top_FV.sum(-1, keepdim=True)
     share_FV = (sorted_FV.cumsum(-1) - sorted_FV) / total_F1
-    """Share of the mass of all tokens that are sorted before each token."""
+    """For each token: total mass of the tokens that are sorted before it, divided by the total mass of the top-k
+    tokens."""
     rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
     size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
     last = len(rank_V) - 1

@@ -1,10 +1,10 @@
-"""Decode attention that does not scan the longest row's length in every row: by row, or on a CPU by class of rows.
+"""Decode attention in which short rows scan fewer positions than the longest row: by row, or on a CPU by class of rows.
 
-Masked attention scans the length of the longest row for every row. On a CPU it is computed once per class of rows of
-similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler makes (`kernels.c`). On
-CUDA, torch's variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as packed sequences, one per
-slot, and reads only the first `lengths_W` positions of each. It copies nothing and does not repeat grouped heads.
-`num_splits = 1` fixes the order of summation, so the bits of a row do not depend on other rows.
+Masked attention scans the length of the longest row for every row. On a CPU, attention is instead computed once per
+class of rows of similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler makes
+(`kernels.c`). On CUDA, torch's variable-length kernel treats the slots [slots, length, kv_heads, head_dim] as packed
+sequences, one per slot, and reads only the first `lengths_W` positions of each. It copies nothing and does not repeat
+grouped heads. `num_splits = 1` fixes the order of summation, so the bits of a row do not depend on other rows.
 
 Only decode uses this attention. Prefill and plain forwards use the `sdpa` attention of transformers.
 """
@@ -29,7 +29,7 @@ from baton.rollout.engines.embedded.length_classes import SlotRange
 
 NAME = "baton_rows"
 _FOREIGN = ("softcap", "s_aux", "position_bias")
-"""Attention arguments of some models that the kernel does not support."""
+"""Arguments that some models pass to attention and that the kernel does not support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Rows:
     query_starts: Tensor
     """[W + 1] int32: index of each row's query; each row has one query."""
     starts: Tensor
-    """[W + 1] int32: first position of each slot, counted over all slots."""
+    """[W + 1] int32: index of each slot's first position in the flattened [slots × length]."""
     lengths_W: Tensor
-    """[W] int32: number of positions that each row attends to, including its new one."""
+    """[W] int32: number of positions that each row attends to, including the position of its new token."""
 
     @classmethod
     def of(cls, position_W: Tensor, slot_length: int) -> Rows:
@@ -51,7 +51,8 @@ class Rows:
 
 
 def can_attend_by_class(model: PreTrainedModel) -> bool:
-    """Return whether the model uses replaceable `sdpa` attention and passes keywords to it."""
+    """Return whether the model uses `sdpa` attention that can be replaced, and passes extra keyword arguments to its
+    attention."""
     return (
         model.config._attn_implementation == "sdpa"
         and model._can_set_attn_implementation()
@@ -60,7 +61,8 @@ def can_attend_by_class(model: PreTrainedModel) -> bool:
 
 
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Use this attention in a model, whose forward then accepts `Rows` or slot ranges as the keyword `rows`."""
+    """Replace a model's attention by that of this module. The model's forward then accepts `Rows` or slot ranges as the
+    keyword argument `rows`."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)
@@ -112,7 +114,8 @@ def _attention(
 def attend_by_class(
     module: Module, states: tuple[Tensor, Tensor, Tensor, Tensor | None], ranges: Sequence[SlotRange], **kwargs: Any
 ) -> Tensor:
-    """Compute `sdpa` attention of each range over its own positions. states: query, key, value, mask [W, 1, 1, L]."""
+    """Compute `sdpa` attention separately for each range of slots, over the positions that this range scans. states:
+    query, key, value, mask [W, 1, 1, L]."""
     query, key, value, mask = states
     assert mask is not None, "decode always has a mask"
     found = [

@@ -51,11 +51,12 @@ class SglangClient(EngineClient):
 
     @property
     def max_context_tokens(self) -> int | None:
-        """Maximum tokens of a request on this server; None if the server does not report it."""
+        """Maximum tokens of prompt and response together on this server; None if the server does not report it."""
         return self._server.context_length
 
     def end(self, keys: Sequence[str]) -> None:
-        """Abort requests. `take` still returns all their tokens and their ends."""
+        """Abort requests. `take` still returns all tokens of these requests, and a last message when each request has
+        ended."""
         self._loop.call_soon_threadsafe(self._ending.update, list(keys))
 
     def pause(self) -> None:

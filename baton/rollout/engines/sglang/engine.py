@@ -131,7 +131,7 @@ def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion,
 def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
     """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
 
-    read_base: needed if versions are adapters.
+    read_base: reads the tensors of the base model; required if versions are adapters.
     """
     own = settings.sglang
     if own.url is None:

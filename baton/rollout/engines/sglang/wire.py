@@ -32,7 +32,7 @@ class ServerInfo:
     is_incremental: bool = False
     """Whether the events of a stream contain only new tokens."""
     context_length: int | None = None
-    """Maximum tokens of a request; None if the server does not report it."""
+    """Maximum tokens of prompt and response together; None if the server does not report it."""
 
 
 class _MetaInfo(msgspec.Struct):
@@ -52,7 +52,8 @@ class _Event(msgspec.Struct):
 SERVER_INFO = ("/server_info", "/get_server_info")
 MODEL_INFO = ("/model_info", "/get_model_info")
 LOADS = ("/v1/loads?include=core", "/get_load")
-"""Paths of the same request, first in newer and then in older versions of SGLang."""
+"""Paths at which SGLang reports the server's load: the first in newer versions of SGLang, the second in older
+versions."""
 _EVENT = msgspec.json.Decoder(_Event)
 
 

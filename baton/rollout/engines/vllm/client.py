@@ -30,7 +30,7 @@ class VllmClient(EngineClient):
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._llm: Any = None
         self._adapter: Any = None
-        """vLLM's name of the adapter that all requests use; None without an adapter."""
+        """vLLM's description of the adapter that all requests use; None without an adapter."""
         set_up_environment()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(START_TIMEOUT_S)))
         self._start_with(self._start_llm(arguments), START_TIMEOUT_S)
@@ -45,14 +45,15 @@ class VllmClient(EngineClient):
         self._call(self._llm.resume_generation(), self._answer_timeout_s, "to resume")
 
     def load(self, path: str, label: str) -> int:
-        """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
+        """Load the tensors of a file in all workers; return the number of tensors. Call between `pause` and
+        `resume`."""
         taken = self.call_workers("take_weights", path, self._answer_timeout_s)
         self.set_label(label)
         assert len(set(taken)) == 1, f"the workers of vLLM loaded different numbers of tensors of one file: {taken}"
         return int(taken[0])
 
     def load_adapter(self, directory: str, label: str) -> None:
-        """Load an adapter in PEFT's form in all workers, in place of the last one. Call between `pause` and
+        """Load an adapter in PEFT's form in all workers, replacing the previous adapter. Call between `pause` and
         `resume`."""
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
@@ -63,7 +64,7 @@ class VllmClient(EngineClient):
         return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 
     def set_label(self, label: str) -> None:
-        """Set the label of a whole model that the workers have loaded. vLLM has removed the adapter."""
+        """Set the label of the whole model that the workers have loaded. Later requests use no adapter."""
         self._call(self._llm.update_weight_version(label), self._answer_timeout_s, "to set the version")
         self._adapter = None
 
@@ -184,7 +185,7 @@ def set_up_environment() -> None:
 
 
 def _said(error: Exception) -> str:
-    """Return the message of an error of vLLM. The first line of a pydantic error only counts the errors."""
+    """Return the first line of a vLLM error's message; for a pydantic error, of its first single error."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).splitlines()[0]
     return first_line(error)

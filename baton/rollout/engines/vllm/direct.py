@@ -1,4 +1,5 @@
-"""The sender's side of direct transfers to vLLM: calls of its workers, and communicators of vLLM's own engines."""
+"""The sender's side of direct transfers to vLLM: calls to vLLM's workers, and communicators of vLLM's own transfer
+engines."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from baton.weights.direct.settings import DirectBackend
 from baton.weights.direct.stream import OutgoingVersion
 
 _ATTEMPTS = 3
-"""Number of attempts to load a version, each with its own deadlines, after which the engine has failed."""
+"""Maximum number of attempts to load a version. Each attempt has its own deadlines. If all attempts fail, the engine
+has failed."""
 
 
 def arguments_of(backend: DirectBackend | None) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def arguments_of(backend: DirectBackend | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class VllmLink:
-    """Calls of the workers of a vLLM that this process has started."""
+    """Calls methods of the workers of a vLLM engine that this process has started."""
 
     client: VllmClient
     world_size: int
@@ -58,8 +60,8 @@ class DirectLoad:
         self._sender.join(_ENGINE, VllmLink(client, world_size))
 
     def load(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails.
-        The engine must then stay paused."""
+        """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails;
+        the caller must then leave the engine paused."""
         self._num_loads += 1
         version = PolicyVersion("load", self._num_loads)
         self._sender.offer(tensors, version)
@@ -77,10 +79,10 @@ _ENGINE = "the vLLM engine"
 
 
 class VllmTransport:
-    """Builds communicators of vLLM's own transfer engines. Never run: it needs GPUs."""
+    """Builds communicators of vLLM's own transfer engines. Not tested, because the communicators need GPUs."""
 
     def __init__(self, backend: DirectBackend, host: str) -> None:
-        """host: this machine's address, as replicas reach it."""
+        """host: address at which replicas reach this machine."""
         self._backend, self._host = backend, host
 
     def connect(self, link: ReplicaLink, name: str, rules: DirectRules) -> Communicator:

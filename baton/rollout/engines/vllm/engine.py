@@ -40,7 +40,7 @@ _CPU_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
 
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's max_lora_rank, from its default."""
+"""Values that vLLM allows for `max_lora_rank`, from vLLM's default upwards."""
 
 
 class VllmEngine(ExternalEngine[VllmClient]):
@@ -143,7 +143,8 @@ def vllm_of_model(
 ) -> VllmEngine:
     """Build an engine that serves the model of a directory, which may be an adapter, as `version`.
 
-    direct: backend that sends later versions from the trainer's memory; None sends versions as files.
+    direct: backend that transfers later versions from the trainer's memory. With None, later versions are transferred
+    as files.
     """
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
@@ -166,7 +167,7 @@ def vllm_from_skeleton(
 ) -> VllmEngine:
     """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
 
-    read_base: needed if versions are adapters.
+    read_base: reads the tensors of the base model; required if versions are adapters.
     """
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy")

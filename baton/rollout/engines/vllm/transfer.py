@@ -36,7 +36,7 @@ class DirectWorker(WeightsLoader):
     """Method of vLLM's worker."""
 
     def abort_transfer(self) -> None:
-        """End an unfinished transfer, by an update that fails."""
+        """End an unfinished transfer by requesting an update that fails."""
         with suppress(RuntimeError, WeightsFault):
             self.update_weights({ABORT: True})
 
@@ -78,10 +78,10 @@ class _CheckedReceiver:
         self._is_reloading = False
 
     def _clean_up(self) -> None:
-        """Give the layers their tensors back after a failure.
+        """Restore the layers' tensors after a failed transfer.
 
-        Otherwise vLLM 0.32 would keep the tensors that a layer has received so far. The next transfer would count them,
-        and load some of them instead of its own tensors.
+        Otherwise vLLM 0.32 would keep the tensors that a layer has received so far. The next transfer would count these
+        tensors, and load some of them instead of its own tensors.
         """
         self._incoming.abandon()
         if self._is_reloading:
@@ -113,7 +113,7 @@ class _CheckedLoader:
 
 @dataclass
 class GlooInitInfo:
-    """Where a replica joins the communicator: `baton/weights/direct/gloo.py`."""
+    """Where and how a replica joins the communicator (`baton/weights/direct/gloo.py`)."""
 
     host: str
     port: int
@@ -181,11 +181,12 @@ _ENGINES = {
     "nccl": ("nccl_engine", "NCCLWeightTransferEngine", (_CheckedReceiver,)),
     "ipc": ("ipc_engine", "IPCWeightTransferEngine", (_CheckedReceiver,)),
 }
-"""Backend → module and name of vLLM's class, and the mixins for it."""
+"""Backend → module and name of vLLM's engine class, and Baton's mixins for this class."""
 
 
 def __getattr__(name: str) -> type:
-    """Return an engine. The classes are built here, because vLLM's modules for CUDA cannot be imported everywhere."""
+    """Return the engine class `name`. It is built on access, because some of vLLM's modules cannot be imported without
+    CUDA."""
     if name not in _ENGINES:
         raise AttributeError(name)
     module, base, mixins = _ENGINES[name]

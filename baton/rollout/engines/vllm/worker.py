@@ -1,4 +1,5 @@
-"""Code that runs in vLLM's processes: loads weights in place, from a file in memory, and ends with the parent.
+"""Code that runs in vLLM's processes: it loads weights in place from a file in memory, and kills the process when its
+parent exits.
 
 vLLM adds `WeightsLoader` to the base classes of its worker (`worker_extension_cls`). This module imports no other
 module of Baton.
@@ -27,8 +28,8 @@ class EndWithParent(str):
     """Value in vLLM's `additional_config`, which vLLM sends to its core and workers. A process that is spawned with it
     kills itself when its parent exits or is killed, also while it loads the model.
 
-    Otherwise a core whose client was killed would keep its memory without limit. It is a string, because vLLM writes
-    its configuration as JSON. Ray does not spawn its workers so; it ends them with the core.
+    Otherwise a core whose client was killed would keep running and keep its memory. The value is a string, because vLLM
+    writes its configuration as JSON. Workers that Ray starts do not use this value: Ray ends them when the core ends.
     """
 
     __slots__ = ()
@@ -38,7 +39,8 @@ class EndWithParent(str):
 
 
 def _end_with(parent: int) -> EndWithParent:
-    """Called in a spawned process before its first statement."""
+    """Start the thread that kills this process when `parent` ends. Unpickling calls this function in the spawned
+    process, before vLLM's code runs."""
     Thread(target=_wait_for_end, args=(parent,), name="baton", daemon=True).start()
     return EndWithParent()
 
@@ -81,8 +83,8 @@ class WeightsLoader:
 def checked_reload(model: Any) -> Iterator[None]:
     """Check that the reload of a whole model in this context updates every layer, and repack what vLLM omits.
 
-    On a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so it is packed again.
-    Raises RuntimeError if any other layer was not updated.
+    On a CPU, vLLM 0.32 does not update the packed copy of a head that is tied to the embedding, so this function packs
+    the head again. Raises RuntimeError if any other layer was not updated.
     """
     logger, missed = logging.getLogger(_RELOAD), _Missed()
     level = logger.level
