@@ -28,7 +28,8 @@ _PLACES = {
     "plan": "plan",
     "simulate": "simulate",
 }
-"""Public name → the module of this package that defines it, or that it is."""
+"""Public name → the module of this package that defines the name. If the name is itself a module, the value is that
+module."""
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 Status = Literal["running", "finished", "stopped", "failed"]
 Start = Callable[["Observer", StopRequest], "Loop"]
-"""Function that runs a recipe until the run is complete or a stop is requested, and returns the closed loop."""
+"""Function that runs a recipe until the run is complete or a stop is requested. It closes the run's `Loop` and returns
+it."""
 
 
 def train(
@@ -69,23 +70,24 @@ def train(
     Args:
         model: directory of a Hugging Face causal LM, or its name on the hub.
         data: file or dataset by name, or rows with a prompt and a reference answer.
-        reward: function, name of a reward, or a list of these, whose sum is the reward. A function receives its
-            arguments by name: any of `prompt`, `response`, `parsed` (the answer in the response), `episode`, and the
-            columns of the data (`answer` is the row's reference). It returns a number, None for no reward, or a mapping
-            of named parts. A function with a parameter `completions` is called as in TRL.
-        eval_data: test set; the default is a tenth of `data`, which is then not trained on.
-        environment: class of a multi-turn environment, or its name. It gives the reward; the values of reward functions
-            are added. `data` may be None.
-        tools: functions that the policy may call in a multi-turn task. The reward function then scores the last turn.
+        reward: function, name of a reward, or a list of functions and names; the values of a list are added. A function
+            receives its arguments by name: any of `prompt`, `response`, `parsed` (the answer in the response),
+            `episode`, and the columns of the data (`answer` is the row's reference). It returns a number, None for no
+            reward, or a mapping of named parts. A function with a parameter `completions` is called as in TRL.
+        eval_data: test set. By default, a tenth of `data` is the test set and is not trained on.
+        environment: class of a multi-turn environment, or its name. The environment gives the reward, and the values of
+            reward functions are added to it. With an environment, `data` may be None.
+        tools: functions that the policy may call in a multi-turn task. With tools, the reward function scores the last
+            turn.
         answer_format: format in which responses state their answer.
-        algorithm: preset, such as "grpo" or "dapo".
+        algorithm: name of an algorithm preset, such as "grpo" or "dapo".
         steps: number of train steps.
-        seed: seed of prompts and sampling.
+        seed: seed of the prompts and of the sampling noise.
         name: name of the run; the default is the model's name and the time.
         config: further keys of the recipe, such as `{"trainer.lr": 1e-6}`.
         callbacks: objects whose `on_step` is called after each train step.
 
-    Raises UserError (a ValueError) for mistakes, before anything is written.
+    Raises UserError (a ValueError) for invalid arguments or data, before anything is written.
     """
     default = f"{Path(model).name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     run = {"name": name or default, "steps": steps, "seed": seed}
@@ -106,11 +108,11 @@ def preview(
     seed: int = 0,
     config: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
-    """Sample and score four responses to each of `n` training prompts before any training, and return them.
+    """Sample and score four responses to each of `n` training prompts before any training, and return the responses.
 
     For each prompt, prints the responses with the highest and the lowest reward, with answers and reward parts. Then
-    warns of problems: no answers, equal rewards, cut responses, prompts that are too long, too little memory. Writes no
-    run. The other arguments are those of `train`.
+    prints a warning for each problem: responses without answers, equal rewards, responses cut at the maximum length,
+    prompts that are too long, too little memory. Writes no run. The other arguments are those of `train`.
     """
     from baton.run.preview import preview as make_preview
     from baton.views.terminal.trajectories import print_preview
@@ -135,8 +137,8 @@ def evaluate(
 ) -> Evaluation:
     """Generate `samples` responses to every row of the data, score them, and return accuracy and mean reward.
 
-    `model` may be a run, whose newest checkpoint is evaluated. With temperature 0, decoding is greedy. Prompts that are
-    too long are left out. Raises UserError if no response can be scored.
+    If `model` is a run, its newest checkpoint is evaluated. With temperature 0, decoding is greedy. Prompts that are
+    too long are not evaluated. Raises UserError if no response can be scored.
     """
     from baton.run.assemble import evaluate_recipe
     from baton.types import SamplingParams
@@ -163,7 +165,10 @@ def _tree(
     environment: str | type | None = None,
     tools: Sequence[Callable[..., Any]] = (),
 ) -> dict[str, Any]:
-    """Return the sections of a recipe, in which `config` overrides the other arguments. run: the keys of [run]."""
+    """Return the sections of a recipe made from these arguments.
+
+    Keys in `config` override the other arguments. run: the keys of [run].
+    """
     directory = Path((config or {}).get("run.directory", run.get("directory", "runs"))) / ".data"
     played = environment_section(environment, tools, reward)
     rewards = reward_sections("correct" if tools else reward)
@@ -193,8 +198,10 @@ def _tree(
 
 
 class TrainableRecipe(Recipe):
-    """A recipe: all settings of a run. `baton.Recipe` is this class. Recipes do not change; `override` returns another
-    one."""
+    """A recipe: all settings of a run. `baton.Recipe` is this class.
+
+    Recipes are immutable; `override` returns a changed copy.
+    """
 
     _tree: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -212,7 +219,7 @@ class TrainableRecipe(Recipe):
         return cls.of(read_tree(Path(path)), str(path))
 
     def override(self, changes: Mapping[str, Any]) -> Self:
-        """Return a recipe in which these keys have other values, such as `{"trainer.lr": 1e-6}`."""
+        """Return a copy of the recipe in which the given keys have new values, such as `{"trainer.lr": 1e-6}`."""
         tree = deepcopy(self._tree)
         for key, value in changes.items():
             set_key(tree, key, value)
@@ -256,8 +263,11 @@ class TrainableRecipe(Recipe):
 
 
 def predictions_for(recipe: Recipe, plan: Plan | None = None, source: str = "") -> Predictions | None:
-    """Return the predictions of a plan for a run on this machine. Without a plan, return those of a simulation with
-    `fleet.calibration` and `fleet.workload`, or None if one of these keys is not set."""
+    """Return a plan's predictions for a run of the recipe on this machine.
+
+    Without a plan, return the predictions of a simulation with `fleet.calibration` and `fleet.workload`, or None if one
+    of these keys is not set or if a task is multi-turn.
+    """
     from baton.run.dry_run import trainer_bytes
     from baton.run.predictions import predictions_of_plan
     from baton.simulator.predictions import simulated_predictions
@@ -273,9 +283,9 @@ def predictions_for(recipe: Recipe, plan: Plan | None = None, source: str = "") 
 def execute(
     start: Start, stop: StopRequest, console: Console, recipe: Recipe, callbacks: Sequence[Callback] = ()
 ) -> RunReport:
-    """Run until the run is complete or a stop is requested, with progress on the console; write and return its report.
+    """Run until the run is complete or a stop is requested, and print the progress.
 
-    Raises Stopped if a stop was requested before the run had a directory.
+    Write the run's report and return it. Raises Stopped if a stop was requested before the run had a directory.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _CallbackObserver(console, recipe, callbacks, stop) as observer, stop:
@@ -306,7 +316,10 @@ class _CallbackObserver(TerminalObserver):
 
 
 class Run:
-    """A run, finished or not, by its directory. All values are read from its files when they are requested."""
+    """A finished or unfinished run, opened by its directory.
+
+    Each value is read from the run's files when it is requested.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Open a run's directory. Raises UserError if it is not a run."""
@@ -339,11 +352,11 @@ class Run:
         return [rows[step] for step in sorted(rows)]
 
     def samples(self, step: int, source: Source = "batch") -> Iterator[Sample]:
-        """Yield recorded trajectories of a train step. Raises UserError, which names the recorded steps, if the step is
-        not recorded.
+        """Yield recorded trajectories of a train step.
 
-        source: `batch`; `evaluation` or `greedy`, the sampled or greedy responses of the evaluation after the step; or
-        `skipped`, the batch that `baton train --skip-batch` removed.
+        Raises UserError if the step is not recorded; the message names the recorded steps. source: `batch` selects the
+        trained batch; `evaluation` selects the sampled responses of the evaluation after the step, and `greedy` its
+        greedy responses; `skipped` selects the batch that `baton train --skip-batch` removed.
         """
         from baton.run.trajectories import read_trajectories
 
@@ -355,9 +368,10 @@ class Run:
         return [msgspec.structs.replace(each.result, step=each.step) for each in self._directory.evaluations()]
 
     def resume(self, changes: Mapping[str, Any] | None = None, *, callbacks: Sequence[Callback] = ()) -> Run:
-        """Continue the run from its latest checkpoint, with these keys of the recipe changed.
+        """Continue the run from its latest checkpoint, with the given keys of the recipe changed.
 
-        Raises UserError if a key must not change, and names the keys that may. If the reward is a function of a
+        Raises UserError if a key must not change; the message names the keys that may change. If the reward is a
+        function of a
         script, the script must define it again under the same name.
         """
         place = {"run.directory": str(self.path.parent), "run.name": self.path.name}

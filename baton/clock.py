@@ -22,14 +22,20 @@ from baton.errors import DeadlineExceeded
 
 
 class TimedEvent(msgspec.Struct, frozen=True, gc=False):
-    """Base class of the events that decisions receive. Decisions read no clock."""
+    """Base class of the events that the scheduler receives.
+
+    The scheduler takes the time from events and reads no clock.
+    """
 
     at_s: float
     """Time of the event in seconds: on the monotonic clock in a live run, on the virtual clock in the simulator."""
 
 
 def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:
-    """Return the delay after `failures` ≥ 1 consecutive failures: `first_s`, doubled each time, at most `longest_s`."""
+    """Return the delay in seconds after `failures` consecutive failures, at least 1.
+
+    The delay is `first_s` after the first failure, doubles with each further failure, and is at most `longest_s`.
+    """
     state = RetryCallState(Retrying(), fn=None, args=(), kwargs={})
     state.attempt_number = failures
     return float(wait_exponential(multiplier=first_s, max=longest_s)(state))
@@ -40,17 +46,18 @@ class RestartRule:
     """Decides whether and when a process that has ended is restarted."""
 
     max_failures: int = 5
-    """Number of consecutive failures up to which a process is restarted."""
+    """Maximum number of consecutive failures after which the process is still restarted."""
     first_wait_s: float = 0.5
-    """Delay before the first restart. It doubles with each further failure."""
+    """Delay in seconds before the first restart. The delay doubles with each further failure."""
     longest_wait_s: float = 30.0
     long_life_s: float = 60.0
-    """Run time of a process after which its earlier failures no longer count."""
+    """Run time in seconds after which the earlier failures of a process no longer count."""
 
     def after_end(self, failures: int, lived_s: float | None) -> tuple[int, float | None]:
         """Return the number of consecutive failures, and the seconds until the restart (None: no more restarts).
 
-        failures: number of failures before this one. lived_s: seconds that the process ran; None if it did not start.
+        failures: number of consecutive failures before this end of the process. lived_s: time in seconds that the
+        process ran; None if it did not start.
         """
         failures = 1 if lived_s is not None and lived_s >= self.long_life_s else failures + 1
         if failures > self.max_failures:
@@ -59,16 +66,16 @@ class RestartRule:
 
 
 Clock = Callable[[], float]
-"""Returns the time in seconds: monotonic in a live run, virtual in the simulator."""
+"""Function that returns the time in seconds: monotonic time in a live run, virtual time in the simulator."""
 T = TypeVar("T")
 R = TypeVar("R")
 CODERS: Final = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-"""Number of threads that copy, hash and code the tensors of a version. numpy, torch, blake3 and zstd release the
-interpreter's lock."""
+"""Number of threads that copy, hash and encode the tensors of a version. The threads run in parallel, because numpy,
+torch, blake3 and zstd release the interpreter's lock."""
 _LARGE: Final = 2**18
-"""Bytes of an item below which a thread costs more than it saves."""
+"""Minimum size in bytes of an item that gets a thread. For a smaller item, a thread costs more time than it saves."""
 _ITEM_S: Final = 600.0
-"""Maximum number of seconds for one item."""
+"""Maximum time in seconds that `in_order` waits for the result of one item."""
 
 
 def begin(call: Callable[[], T]) -> Future[T]:
@@ -105,8 +112,8 @@ def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
 async def in_thread(call: Callable[..., T], *arguments: Any, timeout_s: float, who: str) -> T:
     """Run a call in a new daemon thread and await it.
 
-    Raises DeadlineExceeded naming `who` after `timeout_s`. Then, or if the awaiting task is cancelled, the thread
-    continues, and its result is discarded.
+    Raises DeadlineExceeded naming `who` after `timeout_s`. After the timeout, or if the awaiting task is cancelled, the
+    thread continues, and its result is discarded.
     """
     try:
         async with asyncio.timeout(timeout_s) as limit:
@@ -120,11 +127,11 @@ async def in_thread(call: Callable[..., T], *arguments: Any, timeout_s: float, w
 def in_order(
     work: Callable[[T], R], items: Iterable[T], num_bytes: Callable[[T], int], *, threads: int | None = None
 ) -> Iterator[R]:
-    """Yield `work(item)` of each item, in the order of the items, computed by several threads.
+    """Compute `work(item)` for each item in several threads, and yield the results in the order of the items.
 
-    num_bytes: size of an item; small items are computed in the caller's thread. threads: `CODERS` by default. At most
-    this number of items is taken before their results are yielded, which bounds the memory. The caller's thread takes
-    the items. The threads end with their items, because a thread that has computed with torch keeps OpenMP's threads.
+    num_bytes: function that returns the size of an item; small items are computed in the caller's thread. threads:
+    maximum number of items in progress, `CODERS` by default; this bounds the memory. The caller's thread reads `items`.
+    Each thread ends after one item, because a thread that has computed with torch keeps OpenMP's threads alive.
     """
     threads = CODERS if threads is None else threads
     waiting: deque[Future[R]] = deque()

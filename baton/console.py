@@ -1,9 +1,9 @@
 """All output of the commands. Untrusted text is escaped before it is printed.
 
 Worker names, error messages, model responses and dataset rows may contain escape sequences, characters that reorder the
-displayed text, and rich's markup. `Console` escapes the first two and never interprets markup. Baton's own styles are
-passed as `style=` or as `rich.text.Text`. Lines are not wrapped. tests/test_architecture.py checks that all modules
-print through `Console`.
+displayed text, and rich's markup. `Console` escapes such sequences and characters, and never interprets markup. Baton's
+own styles are passed as `style=` or as `rich.text.Text`. Lines are not wrapped. tests/test_architecture.py checks that
+all modules print through `Console`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 _SEPARATORS = frozenset("\u2028\u2029")
-"""Separators that some programs display as line breaks, but whose Unicode categories `_is_control` does not test."""
+"""Characters that some programs display as line breaks. `_is_control` lists them, because their Unicode categories are
+not those of control characters."""
 
 
 def visible(text: str, *, keep: str = "\n\t") -> str:

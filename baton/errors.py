@@ -1,4 +1,4 @@
-"""All exceptions that Baton defines, and the message in which one process sends an error to another.
+"""All exceptions that Baton defines, and the message by which a process reports an error to another process.
 
 BatonError
   ├─ UserError (also a ValueError)
@@ -42,11 +42,11 @@ class EngineFault(BatonError):
 
 
 class EnvironmentFault(BatonError):
-    """The environments of multi-turn tasks fail again and again."""
+    """The environments of multi-turn tasks failed repeatedly."""
 
 
 class DeadlineExceeded(BatonError):
-    """A wait timed out. The message names the process that did not respond, and the time."""
+    """A wait timed out. The message names the process that did not respond, and the waiting time."""
 
 
 class TrainingDiverged(BatonError):
@@ -75,7 +75,7 @@ def first_line(error: BaseException) -> str:
 
 
 MAX_TEXT: Final = 2000
-"""Maximum number of characters of an error's text that are sent."""
+"""Maximum length of an error's text in a `Fault`, in characters; a longer text is cut."""
 
 
 KINDS: Final[dict[str, type[BatonError]]] = {
@@ -84,8 +84,8 @@ KINDS: Final[dict[str, type[BatonError]]] = {
     "TrainingDiverged": TrainingDiverged,
     "EngineFault": EngineFault,
 }
-"""Errors that the receiving process raises again with the same class. Any other error becomes an error of the receiver
-that names the failed process."""
+"""Name of an error in a `Fault` → the class with which the receiving process raises the error again. For a name that is
+not listed, the receiver raises an error of its own that names the failed process."""
 
 
 NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KINDS.items()} | {
@@ -99,20 +99,21 @@ NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KIN
     WeightsFault: "WeightsFault",
     OSError: "OSError",
 }
-"""Names under which errors are sent. They do not follow the class names: a renamed class must not change a message."""
+"""Class of an error → the error's name in a `Fault`. These names are independent of the class names, so that renaming a
+class does not change the messages."""
 
 
 class Fault(msgspec.Struct, frozen=True, tag="Fault", omit_defaults=True):
     """The message that reports an error: the sender cannot continue, or cannot answer a request."""
 
     kind: str
-    """One of `NAMES`; otherwise the name of the error's class."""
+    """Name of the error, according to `_name_of`."""
     text: str
     errno: int = 0
     """Error number of an OSError; 0 for other errors."""
 
     def error(self) -> BatonError | OSError | None:
-        """Return the error if its kind is in `KINDS` or it is an OSError with a number; otherwise None."""
+        """Return an exception to raise if `kind` is in `KINDS`, or is OSError with an error number; otherwise None."""
         if self.kind in KINDS:
             return KINDS[self.kind](self.text)
         return OSError(self.errno, self.text) if self.kind == NAMES[OSError] and self.errno else None
@@ -125,7 +126,10 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def _name_of(kind: type[BaseException]) -> str:
-    """Return the name of the nearest base class that is in `NAMES` or is not defined in Baton."""
+    """Return the name in `NAMES` of the class or of its nearest base class that has one.
+
+    For other errors, return the name of the nearest class that Baton does not define.
+    """
     named = (NAMES[base] for base in kind.__mro__ if base in NAMES)
     foreign = (base.__name__ for base in kind.__mro__ if not base.__module__.startswith("baton."))
     return next(named, None) or next(foreign)

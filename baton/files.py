@@ -130,7 +130,10 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Clean up a directory after a process has died within one of the functions above."""
+    """Remove the temporary files that a process left in `directory` when it died within a function of this module.
+
+    A directory that `atomic_directory` was replacing gets its old content back if the new content is incomplete.
+    """
     for replaced in directory.glob(".*.replaced"):
         path = directory / replaced.name[1 : -len(".replaced")]
         if not path.exists():
@@ -201,7 +204,10 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Add a file name to any OSError raised in the context. Convert I/O errors of safetensors to OSError."""
+    """Add `path` to any OSError raised in the context that names no file.
+
+    Convert I/O errors of safetensors to OSError.
+    """
     try:
         yield
     except SafetensorError as error:

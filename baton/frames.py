@@ -106,7 +106,7 @@ class FrameSocket:
 
 
 def frame_sockets(max_frame_bytes: int) -> tuple[FrameSocket, socket.socket]:
-    """Make a socket pair. Return this process's end, and the end for the child."""
+    """Make a socket pair. Return the end for this process, and the end for the child."""
     ours, theirs = socket.socketpair()
     return FrameSocket(ours, max_frame_bytes), theirs
 
@@ -117,7 +117,10 @@ def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
 
 
 def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[FrameSocket, subprocess.Popen[bytes]]:
-    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads and a socket pair to it."""
+    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads.
+
+    Return this process's end of a socket pair to the child, and the child.
+    """
     ours, theirs = frame_sockets(max_frame_bytes)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if threads == 1:  # with more threads, passive waiting makes a step about 1.5 times as long

@@ -55,12 +55,12 @@ def plan(
     write_to: str | Path | None = None,
     html: str | Path | None = None,
 ) -> PlanResult:
-    """Return the plan with the highest throughput of a cluster; with `offers`, also select the machines to rent.
+    """Return the plan with the highest throughput on a cluster. With `offers`, also select the machines to rent.
 
-    The arguments are the options of `baton plan`, which `baton plan --help` explains; `running` is --from. `write_to`
-    and `html` are files to write.
+    The arguments are the options of `baton plan`, which `baton plan --help` explains; `running` is the option --from.
+    `write_to` and `html` are files to write.
 
-    Raises UserError for mistakes, and if no plan is feasible.
+    Raises UserError for invalid arguments, and if no plan is feasible.
     """
     _check_options(
         {

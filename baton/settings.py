@@ -6,6 +6,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """A frozen section of a recipe. Unknown keys are refused. The docstring of a field documents its key."""
+    """A section of a recipe, immutable. Unknown keys are refused.
+
+    The docstring of a field documents the key of that name.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())

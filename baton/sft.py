@@ -33,7 +33,7 @@ def sft(
         overwrite: whether an existing run and output are replaced.
         console: where progress is printed.
 
-    Raises UserError for mistakes, before anything is written.
+    Raises UserError for an invalid recipe or data, before anything is written.
     """
     loaded = load_recipe(WarmStart, Path(recipe), config)
     from baton.run.sft import warm_start

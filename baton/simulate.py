@@ -55,12 +55,12 @@ def simulate(
     trace: str | Path | None = None,
     html: str | Path | None = None,
 ) -> Result | ParameterSweep:
-    """Simulate a recipe on this machine, or a plan, in virtual time; with `sweep`, return a table of several settings.
+    """Simulate a recipe on this machine, or a plan, in virtual time. With `sweep`, simulate several settings.
 
     The arguments are the options of `baton simulate`, which `baton simulate --help` explains; `config` has keys to
     change, such as `{"rollout.mode": "partial"}`. `log`, `trace` and `html` are files to write.
 
-    Raises UserError for mistakes, and for a run that makes no progress.
+    Raises UserError for invalid arguments, and for a run that makes no progress.
     """
     work = None if workload is None else read_workload(find(workload))
     measured = None if calibration is None else read_settings(CalibrationSettings, find(calibration))

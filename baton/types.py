@@ -22,9 +22,9 @@ _T = TypeVar("_T")
 class TokenColumn(Sequence[_T]):
     """One value per token: a read-only view of a buffer that only grows.
 
-    `appended` adds values to the buffer and returns a longer view, so the views of a growing trajectory share their
-    values. Each view keeps its length. A view of an `array` needs 4 bytes for a token id and 8 for a logprob, and at
-    most 1/16 more for growth.
+    `appended` adds values to the buffer and returns a longer view, so the views of a growing trajectory share one
+    buffer. The length of a view never changes. A view of an `array` needs 4 bytes for a token id and 8 for a logprob,
+    and at most 1/16 more for growth.
     """
 
     __slots__ = ("_buffer", "_start", "_stop")
@@ -135,17 +135,17 @@ class FailureCause(StrEnum):
 
 
 ENVIRONMENT = "environment"
-"""Name of the reward part that the environment of a multi-turn task gives. Every episode has it, unless its environment
-failed."""
+"""Name of the reward part that the environment of a multi-turn task gives. Every multi-turn episode has this part,
+unless its environment failed."""
 
 
 class EpisodeFinish(StrEnum):
     """The reason why a multi-turn episode is over."""
 
     STOP = "stop"
-    """The policy ended it: a turn without a tool call, in a task with tools."""
+    """The policy ended the episode: in a task with tools, it wrote a turn without a tool call."""
     ENVIRONMENT = "environment"
-    """The environment terminated or truncated it."""
+    """The environment terminated or truncated the episode."""
     MAX_TURNS = "max_turns"
     LENGTH = "length"
     """The episode's budget of policy tokens is used up."""
@@ -167,14 +167,14 @@ class PolicyVersion(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: str
     content: str
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One task given to the policy."""
+    """One problem as the policy sees it."""
 
     prompt_id: str
     """Digest of the canonical problem. Different wordings of one problem have the same id."""
@@ -185,7 +185,8 @@ class Prompt(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     """Additional input of reward scorers, as plain JSON values. For a dataset row: all columns except the prompt."""
     is_conversation: bool = False
-    """True if the data contained a list of messages. False if it contained one text, which is the last message."""
+    """True if the data contained a list of messages. False if the data contained a single text, which became the last
+    message."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -229,10 +230,10 @@ class Segment(msgspec.Struct, frozen=True):
             )
 
     def followed_by(self, other: Segment, *, is_merged: bool) -> Segment:
-        """Append another segment's tokens to the buffers of this segment, and return them as a segment. is_merged: the
-        result begins with this segment's tokens.
+        """Append another segment's tokens to the buffers of this segment, and return a segment of the appended tokens.
 
-        The cost is linear in the other segment (`TokenColumn.appended`).
+        With `is_merged`, the returned segment begins with this segment's own tokens. The cost is linear in the other
+        segment (`TokenColumn.appended`).
         """
         ids, logprobs = self.token_ids, self.behavior_logprobs
         assert isinstance(ids, TokenColumn)
@@ -266,7 +267,8 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
     group_id: int
     """Id that is unique within a run. It is never reused, not even after a restart."""
     sample_index: int
-    """Index within the group, from 0. Run seed, group id, sample index and token position key the sampling noise."""
+    """Index within the group, from 0. Run seed, group id, sample index and token position determine the sampling
+    noise."""
     prompt_ids: Sequence[int]
     """[prompt] Exactly the token ids that the engine received. Any sequence may be given."""
     segments: tuple[Segment, ...] = ()
@@ -332,12 +334,15 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def num_policy_tokens(self) -> int:
-        """Tokens that the policy wrote, at most L."""
+        """Number of tokens that the policy wrote, at most L."""
         return sum(len(s.token_ids) for s in self.segments if s.author is Author.POLICY)
 
     @property
     def turn_offset(self) -> int:
-        """Number of tokens before the current turn, up to the end of the last observation; 0 without an observation."""
+        """Number of tokens after the prompt and before the current turn, which begins after the last observation.
+
+        0 if there is no observation.
+        """
         offset = self.num_tokens
         for s in reversed(self.segments):
             if s.author is Author.ENVIRONMENT:
@@ -390,7 +395,8 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
     """Text of the turn."""
     reward: float
     observation: str
-    """Text of the observation. Its tokens may be fewer: a long observation is cut, and the last one is in no path."""
+    """Complete text of the observation. The path may contain only a part: a long observation is cut, and the last
+    observation of an episode is not added to a path."""
     digest: str
     """blake3 of the observation's text. A replay after a crash must give the same digest."""
     seconds: float
@@ -408,10 +414,11 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
 
     exchanges: tuple[Exchange, ...] = ()
     earlier: tuple[Trajectory, ...] = ()
-    """Paths before the last, which is the member's trajectory."""
+    """Paths before the last one. The last path is `ScoredTrajectory.trajectory`."""
     finish_reason: EpisodeFinish | None = None
     attempt: int = 0
-    """Number of earlier attempts, which failed with their environment or whose tokens are not trusted."""
+    """Number of earlier attempts at this episode. Each of them ended because its environment failed or because its
+    tokens were not trusted."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     """Numbers that the environment reported with its last observation."""
     is_success: bool | None = None
@@ -419,7 +426,7 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     discount: float = 1.0
     """Discount factor per turn for later rewards, from the task."""
     num_failures: int = 0
-    """Number of attempts that failed with their environment. Only these count towards the limit of attempts."""
+    """Number of earlier attempts whose environment failed. Only these attempts count towards the limit of attempts."""
 
 
 class RewardResult(msgspec.Struct, frozen=True):
@@ -461,7 +468,7 @@ class ScoredTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def num_policy_tokens(self) -> int:
-        """Tokens that the policy wrote, over all paths."""
+        """Number of tokens that the policy wrote, over all paths."""
         return sum(path.num_policy_tokens for path in self.paths)
 
 
@@ -557,7 +564,8 @@ class Report(msgspec.Struct, frozen=True, tag="Report"):
 
     lease_id: int
     token_offset: int
-    """Number of response tokens before `segments`. The receiver appends only at exactly this length."""
+    """Number of response tokens before `segments`. The receiver appends `segments` only if it has exactly this number
+    of response tokens."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None = None
     is_aborted: bool = False
@@ -580,7 +588,10 @@ class WorkLost(msgspec.Struct, frozen=True, tag="WorkLost"):
 
 
 class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
-    """The revocation of a trajectory whose tokens are not trusted. Its lease, if any, has ended."""
+    """The revocation of a trajectory whose tokens are not trusted.
+
+    If the trajectory had a lease, the lease has ended.
+    """
 
     noise_seed: int
     """Noise seed of the lease. It distinguishes training from evaluations, whose group ids may be equal."""

@@ -1,7 +1,7 @@
-"""Advantage estimators, per episode or per token, as pure functions of numbers. Needs no torch.
+"""Advantage estimators, per episode or per token, as pure functions of numbers. This module does not import torch.
 
 To add an estimator, write a function with `Estimator`'s signature and list it in `ESTIMATORS`. An estimator receives
-all outcomes of a batch. Groups are identified by id, not by position.
+all outcomes of a batch. Outcomes with equal `group_id` form a group, wherever they are in the batch.
 Shapes: P policy tokens of one episode, over all its paths in order; T turns of the episode. Tokens of the environment
 are not actions and are excluded.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 EPSILON = 1e-6
-"""Constant added to a standard deviation. GRPO does not specify its value; most implementations use this one."""
+"""Constant added to a standard deviation. The GRPO paper does not specify a value; most implementations use 1e-6."""
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -54,18 +54,18 @@ class Outcome:
 
     group_id: int
     name: str
-    """group/sample, for messages."""
+    """Name `group/sample` of the episode, for messages."""
     reward: float
-    """Reward of the whole episode. With `turns`, only the part that belongs to no turn. Given at the last policy
-    token."""
+    """Reward of the whole episode. With `turns`, only the part that belongs to no turn. The reward is given at
+    the last policy token."""
     num_tokens: int
     """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None
-    """[P] rewards in addition to `reward`, such as a KL penalty; None means zeros."""
+    """[P] rewards of single tokens in addition to `reward`, such as a KL penalty; None means zeros."""
     values: FloatArray | None = None
-    """[P] values that a critic gives before each token."""
+    """[P] critic's value before each token; None without a critic."""
     turns: Turns | None = None
-    """Turns with rewards of their own; None gives the whole episode one reward."""
+    """Turns that have their own rewards; None if the whole episode has one reward."""
 
     @property
     def rewards(self) -> FloatArray:
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def discounts(self) -> FloatArray:
-        """[P] Factor of the rewards after each token: the discount of `turns` at the end of a turn, else 1."""
+        """[P] Factor of the rewards after each token: the discount of `turns` at the last token of a turn, else 1."""
         found = np.ones(self.num_tokens)
         if self.turns is not None:
             found[self.turns.ends] = self.turns.discount
@@ -86,8 +86,10 @@ class Outcome:
 
     @property
     def totals(self) -> FloatArray:
-        """[T] Discounted sum of the rewards from the start of each turn to the end. Without `turns`: [1] sum of all
-        rewards."""
+        """[T] Discounted sum of the rewards from the start of each turn to the end of the episode.
+
+        Without `turns`, the shape is [1]: the sum of all rewards.
+        """
         if self.turns is not None:
             found: FloatArray = _discounted(self.rewards, self.discounts)[self.turns.starts]
             return found
@@ -109,9 +111,9 @@ Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
 def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group; std has divisor G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    A group of equal rewards gives exactly zero. With rewards by turn, here and in `group_mean`, R_i are the returns of
-    all turns of the group's episodes. GRPO's process supervision (section 4.1.3) normalises rewards before it sums
-    them.
+    A group of equal rewards gives exactly zero. With rewards by turn, here and in `group_mean`, the R_i are the returns
+    of all turns of all episodes of the group. Unlike this function, GRPO's process supervision (section 4.1.3)
+    normalises rewards before it sums them.
     """
     return _within_groups(outcomes, _standardised)
 
@@ -122,7 +124,7 @@ def group_mean(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Float
 
 
 def leave_one_out(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
-    """RLOO: A_i = R_i − mean of the others' R (arXiv 2402.14740, section 3.3).
+    """RLOO: A_i = R_i − mean R of the other episodes of the group (arXiv 2402.14740, section 3.3).
 
     With rewards by turn, R_i is the return of a turn, and the mean is over the turns of the group's other episodes.
     """
@@ -130,7 +132,7 @@ def leave_one_out(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Fl
 
 
 def return_to_go(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
-    """REINFORCE++ before its normalisation: A_t = Σ_{k ≥ t} γ^(k−t) r_k (arXiv 2501.03262)."""
+    """REINFORCE++ before the normalisation of advantages: A_t = Σ_{k ≥ t} γ^(k−t) r_k (arXiv 2501.03262)."""
     return [_discounted(outcome.rewards, shape.gamma * outcome.discounts) for outcome in outcomes]
 
 
@@ -138,7 +140,7 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GAE: A_t = Σ_{k ≥ t} (γλ)^(k−t) δ_k with δ_t = r_t + γ V_{t+1} − V_t (arXiv 1506.02438, equation 16).
 
     The value after the last policy token is 0, even if the episode was cut at the maximum length. With rewards by turn,
-    γ includes the turns' discount at the end of a turn.
+    γ at the last token of a turn is multiplied by the discount per turn.
     """
     found = []
     for outcome in outcomes:
@@ -174,9 +176,10 @@ def overlong_penalty(length: int, longest: int, frac: float, penalty: float) -> 
 def _within_groups(
     outcomes: Sequence[Outcome], compare: Callable[[FloatArray, IntArray], FloatArray]
 ) -> list[FloatArray]:
-    """Give each token of a turn, or of an episode without turns, the advantage of its return within the group.
+    """Compute the advantage of each turn's return within its group, and assign it to all tokens of the turn.
 
-    `compare` receives the returns of the group's members and, for each return, the index of its member.
+    An episode without turns counts as one turn. `compare` receives the returns of all members of a group and, for each
+    return, the index of the member. It returns an advantage for each return.
     """
     places: dict[int, list[int]] = {}
     for place, outcome in enumerate(outcomes):
@@ -213,7 +216,7 @@ def _against_others(values: FloatArray, members: IntArray) -> FloatArray:
 
 
 def _discounted(values: FloatArray, factors: FloatArray) -> FloatArray:
-    """Return values_t + factors_t × (the result at t + 1) for each t."""
+    """Return the recursion result_t = values_t + factors_t × result_{t+1}, with 0 after the last t."""
     found: FloatArray = np.empty(len(values))
     running = 0.0
     for place in range(len(values) - 1, -1, -1):

@@ -12,9 +12,9 @@ from baton.trainer.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 MIN_ESS = 0.5
-"""Minimum effective sample size, as a fraction of the trained tokens."""
+"""Effective sample size below which the run warns, as a fraction of the trained tokens."""
 MAX_MASKED_FRAC = 0.5
-"""Maximum fraction of tokens that are too old to be trained."""
+"""Fraction of tokens that are too old to be trained above which the run warns."""
 
 
 CAUSE = (
@@ -24,7 +24,7 @@ CAUSE = (
 
 
 def excessive_mismatch(found: BehaviorDistance[float], settings: TrainerSettings) -> str | None:
-    """Return a sentence if engine and trainer differ by more than the error limits, else None."""
+    """Return an error message if engine and trainer differ by more than the error limits in `settings`, else None."""
     if not found.current:
         return None
     for key, value, unit, limit in (

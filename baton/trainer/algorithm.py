@@ -1,7 +1,7 @@
 """The [algorithm] section of a recipe: the objective, and presets named after the algorithms of papers.
 
-A preset is a set of values for the keys below and for some keys of [rollout]. A recipe may override any of them. Needs
-no torch.
+A preset is a set of values for keys of [algorithm] and for some keys of [rollout]. A recipe may override any of these
+values. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ CorrectionName = Literal["none", "bypass", "token_tis", "sequence_tis", "icepop"
 KlEstimator = Literal["k1", "k2", "k3"]
 
 GROUP_RELATIVE = frozenset({"group_std", "group_mean", "leave_one_out"})
-"""Advantages that compare the episodes of a group and therefore need at least two scored episodes."""
+"""Advantage estimators that compare the episodes of a group and therefore need at least two scored episodes per
+group."""
 
 
 class AlgorithmSettings(Settings):
-    """[algorithm] The optimisation objective. `algorithm = "dapo"` at the top of a recipe sets `name` alone."""
+    """[algorithm] The optimisation objective. `algorithm = "dapo"` at the top of a recipe sets only `name`."""
 
     name: str = "grpo"
     """Preset that supplies the values of all keys below that the recipe does not set. `baton algorithms` lists the
@@ -42,59 +43,61 @@ class AlgorithmSettings(Settings):
     """Normalise advantages to mean 0 and standard deviation 1 (divisor N) over the N policy tokens of the batch."""
     aggregation: Aggregation = "sequence_mean"
     """How token losses are combined: `sequence_mean` weights episodes equally (GRPO); `token_mean` weights tokens
-    equally (DAPO); `sequence_sum` sums over the tokens of each episode (RLOO); `length_constant` divides this sum by
-    rollout.max_new_tokens (Dr.GRPO)."""
+    equally (DAPO); `sequence_sum` sums over the tokens of each episode (RLOO); `length_constant` divides the sum of
+    each episode by rollout.max_new_tokens (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Lower clip: the ratio of current to anchor probability is clipped at 1 − clip_low. 1 disables it."""
+    """Lower clip: the ratio of current to anchor probability is at least 1 − clip_low. The value 1 disables the lower
+    clip."""
     clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip: the ratio is clipped at 1 + clip_high. A value above clip_low (0.28 in DAPO) lets rare tokens gain
+    """Upper clip: the ratio is at most 1 + clip_high. A value above clip_low (0.28 in DAPO) lets rare tokens gain
     probability faster."""
     num_minibatches: int = Field(default=1, gt=0)
     """Number of minibatches in a batch. Each consists of whole groups, in order, and gets one optimiser update."""
     num_epochs: int = Field(default=1, gt=0)
-    """Passes of a train step over its batch."""
+    """Number of passes of a train step over its batch."""
     correction: CorrectionName = "token_tis"
-    """Correction for tokens that another policy than the proximal one sampled (docs/algorithms.md)."""
+    """Correction for tokens that a policy other than the proximal policy sampled (docs/algorithms.md)."""
     weight_cap: float = Field(default=2.0, ge=1)
-    """Maximum importance weight. Larger weights are truncated to it; `icepop` drops tokens above it (default 5 with
-    `icepop`, as in the IcePop paper)."""
+    """Maximum importance weight. Larger weights are truncated to this value; `icepop` drops the tokens that have them.
+    The default with `icepop` is 5, as in the IcePop paper."""
     weight_floor: float = Field(default=0.5, ge=0, le=1)
-    """Minimum importance weight: `icepop` drops tokens below it; 0 disables the lower bound (AReaL)."""
+    """Minimum importance weight: `icepop` drops tokens of smaller weight; 0 disables the lower bound (AReaL)."""
     opsm_delta: float = Field(default=1e-4, ge=0)
-    """Threshold of `opsm` in nats per token: a trajectory of negative advantage is dropped when the mean of log
-    π_behavior − log π_θ exceeds it. 1e-4 fits engines that agree with the trainer to float32 rounding; bfloat16 engines
-    need more."""
+    """Threshold of `opsm` in nats per token: an episode of negative advantage is dropped when its mean of log
+    π_behavior − log π_θ exceeds the threshold. 1e-4 fits engines that agree with the trainer to float32 rounding;
+    bfloat16 engines need a larger value."""
     second_moment_limit: float = Field(default=0.04, gt=0)
     """`second_moment` drops tokens until the mean squared log weight of the remaining tokens is at most this number."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the KL divergence to the reference model. With 0 no reference model is loaded."""
+    """Coefficient of the KL divergence to the reference model. With 0, no reference model is loaded."""
     kl_estimator: KlEstimator = "k3"
-    """KL estimator: `k1` log ratio, `k2` half its square, `k3` non-negative and at most 10 nats (GRPO). In the loss,
-    the gradient of k1 has mean 0."""
+    """KL estimator: `k1` is the log ratio, `k2` is half the square of the log ratio, and `k3` (GRPO) is non-negative
+    and at most 10 nats. In the loss, the gradient of `k1` has mean 0."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL divergence to the loss, or subtract it from the reward of each token. With `reward`, `group_std`
-    amplifies the divergence in groups of equal rewards, and the run logs a warning."""
+    """`loss` adds the KL divergence to the loss; `reward` subtracts it from the reward of each token. With `reward`,
+    the advantage estimator `group_std` amplifies the divergence in groups of equal rewards, and the run logs a
+    warning."""
     reference: str | None = None
     """Directory of the reference model; by default the model that the run starts from."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per policy token in `return_to_go` and `gae`."""
+    """Discount factor per policy token in the advantage estimators `return_to_go` and `gae`."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """λ of generalised advantage estimation."""
     critic: Literal["separate", "shared"] = "separate"
     """Critic of `gae`: a separate model, initialised as a copy of the policy, or a value head on the policy."""
     critic_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of a separate critic, with the policy's warm-up and decay. Default: ten times trainer.lr,
-    because the value head is untrained at the start. The head of a shared critic uses the policy's learning rate."""
+    because the value head is untrained at the start. A shared critic's head uses the policy's learning rate."""
     value_coef: float = Field(default=0.5, gt=0)
     """Coefficient of a shared critic's value loss in the total loss."""
     value_clip: float = Field(default=0.2, gt=0)
-    """Value clip: a value that has moved by more than this number towards its return since the start of the train step
-    gets no gradient. `inf` disables the clip."""
+    """Value clip: a token gets no value gradient if its value has moved towards its return by more than this number
+    since the start of the train step. `inf` disables the clip."""
     overlong_frac: float = Field(default=0.0, ge=0, lt=1)
-    """Final fraction of rollout.max_new_tokens over which the reward decreases linearly by `overlong_penalty` (DAPO); 0
-    disables the penalty."""
+    """Length of the penalty zone (DAPO), as a fraction of rollout.max_new_tokens. In this last part of the maximum
+    length, the reward decreases linearly by `overlong_penalty`. 0 disables the penalty."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Reward subtracted from a response of maximum length."""
     overlong_filter: bool = False
@@ -146,7 +149,10 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_model_for_advantages(self) -> bool:
-        """Return whether advantages need a forward pass, for a critic's values or a KL divergence in the reward."""
+        """Return whether advantages need a forward pass.
+
+        It computes a critic's values or the KL divergence in the reward.
+        """
         return self.advantage == "gae" or self.has_reward_kl
 
     @property
@@ -166,7 +172,7 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Return whether an update depends on the logprobs of episodes without advantage."""
+        """Return whether an update depends on the logprobs of episodes whose advantages are all 0."""
         return not self.is_flat or self.needs_model_for_advantages or self.correction == "second_moment"
 
     @property
@@ -181,7 +187,7 @@ class AlgorithmSettings(Settings):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Keys whose values differ from the preset's."""
+        """Keys whose values differ from the values of the preset."""
         preset = AlgorithmSettings(name=self.name)
         return {key: value for key, value in self if value != getattr(preset, key)}
 
@@ -232,7 +238,7 @@ class Preset:
     idea: str
     """Summary in one sentence."""
     updates: str
-    """Number of optimiser updates per batch according to the paper."""
+    """Number of optimiser updates per batch in the paper."""
     sets: Mapping[str, Any] = field(default_factory=dict)
     """Keys of [algorithm] that differ from the defaults."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
@@ -240,7 +246,7 @@ class Preset:
 
 
 CORRECTION_SETS: Mapping[str, Mapping[str, Any]] = {"icepop": {"weight_floor": 0.5, "weight_cap": 5.0}}
-"""Value of `algorithm.correction` → keys that its paper sets."""
+"""Value of `algorithm.correction` → keys of [algorithm] that the paper of this correction sets, with their values."""
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": Preset(

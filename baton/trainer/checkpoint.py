@@ -58,20 +58,21 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = _FORMAT
     version: PolicyVersion
-    """Version of the checkpoint's weights, with their digest."""
+    """Version of the checkpoint's weights, with the digest of the published tensors."""
     num_updates: int
     """Number of optimiser updates since the start of the run."""
     libraries: dict[str, str]
-    """Name → version of each library that affects the bits of the result."""
+    """Name of a library that affects the bits of the result → its version."""
     num_threads: int
-    """Number of torch threads. Another number of threads or ranks may change the last bits."""
+    """Number of torch threads. A resume with another number of threads or ranks may change the last bits of results."""
     num_ranks: int = 1
 
 
 def write_weights(directory: Path, model: PreTrainedModel, gather: Gather, *, is_first: bool) -> str:
-    """Write a model, or its adapter, in float32; return the digest of its published tensors. Raises OSError.
+    """Write a model, or only its adapter if it has one, in float32.
 
-    Collective: the ranks gather one tensor after another, and the first one writes it. Other ranks return "".
+    Return the digest of the tensors as published in float32. Collective: the ranks gather one tensor after another, and
+    the first rank writes each tensor. Other ranks return "". Raises OSError.
     """
     tensors = trained_tensors(model)
     layout = None if has_adapters(model) else file_layout(model)
@@ -100,8 +101,10 @@ def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], gather: Ga
 
 
 def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: int | None, first: int = 0) -> None:
-    """Write the optimiser's moments, or this rank's shards of them; `rank` is None in a single process. `first`: first
-    rank of this rank's stage. Raises OSError."""
+    """Write the optimiser's moments, or this rank's shards of them; `rank` is None in a single process.
+
+    `first`: first rank of the pipeline stage of this rank. Raises OSError.
+    """
     if rank is None:
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in moments.items()}
         with TensorFile(_made(directory / "baton" / "optimizer.safetensors"), specs) as file:
@@ -114,7 +117,10 @@ def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: 
 
 
 def write_state(directory: Path, tokenizer: Any, state: CheckpointState) -> None:
-    """Write a Hugging Face tokenizer and the state, which is the last file because it marks a complete checkpoint."""
+    """Write a Hugging Face tokenizer, then the state.
+
+    The state is written last, because its file marks a complete checkpoint.
+    """
     with writing(directory):
         tokenizer.save_pretrained(directory)
     path = _made(directory / "baton" / "state.json")
@@ -142,10 +148,10 @@ def read_state(path: Path) -> CheckpointState:
 
 
 def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read the optimiser's tensors, written by any number of ranks. Each tensor is sharded like its parameter. A tensor
-    that matches no parameter is not read: the result has its shape, on the meta device.
+    """Read the optimiser's tensors, which any number of ranks may have written.
 
-    Raises UserError if the files are missing or damaged.
+    Each tensor is sharded like its parameter. A tensor that matches no parameter is not read; the result contains a
+    tensor of the same shape on the meta device. Raises UserError if the files are missing or damaged.
     """
     shards = path / "baton" / _SHARDS
     place = shards if shards.is_dir() else path / "baton" / "optimizer.safetensors"
@@ -174,7 +180,10 @@ def read_weights(path: Path, model: PreTrainedModel) -> StoredTensors:
 
 
 def saved_digest(saved: StoredTensors, model: PreTrainedModel) -> str:
-    """Return the digest that weights from `read_weights` have when they are published in float32."""
+    """Return the digest that the weights in `saved` have when they are published in float32.
+
+    `read_weights` returns such weights.
+    """
     if not has_adapters(model):
         return saved.digest()
     return weights_digest(adapter_tensors(model, {name: saved.whole(name) for name in saved.shapes}))
@@ -206,7 +215,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under `root`, or None."""
+    """Return the newest complete checkpoint under `root`, or None if there is none."""
     return next(reversed(list_checkpoints(root)), None)
 
 
@@ -229,7 +238,7 @@ def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | N
 
 
 def set_aside_checkpoints(root: Path, after_step: int) -> None:
-    """Rename the damaged checkpoints of steps after `after_step`, so that no resume uses them."""
+    """Rename all checkpoints of steps after `after_step`, which are damaged, so that no resume uses them."""
     for path in list_checkpoints(root):
         if checkpoint_step(path) > after_step:
             aside = path.with_name(f"{path.name}.damaged")
@@ -239,7 +248,10 @@ def set_aside_checkpoints(root: Path, after_step: int) -> None:
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
-    """Remove all checkpoints except the newest `keep_last` and that of `keep_step`. Return the removed paths."""
+    """Remove all checkpoints except the newest `keep_last` checkpoints and the checkpoint of step `keep_step`.
+
+    Return the removed paths.
+    """
     assert keep_last >= 1, "a run whose last checkpoint was removed cannot be resumed"
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]

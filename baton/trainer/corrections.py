@@ -1,9 +1,10 @@
 """Off-policy corrections: behavior → proximal, separate from the objective's proximal → current.
 
-The objective's ratio is π_θ / π_anchor. A correction chooses the anchor and computes a weight per token, without
-gradient, that multiplies the surrogate. With the proximal policy as anchor (decoupled PPO, arXiv 2110.00641), the clip
-bounds the change within this train step. The weight then corrects the difference before the step, which results from
-older policy versions and the engine's rounding. With x_t = log π_proximal − log π_behavior at trained tokens:
+The objective's ratio is π_θ / π_anchor. A correction chooses the anchor policy, and computes a weight per token, which
+has no gradient and multiplies the surrogate. With the proximal policy as anchor (decoupled PPO, arXiv 2110.00641), the
+clip bounds the change within this train step. The weight then corrects the difference between behavior and proximal
+policy, which results from older policy versions and the engine's rounding. With x_t = log π_proximal − log π_behavior
+at trained tokens:
 
 | name            | anchor    | weight                                                                                |
 |-----------------|-----------|---------------------------------------------------------------------------------------|
@@ -40,7 +41,7 @@ class CorrectionShape:
 
     cap: float
     floor: float
-    """Minimum weight that `icepop` keeps."""
+    """Minimum importance weight that `icepop` keeps."""
     delta: float
     """Threshold of `opsm` in nats per token."""
     cutoff: float = math.inf
@@ -56,8 +57,10 @@ def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def bypass(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Use the behavior policy as PPO's old policy. The weights are 1, because otherwise the same ratio would apply
-    twice."""
+    """Use the behavior policy as PPO's old policy.
+
+    All weights are 1, because the ratio already contains π_θ / π_behavior.
+    """
     return _anchor(inputs, inputs.behavior_logprobs, inputs.mask, is_cut=False)
 
 
@@ -97,13 +100,13 @@ def opsm(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """M2PO's mask (arXiv 2510.01161): importance weights, without the tokens that raise their second moment most."""
+    """M2PO's mask (arXiv 2510.01161): the importance weight, or 0 at the tokens of largest squared log weight."""
     is_dropped = _behavior_to_proximal(inputs).square() > shape.cutoff
     return _anchor(inputs, inputs.proximal_logprobs, torch.where(is_dropped, 0.0, weights(inputs)), is_dropped)
 
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
-    """Return the largest x² such that the mean of all x² up to it is at most `limit`; −1 if none qualifies.
+    """Return the largest x² such that the mean of all x² that are not larger is at most `limit`; −1 if there is none.
 
     `log_weights` are the x of all trained tokens of a minibatch, in any number of pieces.
     """
@@ -135,13 +138,17 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple, Generic[Scalar]):
-    """Distance of the proximal policy from the behavior policy: sums over trained tokens."""
+    """Distance of the proximal policy from the behavior policy.
+
+    Each field is a sum over trained tokens, unless stated otherwise.
+    """
 
     weight: Scalar
     """π_proximal / π_behavior before truncation."""
     weight_square: Scalar
     current: Scalar
-    """Number of current tokens: tokens of the trainer's own version, for which engine and trainer had equal weights."""
+    """Number of current tokens. A token is current if the trainer's own version sampled it, so engine and trainer had
+    equal weights."""
     mismatch: Scalar
     """k3 estimate of KL(behavior ‖ proximal) over current tokens."""
     abs_diff: Scalar
@@ -152,7 +159,10 @@ class BehaviorDistance(NamedTuple, Generic[Scalar]):
 
 @torch.no_grad()
 def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
-    """Return the sums over a microbatch. `is_current`: [B, K], True at tokens of the trainer's own version."""
+    """Return the sums over a microbatch.
+
+    `is_current`: [B, K], True at tokens that the trainer's own version sampled.
+    """
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
     raw = torch.where(inputs.mask, weights(inputs), 0.0)

@@ -25,7 +25,7 @@ class Critic(torch.nn.Module):
     """
 
     float32_parts = ("head",)
-    """Submodules whose parameters stay float32 when other parameters are gathered in bfloat16."""
+    """Submodules whose parameters ranks gather in float32, even if they gather other parameters in bfloat16."""
 
     def __init__(self, policy: PreTrainedModel, *, is_separate: bool) -> None:
         """Create a critic. A separate critic copies the policy's body; a shared critic has only the head."""
@@ -39,19 +39,19 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, hidden_BKH: torch.Tensor) -> torch.Tensor:
-        """Return float32 values [B, K] from hidden states [B, K, H], or of any other leading shape."""
+        """Return float32 values [B, K] from hidden states [B, K, H]. Other leading shapes than [B, K] are allowed."""
         with torch.autocast(hidden_BKH.device.type, enabled=False):  # bfloat16's three digits are too few for values
             values: torch.Tensor = self.head(hidden_BKH.float()).squeeze(-1)
         return values
 
     def of_ids(self, input_ids_BS: torch.Tensor, first: int) -> torch.Tensor:
-        """Return a separate critic's values [B, K] float32 before the tokens at positions first … S − 1."""
+        """Return a separate critic's values before the tokens at positions `first` … S − 1: [B, K] float32."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
         found: torch.Tensor = self(hidden_states(self.trunk, input_ids_BS[:, :-1])[:, first - 1 :])
         return found
 
     def of_packed(self, tokens: PackedTokens) -> torch.Tensor:
-        """Return a separate critic's values [N] float32 before the tokens at `places` of concatenated rows."""
+        """Return a separate critic's values before the tokens to score of concatenated rows: [N] float32."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
         found: torch.Tensor = self(packed_hidden_states(self.trunk, tokens)[tokens.before])
         return found
@@ -60,10 +60,10 @@ class Critic(torch.nn.Module):
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of clipped squared errors, and the tokens [B, K] whose gradient the clip removed.
+    """Return the sum of clipped squared errors, and a mask [B, K] of the tokens whose gradient the clip removed.
 
     Σ_t ½ max((V_t − R_t)², (clip(V_t, V_old ± clip) − R_t)²) as in PPO's original code (arXiv 2005.12729, table 1):
-    a value that has moved by more than `clip` towards its return gets no gradient.
+    a value that has moved towards its return by more than `clip` gets no gradient.
     """
     held = old_values + (values - old_values).clamp(-clip, clip)
     free_error, held_error = (values - returns).square(), (held - returns).square()

@@ -22,8 +22,8 @@ from baton.trainer.settings import TrainerSettings
 def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank | None = None) -> LocalTrainer:
     """Load the models and construct a trainer. Raises UserError for a model that cannot be loaded or trained.
 
-    Each of several ranks constructs the models on the meta device, shards them and reads its shards. Frozen weights
-    below adapters have the dtype in which they compute.
+    With several ranks, each rank constructs the models on the meta device, shards them and reads its shards. Frozen
+    weights below adapters are stored in the dtype in which linear layers compute.
     """
     settings, algorithm = (
         TrainerSettings.model_validate(setup.trainer),
@@ -78,7 +78,7 @@ def _load_reference(
     device: torch.device,
     parallel: SingleRank | None,
 ) -> PreTrainedModel:
-    """Load the frozen reference model. Raises UserError when its vocabulary size differs from the policy's."""
+    """Load the frozen reference model. Raises UserError when its vocabulary size differs from that of the policy."""
     try:
         model = _load(setup, path or setup.model_path, torch_dtype(settings.dtype, device), device, parallel)
     except UserError as error:

@@ -1,7 +1,8 @@
 """The forward passes of a train step.
 
-Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − first positions, from the
-first that may hold a response token; T tokens of all rows without padding; N tokens of these that the policy wrote.
+Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − `first` positions, from the
+first position that may hold a response token; T tokens of all rows without padding; N tokens that the policy wrote, in
+all rows.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ class ModelInputs:
     input_ids: torch.Tensor
     """[B, S] int64"""
     first: int
-    """First position whose logprob is computed: the shortest prompt's length. K = S − first."""
+    """First position whose logprob is computed: the length of the shortest prompt. K = S − `first`."""
     policy_mask: torch.Tensor
     """[B, K] bool: True at tokens that the policy wrote, trained or not."""
     policy_places: torch.Tensor
-    """[N] indices of the policy's tokens among all B · K."""
+    """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
     prompt_lengths: tuple[int, ...]
     """Number of prompt tokens of each row, without the empty rows at the end."""
     lengths: tuple[int, ...]
     """Number of tokens of each row, without the empty rows at the end."""
     routing: tuple[tuple[bytes, ...], ...]
-    """Experts of each response token as reported by the engine, for each row. An empty tuple if not reported."""
+    """Experts of each response token as reported by the engine, for each row. Empty if the engine reported none."""
     shares: tuple[int, ...] = ()
-    """Number of consecutive rows that share each prompt, which is then computed once; empty if no rows share."""
+    """Number of consecutive rows that share each prompt. A shared prompt is computed once. Empty if no rows share a
+    prompt."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
     kept: tuple[bytes, ...] = ()
-    """[N] Sampling masks of the policy's tokens; empty if not reported."""
+    """[N] sampling masks of the policy's tokens; empty if the engine reported none."""
 
     @property
     def num_repeated(self) -> int:
@@ -59,9 +61,11 @@ class ModelInputs:
         return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
-        """Return the experts that the engine reported, the position of each in a pass, and the number of positions.
+        """Return the experts that the engine reported, their positions in a pass, and the number of positions of the
+        pass.
 
-        A token's experts belong to the position before it. A padded pass omits the last column.
+        The experts of a token belong to the position before the token, which computes its logits. A padded pass omits
+        the last column.
         """
         found: list[bytes] = []
         places: list[int] = []
@@ -73,8 +77,10 @@ class ModelInputs:
         return found, places, start if self.packed is not None else self.input_ids[:, 1:].numel()
 
     def sampling_masks(self, vocabulary: int) -> torch.Tensor | None:
-        """Return the kept ids of each token to score, padded with −1: int32 [B, K, ids], or [N, ids] in a packed pass;
-        None if no mask is reported. In a padded pass, tokens that the policy did not write have no id.
+        """Return the sampling masks of the tokens to score, or None if the engine reported none.
+
+        A mask lists the kept ids, padded with −1. The shape is int32 [B, K, ids], or [N, ids] in a packed pass. In a
+        padded pass, tokens that the policy did not write have only −1.
 
         Raises EngineFault if not all tokens of the policy have a mask.
         """
@@ -94,14 +100,14 @@ class FixedValues:
     """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]."""
 
     proximal_logprobs: torch.Tensor | None
-    """None if the step has a single update, because its logprobs serve as proximal logprobs, and with `bypass`, which
-    needs none. All scores are None before the last pipeline stage."""
+    """None if the train step does not need them before its first update. A single update uses its own logprobs instead,
+    and the correction `bypass` uses none. Logprobs and values are None on pipeline stages before the last one."""
     reference_logprobs: torch.Tensor | None
     """None without a reference model."""
     values: torch.Tensor | None
     """The critic's values at the start of the step; None without a critic."""
     routing: Routing | None
-    """Experts to replay, chosen by the proximal policy or the engine."""
+    """Experts to replay, chosen by the proximal policy or by the engine; None without replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,8 @@ class Passes:
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
-    """The frozen reference model, or the policy, whose adapters are then disabled for reference passes."""
+    """The frozen reference model. If it is the policy itself, the policy's adapters are disabled during reference
+    passes. None without a KL term."""
     critic: Critic | None
     settings: TrainerSettings
     algorithm: AlgorithmSettings
@@ -118,7 +125,7 @@ class Passes:
     replay: RoutingReplay | None
     """Routing replay of the policy's experts; None if disabled."""
     is_packed: bool
-    """True if rows that share no prompt are concatenated instead of padded."""
+    """True if rows are concatenated instead of padded. Rows that share a prompt are always concatenated."""
     can_share: bool = False
     """True if rows may share their prompt (`trainer.share_prompts`)."""
     parallel: SingleRank = field(default_factory=SingleRank)
@@ -140,7 +147,10 @@ class Passes:
     def scores(
         self, inputs: ModelInputs, model: PreTrainedModel | None = None, *, is_update: bool
     ) -> TokenScores | None:
-        """Score a microbatch's tokens through all stages. Returns None before the last stage, which has the scores."""
+        """Score a microbatch's tokens through all pipeline stages.
+
+        Return the scores on the last stage, and None on the other stages.
+        """
         pipeline = self.parallel.pipeline
         output = self.output(inputs, pipeline.receive(self.hidden_shape(inputs)), model, is_update=is_update)
         if isinstance(output, TokenScores):
@@ -156,10 +166,11 @@ class Passes:
         *,
         is_update: bool,
     ) -> TokenScores | torch.Tensor:
-        """Score a microbatch's tokens: [B, K]. An update also returns entropies, a shared critic hidden states.
+        """Run this stage's forward pass.
 
-        With several stages, `arrived` is the output of the previous stage. A stage before the last returns hidden
-        states.
+        Return the scores [B, K] of a microbatch's tokens; a stage before the last one returns hidden states. With
+        `is_update`, the scores include entropies. With a shared critic, they include hidden states. `arrived`: output
+        of the previous stage; None on the first stage.
         """
         model = self.model if model is None else model
         packed = inputs.packed
@@ -202,7 +213,7 @@ class Passes:
 
     @torch.no_grad()
     def fixed_values(self, inputs: ModelInputs) -> FixedValues:
-        """Run the passes of a microbatch before the first update."""
+        """Run the passes of a microbatch that precede the first update of the train step."""
         algorithm = self.algorithm
         reference = None
         if self.reference is not None:
@@ -232,19 +243,19 @@ class Passes:
         return nullcontext({}) if self.replay is None else self.replay.recorded()
 
     def _given_routing(self, inputs: ModelInputs) -> Routing | None:
-        """Return the engine's experts if `moe_replay` is "engine", else None."""
+        """Return the experts that the engine reported if `moe_replay` is "engine", otherwise None."""
         if self.replay is None or self.settings.moe_replay != "engine":
             return None
         return self.replay.from_engine(*inputs.reported_experts(), self.model.device)
 
 
 def _unpacked(inputs: ModelInputs, scores: TokenScores) -> TokenScores:
-    """Scatter scores at the policy's tokens to [B, K]. The hidden states stay [N, H]."""
+    """Scatter the scores of the policy's tokens from [N] to [B, K]. The hidden states stay [N, H]."""
     entropy = None if scores.entropy is None else _laid(inputs, scores.entropy)
     return TokenScores(_laid(inputs, scores.logprobs), entropy, scores.hidden)
 
 
 def _laid(inputs: ModelInputs, values: torch.Tensor) -> torch.Tensor:
-    """Scatter [N] values at the policy's tokens to [B, K], 0 at other tokens."""
+    """Scatter the values of the policy's tokens from [N] to [B, K]; other tokens get 0."""
     shape = inputs.policy_mask.shape
     return torch.zeros(shape.numel(), device=values.device).scatter(0, inputs.policy_places, values).view(shape)

@@ -96,9 +96,9 @@ class LocalTrainer:
 
         `temperature`: sampling temperature of the rollout. `total_steps`: train steps of the run, for the learning
         rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: maximum age of a
-        trained token in versions; older tokens get no gradient; None trains all tokens. `reference`: required by a KL
-        term, except with `lora`, where it defaults to the model without its adapters. `parallel`: the group of ranks;
-        each rank constructs a trainer from the same models.
+        trained token in versions. Older tokens get no gradient. With None, all tokens are trained. `reference`:
+        reference model of a KL term, which requires it. Only with `lora` it has a default: the model without its
+        adapters. `parallel`: the group of ranks; each rank constructs a trainer from the same models.
         """
         if not temperature > 0:
             raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
@@ -145,8 +145,8 @@ class LocalTrainer:
         self._offload = offload_of(self.passes, self.learners)
         self._publish_dtype, self._num_updates = publish_dtype, 0
         self._num_applied = 0
-        """Number of updates that a diverged step applied. No version has the resulting weights; `restore` replaces
-        them."""
+        """Number of updates that a diverged train step applied before it failed. The resulting weights belong to no
+        version, and only `restore` may follow."""
         self._alarms = Alarms(algorithm, settings)
 
     @property
@@ -174,13 +174,13 @@ class LocalTrainer:
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Pipeline stages before the last return no metrics.
 
-        Token metrics are means over the trained tokens whose logprobs the updates computed; without such tokens, they
-        are absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on tokens of the
-        trainer's own version, if the batch has any.
+        Token metrics are means over the trained tokens whose logprobs the updates computed. If there are no such
+        tokens, these metrics are absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on
+        the tokens that the trainer's own version sampled, if the batch has such tokens.
 
-        Raises TrainingDiverged before the update that is at fault. If the step had already applied an update, the
-        trainer can then only `restore` a checkpoint. Raises UserError for a group that is too small for the algorithm,
-        and EngineFault for a logprob that is not finite.
+        Raises TrainingDiverged before an update whose loss or gradient is not finite is applied. If the step had
+        already applied another update, the trainer can then only `restore` a checkpoint. Raises UserError for a group
+        that is too small for the algorithm, and EngineFault for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
         self._check_not_diverged()
@@ -261,9 +261,9 @@ class LocalTrainer:
         return PublishedWeights(self._version, tensors)
 
     def publish_to(self, path: Path) -> PolicyVersion:
-        """Write the tensors of `publish` one after another to a file of the first rank; return the version.
+        """Write the tensors that `publish` returns to the file `path` on the first rank, one after another.
 
-        Collective: all ranks must call it. Raises OSError.
+        Return the version. Collective: all ranks must call it. Raises OSError.
         """
         tensors, dtypes = self._published()
         if self._parallel.is_first:
@@ -280,8 +280,8 @@ class LocalTrainer:
     def save(self, directory: Path) -> None:
         """Write a checkpoint (format: `checkpoint.py`), atomically in a single process.
 
-        With several ranks, each writes its part into an existing directory, and `RankedTrainer.save` makes the
-        directory atomic.
+        With several ranks, each rank writes its part into an existing directory, and `RankedTrainer.save` creates this
+        directory atomically.
         """
         if self._parallel.is_alone:
             with atomic_directory(directory) as unfinished:
@@ -307,7 +307,10 @@ class LocalTrainer:
             write_state(directory, self._tokenizer.hf, state)
 
     def _stamp(self, digest: str) -> None:
-        """Set the version's digest to the first rank's `digest`, because only this rank gathers all weights."""
+        """Set the version's digest on every rank to the first rank's `digest`.
+
+        Only the first rank gathers all weights.
+        """
         self._check_not_diverged()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
