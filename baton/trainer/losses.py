@@ -1,16 +1,18 @@
 """Policy-gradient objectives as pure functions of tensors, built from shared parts: log-ratio, clip, aggregate, masks.
 
 To add an objective, write a function with `Objective`'s signature, list it in `OBJECTIVES` and add its name to
-`ObjectiveName` in `algorithm.py`. Rows whose advantages are 0 run without gradient, so an objective must have no
-gradient at advantage 0. Shapes: B rows, K positions of a padded row. A row is one path of an episode; in a single-turn
-task, an episode has one path. Masks are True at trained tokens.
+`ObjectiveName` in `algorithm.py`. Rows whose advantages are all 0 get no backward pass, so an objective must have no
+gradient at tokens of advantage 0.
 
-Three policies: the behavior policy sampled the tokens, the proximal policy is the one at the start of the train step,
-and the current policy has the gradient. A correction (`corrections.py`) computes an `Anchor` from behavior and proximal
-logprobs: the denominator of the ratio, and a weight per token.
+Shapes: B rows, K positions of a padded row. A row is one path of an episode; in a single-turn task, an episode has one
+path. Masks are True at trained tokens.
 
-Normalisation: an objective receives one microbatch of a minibatch, so it computes no mean. Sums are divided by a
-`divisor`
+Three policies: the behavior policy sampled the tokens, the proximal policy is the policy at the start of the train
+step, and the current policy is the policy that the update changes. A correction (`corrections.py`) computes an `Anchor`
+from behavior and proximal logprobs: the denominator of the ratio, and a weight per token.
+
+Normalisation: an objective receives one microbatch of a minibatch, so it cannot compute a mean over the minibatch. Sums
+are divided by a `divisor`
 that the caller computes over the minibatch of all ranks, so the losses of the microbatches sum to the minibatch's loss.
 The aggregation determines whether a fully masked episode counts in the divisor:
 
@@ -21,7 +23,7 @@ The aggregation determines whether a fully masked episode counts in the divisor:
 | `length_constant` | episodes × the maximum length | counts: the update is smaller                           |
 | `token_mean`      | trained tokens                | does not count: the tokens of other episodes weigh more |
 
-No divisor depends on the number of an episode's turns or paths, so the loss does not either.
+No divisor depends on an episode's number of turns or paths, so the loss does not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -39,25 +41,27 @@ class LossInputs:
     """The inputs of an objective: one microbatch."""
 
     logprobs: torch.Tensor
-    """[B, K] under the current policy, with gradient."""
+    """[B, K] log-probabilities under the current policy, with gradient."""
     proximal_logprobs: torch.Tensor
-    """[B, K] under the policy at the start of the train step, without gradient."""
+    """[B, K] log-probabilities under the policy at the start of the train step, without gradient."""
     behavior_logprobs: torch.Tensor
-    """[B, K] under the policy that sampled each token, without gradient."""
+    """[B, K] log-probabilities under the policy that sampled each token, without gradient."""
     advantages: torch.Tensor
     """[B, K]"""
     mask: torch.Tensor
     """[B, K] bool"""
     episode_tokens: torch.Tensor | None = None
-    """[B] trained tokens of each row's episode, over all its paths; None if each row is a whole episode."""
+    """[B] number of trained tokens of each row's episode, over all paths of the episode; None if each row is a whole
+    episode."""
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Name of an `episode_sum` → [B, 1] part of this sum in the other paths of each row's episode, without gradient.
-    Empty if each row is a whole episode."""
+    """Name of an `episode_sum` → the part of this sum from the other paths of each row's episode: [B, 1], without
+    gradient. Empty if each row is a whole episode."""
     own_sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of an `episode_sum` → [B, 1] part of this sum in the row, after it was computed."""
+    """Name of an `episode_sum` that was computed → the part of this sum from each row: [B, 1]."""
 
     def episode_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Sum [B, K] over the trained tokens of each row's episode, over all its paths: [B, 1], without gradient."""
+        """Sum `values` [B, K] over the trained tokens of each row's episode, in all its paths: [B, 1], without
+        gradient."""
         own = self.own_sums[name] = torch.where(self.mask, values.detach(), 0).sum(-1, keepdim=True)
         return own + self.elsewhere[name] if name in self.elsewhere else own
 
@@ -91,7 +95,7 @@ class Loss:
     loss: torch.Tensor
     """Scalar with gradient."""
     ratio: torch.Tensor
-    """[B, K] detached; 1 at masked tokens."""
+    """[B, K] ratio π_θ / π_anchor, detached; 1 at masked tokens."""
     is_clipped: torch.Tensor
     """[B, K] bool: tokens whose ratio the clip changed, which removes or bounds their gradient; False at masked
     tokens."""
@@ -102,13 +106,13 @@ class KlEstimate:
     """Estimates of a KL divergence per token."""
 
     nats: torch.Tensor
-    """[B, K] with the gradient of the log-probabilities; 0 at masked tokens."""
+    """[B, K] estimate in nats, with gradient to the log-probabilities; 0 at masked tokens."""
     is_clamped: torch.Tensor
     """[B, K] bool: tokens whose estimate exceeded its bound and has no gradient; False at masked tokens."""
 
 
 MAX_LOG_RATIO = 20.0
-"""Bound of |log ratio| and |log weight|, so that their exponentials stay finite."""
+"""Maximum of |log ratio| and |log weight|; larger values are clamped, so that their exponentials stay finite."""
 
 MAX_K3 = 10.0
 """Maximum k3 estimate of a token's KL divergence, in nats."""
@@ -129,9 +133,9 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio per episode and a gradient per token.
 
-    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). All s_it equal s_i, and token t gets
-    the gradient w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO (equation 5). The mean is over trained tokens
-    of weight above 0, so a token that a correction drops does not affect the ratio.
+    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). The value of each s_it is s_i, and
+    token t gets the gradient w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO (equation 5). The mean is over
+    trained tokens of weight above 0, so a token that a correction drops does not affect the ratio.
     """
     kept = anchor.weights > 0
     apart = torch.where(kept, to_anchor(inputs, anchor), 0.0)
@@ -152,7 +156,10 @@ def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 
 def policy_gradient(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """REINFORCE with importance sampling: J = Σ_i Σ_t w_t r_t A_t, whose gradient at r = 1 is A_t ∇ log π_θ."""
+    """REINFORCE with importance sampling: J = Σ_i Σ_t w_t r_t A_t.
+
+    At r_t = 1, token t gets the gradient w_t A_t ∇ log π_θ.
+    """
     ratio = to_anchor(inputs, anchor).exp()
     surrogate = anchor.weights * ratio * inputs.advantages
     return Loss(_loss(surrogate, inputs, shape), ratio.detach(), torch.zeros_like(inputs.mask))
@@ -173,9 +180,9 @@ def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Ten
     """Estimate KL(π_θ ‖ π_reference) from sampled tokens, [B, K] in nats; 0 at masked tokens.
 
     With x = log π_θ − log π_reference: k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (joschu.net/blog/kl-approx.html).
-    k3 is exponential in −x, so it is bounded as in verl: x to ±20, then the estimate to `MAX_K3`. A token beyond the
-    bound (about 2.6 nats below the reference or 11 above it) gets no gradient. k1 and k2 need no bound, because their
-    derivatives are 1 and x.
+    k3 grows exponentially in −x, so it is bounded as in verl: x is clamped to ±20, then the estimate to `MAX_K3`. A
+    token whose estimate exceeds `MAX_K3` (x below about −2.6 or above 11 nats) gets no gradient. k1 and k2 need no
+    bound, because their derivatives are 1 and x.
     """
     apart = log_ratio(logprobs, reference_logprobs, mask)
     if name == "k1":
@@ -209,10 +216,10 @@ def clip(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 
 def aggregate(values: torch.Tensor, inputs: LossInputs, aggregation: Aggregation) -> torch.Tensor:
-    """Sum [B, K] to a scalar, before division by `divisor`.
+    """Sum values [B, K] to a scalar, which the caller divides by `divisor`.
 
     `sequence_mean`: Σ_i (1/T_i) Σ_t with T_i trained tokens in the episode of row i; a row without trained tokens adds
-    0. Other aggregations: Σ_i Σ_t.
+    0. Other aggregations: Σ_i Σ_t over the trained tokens.
     """
     sums = torch.where(inputs.mask, values, 0.0).sum(-1)
     if aggregation != "sequence_mean":

@@ -24,9 +24,10 @@ from baton.trainer.settings import TrainerSettings
 
 
 def spec_of(config: Any, num_params: int | None = None) -> ModelSpec:
-    """Return the numbers of a Hugging Face configuration. `num_params`: parameters of the model, if they were counted.
+    """Return the numbers of a Hugging Face configuration.
 
-    A model without attention heads counts as one with a single head, and its layers as feed-forward layers.
+    `num_params`: number of parameters of the model, if they were counted. A model without attention heads is treated as
+    a model with a single head and only feed-forward layers.
     """
     values = {key: value for key, value in config.to_dict().items() if value is not None}
     try:
@@ -58,9 +59,10 @@ def trainer_phases(
 ) -> tuple[Phase, ...]:
     """Return the phases of one rank of a trainer, in pipeline stage `stage`.
 
-    `value_bytes`: bytes of a value in linear layers. `published_bytes`: bytes of a published weight. `longest_tokens`:
-    maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`: maximum number of
-    ids in a sampling mask. `sampled_tokens`: number of tokens of a batch that have a sampling mask.
+    `value_bytes`: bytes per value in linear layers. `published_bytes`: bytes per weight of a published version.
+    `longest_tokens`: maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`:
+    maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that have a sampling
+    mask.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
@@ -98,8 +100,11 @@ def trainer_phases(
 def logits_on_gpu(
     config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
 ) -> int:
-    """Return how many logits a rank on a GPU can compute at a time without raising its peak. Larger pieces are
-    faster."""
+    """Return how many logits a rank on a GPU can compute at a time without raising its peak memory. Larger pieces are
+
+
+    faster.
+    """
     model = spec_of(config)
     phases = trainer_phases(
         model,

@@ -1,8 +1,9 @@
 """Training samples → microbatches: the rows of each forward and backward pass, their tensors and fixed values.
 
-Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − first positions, from the
-first that may hold a response token; L tokens of one trajectory after its prompt; P tokens of these that the policy
-wrote. A row is one path of an episode. The paths of an episode may be in different microbatches and on different ranks.
+Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − `inputs.first` positions,
+from the first position that may hold a response token; L tokens of one trajectory after its prompt, P of which the
+policy wrote. A row is one path of an episode. The paths of an episode may be in different microbatches and on different
+ranks.
 """
 
 from __future__ import annotations
@@ -27,30 +28,31 @@ from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, estimate
 
 PASS_TOKENS = 64
-"""Fixed cost of a forward and backward pass, as a number of tokens."""
+"""Fixed cost of a forward and backward pass, as the number of tokens that cost as much."""
 
 ROW_TOKENS = 4
-"""Cost of a row in a pass over shared prompts, as a number of tokens, because each row has its own kernel calls.
-Measured for the model of 0.83 M parameters; larger models need less."""
+"""Fixed cost of a row in a pass over shared prompts, as the number of tokens that cost as much. Each row has its own
+kernel calls. Measured for the model of 0.83 M parameters; for larger models the number is smaller."""
 
 COPIED_TOKEN = 0.125
 """Memory for the copied keys and values of a token of a shared prompt, as a fraction of all activations of a token. In
-a model of the Llama family, these are about 2 of 18 hidden widths per block."""
+a model of the Llama family, keys and values take about 2 of 18 hidden widths per block."""
 
 MAX_MASK = 2**26
-"""Maximum number of entries of an attention mask [response, prompt and response]: 256 MiB in float32. Longer responses
-share no prompt."""
+"""Maximum number of entries of an attention mask of shape [response, prompt and response]: 256 MiB in float32.
+Responses that need a larger mask share no prompt."""
 
 ANY_SHAPE = (1, 1)
-"""Multiples to which the rows and the width of a microbatch are rounded up. (1, 1) adds nothing."""
+"""Numbers to whose multiples a microbatch's row count and width are rounded up. (1, 1) adds nothing."""
 FEW_SHAPES = (8, 16)
-"""Multiples for devices on which each new shape is expensive."""
+"""The same numbers for devices on which each new shape is expensive."""
 
 PAD_ID = 0
-"""Token id after the end of a row. Any id works, because no token attends to padding and padding is not trained."""
+"""Token id of padding. Any id works, because no token attends to padding and padding is not trained."""
 
 IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
-"""The shortest row. It has no trained token, so its loss and gradients are exactly 0."""
+"""The shortest possible row, for idle microbatches. It has no trained token, so its loss and gradients are exactly
+0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +60,21 @@ class MicroBatch:
     """Rows for one forward and backward pass, padded on the right."""
 
     rows: tuple[TrainingSample, ...]
-    """At most B rows: empty rows added by `multiples` are not listed. `(IDLE_ROW,)` in a pass that this rank runs only
-    because other ranks do."""
+    """At most B rows: the empty rows that round up the row count are not listed. `(IDLE_ROW,)` in an idle microbatch,
+    which this rank runs only because other ranks have more microbatches."""
     inputs: ModelInputs
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
     episode_tokens: torch.Tensor
-    """[B] int64: trained tokens of each row's episode, over all its paths; 0 for empty rows."""
+    """[B] int64: number of trained tokens of each row's episode, over all paths of the episode; 0 for empty rows."""
     behavior_logprobs: torch.Tensor
-    """[B, K] float32; 0 outside the mask."""
+    """[B, K] float32; 0 where `mask` is False."""
     policy_versions: torch.Tensor
-    """[B, K] int64; 0 outside the mask."""
+    """[B, K] int64; 0 where `mask` is False."""
     advantages: torch.Tensor
     """[B, K] float32; 0 at tokens that the policy did not write."""
     has_gradient: bool
-    """False if the loss has no gradient in these rows; they then run forward only, for the metrics."""
+    """False if the loss has no gradient in these rows. They then get only a forward pass, for the metrics."""
 
     @property
     def is_idle(self) -> bool:
@@ -92,7 +94,7 @@ class MicroBatch:
     ) -> LossInputs:
         """Return the inputs of an objective for logprobs [B, K].
 
-        `proximal_logprobs` default to the detached `logprobs`. `elsewhere`: sums over the other paths of episodes.
+        The default of `proximal_logprobs` is `logprobs` without gradient. `elsewhere`: `LossInputs.elsewhere`.
         """
         return LossInputs(
             logprobs=logprobs,
@@ -105,7 +107,8 @@ class MicroBatch:
         )
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
-        """Scatter the [P] values of each row to the policy's tokens: [B, K] float32, 0 at other tokens."""
+        """Take [P] values for each row, and return a [B, K] float32 tensor with these values at the policy's tokens and
+        0 elsewhere."""
         mask = self.inputs.policy_mask
         values = np.zeros(mask.shape, dtype=np.float32)
         for laid, row, own in zip(values, self.rows, by_row, strict=False):
@@ -114,7 +117,10 @@ class MicroBatch:
         return sent(torch.from_numpy(values), mask.device)
 
     def gather(self, values: torch.Tensor) -> list[FloatArray]:
-        """Gather the values at the policy's tokens from [B, K]: [P] for each row. The inverse of `spread`."""
+        """Take a [B, K] tensor, and return for each row the [P] values at the policy's tokens.
+
+        The inverse of `spread`.
+        """
         flat = values.flatten()[self.inputs.policy_places].double().cpu().numpy()
         ends = np.cumsum([row.num_policy for row in self.rows])
         return [np.asarray(part) for part in np.split(flat, ends[:-1])]
@@ -137,12 +143,11 @@ class MiniBatch:
     microbatches: tuple[MicroBatch, ...]
     """Microbatches of this rank; microbatches with gradient come first."""
     num_episodes: int
-    """Number of episodes over all ranks, including episodes without a trained token, even if no microbatch contains
-    them."""
+    """Number of episodes over all ranks. Includes episodes without a trained token, which may be in no microbatch."""
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
-    """All ranks' rows with trained tokens, in the order of the batch, including rows that no microbatch contains."""
+    """The rows of all ranks that `cut` kept, in the order of the batch. Includes rows that are in no microbatch."""
 
 
 def cut(
@@ -160,16 +165,16 @@ def cut(
 ) -> MiniBatch:
     """Cut the rows of one update into this rank's microbatches.
 
-    All ranks run their passes together, so all get equally many microbatches with gradient and without; idle
-    microbatches fill the difference.
+    All ranks run their passes together. All ranks therefore get the same number of microbatches with gradient, and the
+    same number without; idle microbatches fill the difference.
 
-    `is_flat`: the loss has no gradient at advantage 0, so microbatches of rows with zero advantages run forward only.
-    With `skips_flat`, rows of an episode without advantage get no microbatch. All these rows still count in the
-    divisors. A loss with a KL term, an entropy bonus or a value loss is not flat. `keeps_masked`: keep rows without a
-    trained token, because their logprobs or values affect the advantages of other rows. `multiples`: round rows and
-    width of a microbatch up to multiples of these. `is_packed`: the budget counts tokens without padding.
-    `shares_prompts`: rows share their prompt if this costs less; the budget counts a shared prompt once. Requires a
-    single rank.
+    `is_flat`: the loss has no gradient at advantage 0, so rows whose advantages are all 0 get only a forward pass. A
+    loss with a KL term, an entropy bonus or a value loss is not flat. With `skips_flat`, the rows of an episode whose
+    advantages are all 0 get no microbatch. Both kinds of rows count in the divisors. `keeps_masked`: keep rows without
+    a trained token, because their logprobs or values affect the advantages of other rows. `multiples`: the row count
+    and the width of a microbatch are rounded up to multiples of these two numbers. `is_packed`: the budget counts
+    tokens without padding. `shares_prompts`: rows share their prompt if this costs less, and the budget counts a shared
+    prompt once. This requires a single rank.
     """
     assert share.size == 1 or not shares_prompts
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
@@ -203,10 +208,11 @@ def cut(
 def under_budget(
     all_rows: Sequence[TrainingSample], max_tokens: int, multiples: tuple[int, int] = ANY_SHAPE
 ) -> list[list[TrainingSample]]:
-    """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (rows × the longest).
+    """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (number of rows × longest row).
 
-    Dynamic programming over the sorted rows minimises padded tokens, including rounding up to `multiples`, plus
-    `PASS_TOKENS` per chunk. A row longer than the budget forms a chunk alone. Rows of equal length keep their order.
+    Dynamic programming over the sorted rows minimises the padded tokens, with rows and width rounded up to `multiples`,
+    plus `PASS_TOKENS` per chunk. A row longer than `max_tokens` forms a chunk alone. Rows of equal length keep their
+    order.
     """
     # Longest first, so that a run that lacks memory fails in its first pass.
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
@@ -233,9 +239,10 @@ def first_fit(
 ) -> list[list[TrainingSample]]:
     """Cut rows into chunks of at most `max_tokens` unpadded tokens by first-fit decreasing bin packing.
 
-    The number of chunks is at most 11/9 of the optimum plus one. A row longer than the budget forms a chunk alone.
+    The number of chunks is at most 11/9 of the optimum plus one. A row longer than `max_tokens` forms a chunk alone.
     `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts once, plus
-    `COPIED_TOKEN` for each further row. Rows that exceed the budget are cut into parts; each part computes the prompt.
+    `COPIED_TOKEN` for each further row. If the rows of a prompt exceed `max_tokens`, they are cut into parts, each of
+    which computes the prompt.
     """
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
     if not shares_prompts:
@@ -252,10 +259,11 @@ def first_fit(
 
 
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
-    """Put blocks of rows, each with its size, into the first chunk that has room.
+    """Put each block of rows into the first chunk that has room for it.
 
-    Each node of a binary tree over the chunks has the most room of any chunk below the node. The tree finds the first
-    chunk with room in logarithmic time.
+    A block is a pair of rows and their size in tokens. The nodes of a binary tree over the chunks contain the largest
+    free room of any chunk below the node. With this tree, the first chunk with enough room is found in logarithmic
+    time.
     """
     chunks: list[list[TrainingSample]] = [[] for _ in blocks]
     leaves = 1 << max(0, len(blocks) - 1).bit_length()
@@ -286,10 +294,11 @@ def cost(
     is_packed: bool = False,
     shares_prompts: bool = False,
 ) -> float:
-    """Return the cost of a pass: tokens, padding included, plus query-key pairs in units of tokens.
+    """Return the cost of a pass in tokens: the tokens, including padding, plus the number of tokens that cost as much
+    as attention.
 
-    Attention skips the upper half of the pairs of a whole row, but not those of responses to a shared prompt.
-    `even_tokens`: `BatchShare.even_tokens`.
+    Attention over a whole row skips the query-key pairs above the diagonal. Attention of responses to a shared prompt
+    computes all pairs. `even_tokens`: see `BatchShare.even_tokens`.
     """
 
     def of_row(length: int) -> float:
@@ -328,17 +337,18 @@ def pad(
     is_packed: bool = False,
     shares_prompts: bool = False,
 ) -> MicroBatch:
-    """Return a microbatch of rows padded on the right, with columns and empty rows added up to `multiples`.
+    """Return a microbatch of rows padded on the right.
 
-    `is_packed`: forward passes concatenate the rows. `shares_prompts`: they concatenate the rows, and consecutive rows
-    with the same prompt share it.
+    Columns and empty rows are added up to multiples of the numbers in `multiples`. `is_packed`: forward passes
+    concatenate the rows. `shares_prompts`: forward passes concatenate the rows, and consecutive rows with the same
+    prompt share the prompt.
     """
     width = round_up(max(len(row.token_ids) for row in chunk), multiples[1])
     first = min(row.prompt_length for row in chunk)
     num_rows = round_up(len(chunk), multiples[0])
 
     def laid(values: Callable[[TrainingSample], Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        """Return [B, K] on the host from [L] values per row, 0 at other positions."""
+        """Take [L] values of each row, and return a [B, K] tensor on the host with 0 at other positions."""
         padded = [
             [0] * (row.prompt_length - first) + list(values(row)) + [0] * (width - len(row.token_ids)) for row in chunk
         ]
@@ -389,7 +399,8 @@ def pad(
 
 @torch.no_grad()
 def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMicroBatch]]:
-    """Run the passes before the first update, and estimate the advantages that depend on them."""
+    """Run the passes that precede the first update of the train step, and estimate the advantages that depend on these
+    passes."""
     found = [[PreparedMicroBatch(micro, passes.fixed_values(micro.inputs)) for micro in p.microbatches] for p in parts]
     if not passes.algorithm.needs_model_for_advantages or not passes.parallel.pipeline.is_last:
         return found
@@ -401,11 +412,15 @@ def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMic
 def _with_advantages(
     everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample], passes: Passes
 ) -> list[PreparedMicroBatch]:
-    """Estimate advantages over the rows of all ranks from the models' outputs."""
+    """Return the microbatches with advantages, which are estimated over the rows of all ranks from the models'
+    outputs."""
     algorithm = passes.algorithm
 
     def of_all(read: Callable[[PreparedMicroBatch], torch.Tensor]) -> list[FloatArray]:
-        """Return [P] for each of `rows` from [B, K]. Each rank reads its rows; a sum over ranks combines the values."""
+        """Return for each of `rows` the [P] values at the policy's tokens that `read` gives.
+
+        Each rank reads its own rows; a sum over ranks combines them.
+        """
         own = {
             row.key: found
             for prepared in everything
@@ -458,9 +473,11 @@ def sums_elsewhere(
     own: Sequence[Mapping[str, torch.Tensor]],
     parallel: SingleRank,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return for each microbatch the sums of `own` over the other paths of each row's episode, on any rank: [B, 1].
+    """Return `LossInputs.elsewhere` of each microbatch: name of a sum → its part from the other paths of each row's
+    episode, [B, 1].
 
-    `rows`: the rows of all ranks. `own`: for each microbatch of this rank, the sums of its rows by name, [B, 1].
+    The other paths may be on any rank. `rows`: the rows of all ranks. `own`: for each microbatch of this rank, name of
+    a sum → its part from each row, [B, 1].
     """
     names = sorted(own[0])
     column = {row.key: place for place, row in enumerate(rows)}

@@ -1,4 +1,4 @@
-"""Setup of the models before the first step: packing, critic, checkpointing, compilation, attention cost."""
+"""Setup of the models before the first step: packing, critic, activation checkpointing, compilation, attention cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from baton.trainer.settings import TrainerSettings
 
 
 def even_tokens(model: PreTrainedModel) -> float:
-    """Return the row length at which attention costs as much as the linear layers, in tokens; inf if unknown.
+    """Return the row length, in tokens, at which attention costs as much as the linear layers; inf if unknown.
 
     Per token of a row of n tokens, the linear layers need one multiplication per parameter. Attention needs n × layers
     × width: two multiplications (scores and values) for each of n/2 tokens on average.
@@ -47,8 +47,8 @@ def fit_attention(
 ) -> bool:
     """Select the attention of the policy, a critic's trunk and the reference; return whether rows are packed.
 
-    Rows are packed with 'always', and with 'auto' on CUDA, if packed and padded rows get equal scores. Raises UserError
-    if 'always' is set and the scores differ.
+    `trainer.packing` asks for packed rows with 'always', and with 'auto' on CUDA. They are then packed if packed and
+    padded rows get equal scores. Otherwise 'always' raises UserError.
     """
     dtype = torch_dtype(settings.dtype, model.device)
     if dtype is torch.bfloat16:
@@ -75,8 +75,10 @@ def fit_attention(
 def fit_sharing(
     model: PreTrainedModel, trunk: PreTrainedModel | None, reference: PreTrainedModel | None, settings: TrainerSettings
 ) -> bool:
-    """If configured, set the models' attention for shared prompts; return whether it is configured. Raises UserError if
-    a model does not score responses to a shared prompt like separate trajectories."""
+    """Return whether `trainer.share_prompts` is set. If so, set the models' attention for shared prompts.
+
+    Raises UserError if a model does not give responses to a shared prompt the same scores as separate trajectories.
+    """
     if not settings.share_prompts:
         return False
     for each in (model, trunk, reference):
@@ -94,12 +96,12 @@ def fit_sharing(
 
 
 def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic | None:
-    """Return the algorithm's critic, or None."""
+    """Return the critic of the algorithm; None if its advantage estimator is not `gae`."""
     return Critic(model, is_separate=algorithm.critic == "separate") if algorithm.advantage == "gae" else None
 
 
 def check_critic(head: Head | None, model: PreTrainedModel, algorithm: AlgorithmSettings) -> None:
-    """Raise UserError if the policy cannot have a value head, because its own `head` is not supported (None)."""
+    """Raise UserError if a shared critic is configured but `head`, the policy's own head, is None (not supported)."""
     if algorithm.advantage == "gae" and algorithm.critic == "shared" and head is None:
         raise UserError(
             f"algorithm.critic: got 'shared', but {type(model).__name__} does not compute its logits from its last "
@@ -108,8 +110,10 @@ def check_critic(head: Head | None, model: PreTrainedModel, algorithm: Algorithm
 
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    """Enable activation checkpointing and compilation as configured. Raises UserError if they, or the optimiser, are
-    not supported."""
+    """Enable activation checkpointing and compilation as configured.
+
+    Raises UserError if one of them, or the optimiser, is not supported.
+    """
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:

@@ -1,12 +1,12 @@
-"""Moves a trainer's tensors off the device while another part of the run uses it, and back with the same bits.
+"""Moves a trainer's tensors to the host while an engine uses the device, and later moves them back with the same bits.
 
       active                         resting (on CUDA, in pinned host memory)
       weights of all models   ◀───▶  the same bits
       moments of AdamW        ◀───▶  the same bits
       gradients                      none: every update starts from zero gradients
 
-Only the storage of a tensor is replaced, so modules, optimisers and tied weights stay valid. Host memory is reused
-while shapes and dtypes do not change. On a CPU nothing moves, and only the gradients are freed.
+Only the storage of a tensor is replaced, so modules, optimisers and tied weights stay valid. Host memory is reused as
+long as shapes and dtypes stay equal. On a CPU, tensors do not move, and only the gradients are freed.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Offload:
         *,
         moves: bool | None = None,
     ) -> None:
-        """Start active. `moves`: move memory in `sleep`; the default is True except on a CPU."""
+        """The tensors start active. `moves`: whether `sleep` moves tensors; the default is True except on a CPU."""
         self.device = device
         self._models = [model for model in dict.fromkeys(models) if model is not None]
         self._optimizers = optimizers
         self._moves = device.type != "cpu" if moves is None else moves
         self._hosts: dict[int, Tensor] = {}
-        """id(tensor) → host memory of the offloaded tensor."""
+        """`id(tensor)` → host memory of the offloaded tensor."""
         self.is_resting = False
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on the device now, including gradients."""
+        """Bytes that the tensors use on the device now, including gradients."""
         if self.is_resting and self._moves:
             return 0
         gradients = (p.grad for model in self._models for p in model.parameters() if p.grad is not None)
@@ -76,7 +76,7 @@ class Offload:
 
     @torch.no_grad()
     def wake_up(self) -> None:
-        """Move the tensors back to the device, with any changes made on the host. Idempotent."""
+        """Move the tensors back to the device. Changes made to them on the host are kept. Idempotent."""
         if self.is_resting and self._moves:
             for tensor in self._tensors():
                 tensor.data = tensor.to(self.device, non_blocking=True, copy=True)
@@ -84,7 +84,7 @@ class Offload:
         self.is_resting = False
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield parameters, buffers and moments."""
+        """Yield the parameters and buffers of the models, and the moments of the optimisers."""
         for model in self._models:
             yield from model.parameters()
             yield from model.buffers()
@@ -106,6 +106,6 @@ class Offload:
             torch.cuda.synchronize(self.device)
 
     def _empty_cache(self) -> None:
-        """Release cached memory, because the next user of the device allocates blocks of other sizes."""
+        """Release the memory that torch caches, because the next user of the device allocates blocks of other sizes."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

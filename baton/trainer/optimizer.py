@@ -1,4 +1,5 @@
-"""AdamW, the learning rate as a pure function of the step, gradient clipping, and the optimiser's state by name."""
+"""AdamW, the learning rate as a pure function of the train step, gradient clipping, and the optimiser's state by
+parameter name."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of all updates of train step `step` (counted from 1) of `total_steps`.
 
-    The warm-up is linear and reaches `lr` at step `warmup_steps`; no step has rate 0. Afterwards the rate decays from
-    `lr` and would reach `lr × min_lr_frac` at step `total_steps + 1`.
+    The warm-up is linear and reaches `lr` at step `warmup_steps`; the first step already has a rate above 0. Afterwards
+    the rate decays from `lr` and would reach `lr × min_lr_frac` at step `total_steps + 1`.
     """
     assert step >= 1, f"train steps count from 1: got {step}"
     if step <= warmup_steps:
@@ -32,7 +33,10 @@ def learning_rate(
 
 
 def check_schedule(section: str, *, warmup_steps: int, decay: Decay, total_steps: int) -> None:
-    """Raise UserError when the warm-up leaves no step to decay over. `section`: the recipe's section with the key."""
+    """Raise UserError when no step remains for the decay after the warm-up.
+
+    `section`: section of the recipe that has the keys.
+    """
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
             f"{section}.warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, "
@@ -72,10 +76,11 @@ def clip_gradients(
     total_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm,
     repeated: Collection[str] = (),
 ) -> float:
-    """Scale gradients down to the Euclidean norm `max_norm` over all shards; return the norm before scaling.
+    """Scale gradients down so that their Euclidean norm over all shards is at most `max_norm`.
 
-    `total_norm` returns the norm over all stages. A stage does not count its parameters in `repeated`. Collective if
-    the gradients are sharded.
+    Return the norm before scaling. `total_norm` takes the norm of this pipeline stage, and returns the norm over all
+    stages. `repeated`: parameters that this stage does not count, because another stage counts them. Collective if the
+    gradients are sharded.
     """
     counted = by_mesh(p.grad for name, p in parameters.items() if p.grad is not None and name not in repeated)
     norms = [whole(torch.nn.utils.get_total_norm(grads)) for grads in counted]
@@ -118,7 +123,7 @@ def load_optimizer_tensors(
 ) -> None:
     """Load state returned by `optimizer_tensors`. Parameters that `tensors` does not name get no state.
 
-    The optimiser keeps tensors that have the right device and dtype, without a copy, and later changes them.
+    Tensors that have the right device and dtype are not copied: the optimiser keeps them and later changes them.
 
     Raises UserError for a tensor whose parameter is missing from this model or has another shape, and for moments of
     another optimiser.
@@ -148,7 +153,8 @@ def load_optimizer_tensors(
 
 
 def _with_packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state of a parameter, with the codes and scales of each moment as one tensor of torchao."""
+    """Return the state of a parameter, in which the codes and the scale of each 8-bit moment are combined to one
+    torchao tensor."""
     found = {key: tensor for key, tensor in tensors.items() if "." not in key}
     for key in [key.removesuffix(".codes") for key in tensors if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit

@@ -1,8 +1,8 @@
 """Batch → training samples, and metrics that need no model. The only module of the trainer that reads groups.
 
-A sample is one path of an episode; a single-turn episode has one path. Numbers of a whole episode, such as its reward,
-are computed here, because its paths may be in different microbatches and on different ranks. Shapes: L tokens of one
-path after its prompt, P of which the policy wrote.
+A sample is one path of an episode; a single-turn episode has one path. Numbers of a whole episode, such as the reward,
+are computed here, because the paths of an episode may be in different microbatches and on different ranks. Shapes: L
+tokens of one path after the prompt, P of which the policy wrote.
 """
 
 from __future__ import annotations
@@ -36,39 +36,40 @@ class TrainingSample:
 
     group_id: int
     name: str
-    """group/sample of the episode"""
+    """Name `group/sample` of the episode."""
     token_ids: Sequence[int]
-    """[prompt + L]"""
+    """[prompt + L] Ids of the prompt's tokens and of the tokens after it."""
     prompt_length: int
     is_policy: Sequence[int]
     """[L] 1 if the policy wrote the token, otherwise 0."""
     is_trained: Sequence[int]
-    """[L] 1 if the token gets a gradient: the policy wrote it, its version is not too old, and `is_filtered` is False.
-    Otherwise 0."""
+    """[L] 1 if the token gets a gradient: the policy wrote the token, the version that sampled it is not too old, and
+    `is_filtered` is False. Otherwise 0."""
     behavior_logprobs: Sequence[float]
     """[L]"""
     policy_versions: Sequence[int]
     """[L]"""
     reward: float
-    """Reward of the whole episode. With `turns`, only the part that is not assigned to a turn."""
+    """Reward of the whole episode. With `turns`, only the part of the reward that belongs to no turn."""
     path: int = 0
     """Index of the path in its episode."""
     episode_tokens: int = 0
-    """Number of tokens of the episode that get a gradient, over all its paths."""
+    """Number of tokens that get a gradient, over all paths of the episode."""
     turns: Turns | None = None
-    """Turns of the whole episode, with `turn_rewards`; None if the episode has one reward."""
+    """Turns of the whole episode with their rewards; None without `algorithm.turn_rewards`."""
     is_filtered: bool = False
     """True if `overlong_filter` excludes the episode, so that no token gets a gradient."""
     routing: tuple[bytes, ...] = ()
-    """[L] experts of each token as reported by the engine. Empty bytes, or an empty tuple, if not reported."""
+    """[L] experts of each token as reported by the engine. Empty bytes for a token without reported experts; an empty
+    tuple if the engine reported none for the path."""
     kept: tuple[bytes, ...] = ()
-    """[P] sampling mask of each token of the policy; empty if not reported."""
+    """[P] sampling mask of each token of the policy; empty if the engine reported none."""
     advantages: FloatArray | None = None
-    """[P]; None until computed."""
+    """[P] Advantage of each token of the policy; None until it is computed."""
 
     @property
     def key(self) -> tuple[str, int]:
-        """Identity of the path within the batch."""
+        """Key that identifies the path within the batch: episode name and path index."""
         return self.name, self.path
 
     @property
@@ -83,14 +84,14 @@ class TrainingSample:
 
     @property
     def has_advantage(self) -> bool:
-        """Return whether any advantage is nonzero; True while advantages are not computed."""
+        """Return whether any advantage is nonzero. Return True if advantages are not computed yet."""
         return self.advantages is None or bool(self.advantages.any())
 
 
 def minibatches(
     batch: Batch, algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0
 ) -> list[list[TrainingSample]]:
-    """Return the training samples of each minibatch, with advantages if these need no model.
+    """Return the training samples of each minibatch. They have advantages if advantages need no forward pass.
 
     Raises UserError for a group with too few members or for fewer groups than minibatches.
     """
@@ -126,11 +127,11 @@ def training_samples(
 ) -> list[TrainingSample]:
     """Return one sample per path of each episode that contributes to the loss, in the order of the batch.
 
-    Each token is trained at most once, in the path where the policy sampled it, although later prompts contain it too.
-    Tokens get no gradient if their version is below `oldest`, or if `overlong_filter` excludes their episode; an
-    episode without gradient still counts in the loss divisor. An episode has no sample and does not count if it has no
-    reward, or if its group has too few scored episodes for the algorithm. `longest`: maximum length of an episode in
-    policy tokens. Raises EngineFault for a logprob that is not finite.
+    Each token is trained at most once: in the path where the policy sampled it, not in later paths whose prompts
+    contain it. Tokens get no gradient if a version below `oldest` sampled them, or if `overlong_filter` excludes their
+    episode. An episode without gradient still counts in the loss divisor. An episode without reward, or in a group with
+    too few scored episodes for the algorithm, gets no sample and does not count in the divisor. `longest`: maximum
+    length of an episode in policy tokens. Raises EngineFault for a logprob that is not finite.
     """
     return [
         sample
@@ -156,9 +157,9 @@ def _episode(member: ScoredTrajectory, algorithm: AlgorithmSettings, oldest: int
 
 
 def _turns(member: ScoredTrajectory) -> Turns | None:
-    """Return the turns of an episode with their rewards; None for a single-turn task.
+    """Return the turns of an episode, with the reward of each turn; None for a single-turn task.
 
-    Tokens after the last exchange form a turn with reward 0, because the environment did not receive them.
+    The policy's tokens after the last exchange form a turn with reward 0, because the environment did not receive them.
     """
     if member.episode is None:
         return None
@@ -212,10 +213,10 @@ def estimate(
     token_rewards: Sequence[FloatArray] | None = None,
     values: Sequence[FloatArray] | None = None,
 ) -> list[FloatArray]:
-    """Estimate the [P] advantages of each sample of a whole batch.
+    """Return the [P] advantages of each sample of a whole batch.
 
-    An estimator receives episodes, each with the tokens of all its paths in order. `token_rewards` and `values`: one
-    [P] array per sample.
+    The algorithm's estimator receives each episode with the tokens of all its paths in order. `token_rewards` and
+    `values`: one [P] array per sample.
     """
     places = range(len(samples))
     episodes = [list(paths) for _, paths in groupby(places, key=lambda place: samples[place].name)]
@@ -243,26 +244,26 @@ def estimate(
 def with_advantages(
     parts: Sequence[Sequence[TrainingSample]], algorithm: AlgorithmSettings
 ) -> list[list[TrainingSample]]:
-    """Return the samples of each minibatch with advantages that need no model."""
+    """Return the samples of each minibatch with advantages. The algorithm's advantages must not need a forward pass."""
     raw = estimate([sample for part in parts for sample in part], algorithm)
     found = iter(normalized(raw) if algorithm.normalize_advantages else raw)
     return [[replace(sample, advantages=next(found)) for sample in part] for part in parts]
 
 
 def rewards(group: Group) -> list[float]:
-    """Return the rewards of the scored members, ordered by sample_index."""
+    """Return the rewards of the scored members, ordered by `sample_index`."""
     return [member.judgement.reward for member in group.members if member.judgement.is_judged]
 
 
 def batch_metrics(
     batch: Batch, samples: Sequence[TrainingSample], algorithm: AlgorithmSettings, *, longest: int = 0
 ) -> dict[str, float]:
-    """Return the metrics of a batch that need no model: rewards, lengths, and staleness of its `samples`.
+    """Return the metrics of a batch that need no forward pass: rewards, response lengths, and staleness.
 
-    Rewards and accuracy are means over scored episodes, absent if there are none. `reward/std` has divisor N.
-    `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored members.
-    `judge/groups_lost` counts groups with too few scored members for training. Lengths count the policy tokens of an
-    episode; `longest` is the maximum.
+    Rewards and accuracy are means over scored episodes; they are absent if no episode is scored. `reward/std` has
+    divisor N. `reward/zero_std_frac` is the fraction of groups with equal rewards, among groups with two or more scored
+    members. `judge/groups_lost` counts groups with too few scored members for training. The length of an episode is its
+    number of policy tokens. `longest`: maximum length. `samples`: the training samples of the batch, for staleness.
     """
     members = [member for group in batch.groups for member in group.members]
     judged = [member for member in members if member.judgement.is_judged]
@@ -300,9 +301,9 @@ def batch_metrics(
 def staleness_metrics(samples: Sequence[TrainingSample], *, version: int) -> dict[str, float]:
     """Return metrics of token staleness relative to the trainer's `version`, and counts of trained and masked tokens.
 
-    `staleness/mean` and `/max` are over trained tokens. `stale_frac` is the fraction of tokens that are older than the
-    trainer's version and trained; `masked_frac` is the fraction too old to be trained. Episodes that `overlong_filter`
-    excludes count only in `tokens/filtered`.
+    `staleness/mean` and `staleness/max` are over trained tokens. `staleness/stale_frac` is the fraction of policy
+    tokens that are trained although an older version sampled them; `staleness/masked_frac` is the fraction that is too
+    old to be trained. Episodes that `overlong_filter` excludes count only in `tokens/filtered`.
     """
     kept = [sample for sample in samples if not sample.is_filtered]
     ages = [

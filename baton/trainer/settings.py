@@ -1,4 +1,4 @@
-"""Recipe sections [trainer] and [sft]. Needs no torch."""
+"""Recipe sections [trainer] and [sft]. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,51 +18,53 @@ class TrainerSettings(Settings):
     """[trainer] Optimisation of the policy."""
 
     optimizer: OptimizerName = "adamw"
-    """AdamW with moments in float32, or in 8 bits with a scale per 256 values (torchao: `baton-rl[optimizer]`), which
-    saves 6 of 16 bytes per parameter. Tensors below 4,096 values keep float32. torch compiles the update at the first
-    step, which on a CPU requires a C++ compiler."""
+    """`adamw` is AdamW with moments in float32. `adamw8bit` keeps the moments in 8 bits, with a scale per 256 values,
+    which saves 6 of 16 bytes per parameter (torchao: `baton-rl[optimizer]`); the moments of tensors below 4,096 values
+    stay in float32. With `adamw8bit`, torch compiles the update at the first step; on a CPU this requires a C++
+    compiler."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of train steps over which the learning rate rises linearly to `lr`."""
+    """Number of train steps in which the learning rate rises linearly to `lr`."""
     decay: Decay = "constant"
-    """Shape of the learning rate after the warm-up, until the last train step of the run."""
+    """Schedule of the learning rate from the end of the warm-up to the last train step of the run."""
     min_lr_frac: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of the decay, as a fraction of `lr`."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moments, each in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay per unit of learning rate, on matrices only."""
+    """Decoupled weight decay per unit of learning rate; applies only to matrices."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum Euclidean norm of an update's gradient; larger gradients are scaled down. `inf` disables clipping."""
     dtype: DTypeChoice = "auto"
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
     Master weights are always float32. Matrix products in float32 use TF32 on CUDA."""
     compile: bool = False
-    """Compile the model's blocks with torch, also for packed rows. On a CPU, steps are about a third faster (about half
-    in bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler. The compiled kernels depend
-    on the first batches, so a resumed run may differ in the last bits."""
+    """Compile the model's blocks with torch; this also works with packed rows. On a CPU, steps are about a third faster
+    (about half in bfloat16), and startup takes at least half a minute longer. Requires a C++ compiler. The compiled
+    kernels depend on the first batches, so a resumed run may differ in the last bits."""
     max_mismatch_kl: tuple[float, float] = (0.01, 0.5)
     """Two limits of the KL divergence between engine and trainer at equal weights, in nats per token. Above the first
     limit, the run warns. Above the second, a step ends with an error before its next update. Typical values: 1e-9 in
     float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """The same two limits for the largest difference of a token's log-probability between engine and trainer, in
+    """The same two limits for the largest difference between engine and trainer in the log-probability of a token,
+    in
     nats."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Maximum number of tokens, including padding, in one forward and backward pass. Bounds memory and does not change
-    the update. A longer trajectory forms a microbatch alone."""
+    """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and does
+    not change the update. A trajectory longer than this number forms a microbatch alone."""
     packing: Literal["auto", "always", "never"] = "auto"
-    """Concatenate trajectories without padding instead of sorting them by length and padding them. `auto` packs on CUDA
-    only."""
+    """Concatenate trajectories without padding instead of sorting them by length and padding them. `auto` does so only
+    on CUDA."""
     share_prompts: bool = False
-    """Compute the prompt of a group once for all its trajectories in a microbatch. Applies to minibatches in which this
-    costs less by number of tokens. The update changes by rounding only. Requires one rank, and no `compile` or
-    `moe_replay`."""
+    """Compute the prompt of a group once for all trajectories of the group in a microbatch. Applies to those
+    minibatches in which sharing costs less, estimated in tokens. The update changes only by rounding. Requires one
+    rank; cannot be combined with `compile` or `moe_replay`."""
     metrics_of_all_tokens: bool = False
-    """Also run a forward pass for the trajectories of episodes without advantage. They have no gradient, but with them
-    entropy, mismatch and weights are means over all trained tokens. Does not change the update. A loss to which these
-    trajectories contribute computes them in any case."""
+    """Also run a forward pass for episodes whose advantages are all 0. These episodes have no gradient, but with their
+    tokens, the metrics of entropy, mismatch and importance weights are means over all trained tokens. Does not change
+    the update. If the loss depends on these episodes, the pass runs in any case."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass. Saves memory and costs about a third more
     computation."""
@@ -76,17 +78,18 @@ class TrainerSettings(Settings):
     """Number of processes that shard the model, its gradients and its optimiser state. 1 trains in the controller
     process."""
     stages: int | tuple[int, ...] = 1
-    """Number of pipeline stages, or the number of layers of each, such as [10, 14, 6]. Must divide `ranks`; the ranks
-    of a stage share its layers. The first stage has the embedding, the last one the head."""
+    """Number of pipeline stages, or a list with the number of layers of each stage, such as [10, 14, 6]. Must divide
+    `ranks`; the ranks of a stage share its layers. The first stage has the embedding, the last one the head."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of ranks that split each matrix product, by the model's own plan. Must divide `ranks`."""
+    """Number of ranks that split each matrix product, according to Hugging Face's tensor-parallel plan of the model.
+    Must divide `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
-    """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or the
-    ranks of a stage. With fewer ranks, a copy can stay within a fast network, such as that within a machine, but needs
-    more memory per rank. Default: all ranks share one copy."""
+    """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or with
+    several stages the number of ranks per stage. With a smaller value, a copy can stay within a fast network, such as
+    the network within a machine, but each rank needs more memory. Default: all ranks share one copy."""
     shard_gradients: bool = False
-    """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. Saves memory and
-    costs time."""
+    """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. This saves
+    memory and takes more time."""
 
     @field_validator("max_mismatch_kl", "max_logprob_diff")
     @classmethod
@@ -108,7 +111,7 @@ class TrainerSettings(Settings):
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks of a stage that train different rows."""
+        """Number of ranks of a pipeline stage that train different rows."""
         return self.ranks // self.num_stages // self.tensor_parallel
 
     @model_validator(mode="after")
@@ -159,11 +162,12 @@ class SftSettings(Settings):
     batch_size: int = Field(default=128, ge=1)
     """Number of demonstrations per update."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
-    """Maximum number of tokens, including padding, in one forward and backward pass. Bounds memory."""
+    """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Number of updates over which the learning rate rises linearly. Afterwards it decays as a cosine."""
+    """Number of updates in which the learning rate rises linearly to `lr`. Afterwards the learning rate decays along a
+    cosine."""
     dtype: DTypeChoice = "auto"
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
     Master weights are always float32."""

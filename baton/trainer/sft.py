@@ -15,10 +15,11 @@ from baton.trainer.optimizer import learning_rate, make_optimizer, set_learning_
 from baton.trainer.settings import SftSettings
 
 LENGTH_MULTIPLE = 8
-"""Rows are padded to multiples of this many tokens, because bfloat16 kernels on a CPU are compiled for each shape."""
+"""Row lengths are rounded up to multiples of this number of tokens, because bfloat16 kernels on a CPU are compiled for
+each shape."""
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.05
-"""Decoupled weight decay per unit of learning rate, on matrices only."""
+"""Decoupled weight decay per unit of learning rate; applies only to matrices."""
 MIN_LR_FRAC = 0.02
 """Final learning rate of the cosine decay, as a fraction of the peak."""
 MAX_GRAD_NORM = 1.0
@@ -83,8 +84,10 @@ def fine_tune(
 
 
 def _microbatches(rows: list[Demonstration], max_tokens: int) -> Iterator[list[Demonstration]]:
-    """Split rows, sorted longest first, into parts of at most `max_tokens` padded tokens. A longer row is a part of its
-    own."""
+    """Split `rows`, which are sorted longest first, into parts of at most `max_tokens` padded tokens.
+
+    A row longer than `max_tokens` is a part of its own.
+    """
     begin = 0
     while begin < len(rows):
         end = begin + max(1, max_tokens // _padded(rows[begin]))

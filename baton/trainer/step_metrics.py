@@ -17,23 +17,23 @@ from baton.trainer.parallel.group import SingleRank
 
 
 class TokenSums(NamedTuple, Generic[Scalar]):
-    """Sums over trained tokens, and the loss."""
+    """The loss, and sums over trained tokens."""
 
     loss: Scalar
-    """The minimised loss, with all its terms."""
+    """The loss that the update minimises, including all its terms."""
     tokens: Scalar
     entropy: Scalar
     clipped: Scalar
     """Number of tokens whose ratio the objective clipped."""
     moved: Scalar
-    """k3 estimate of KL(anchor ‖ current). The anchor is the policy at the start of the step, or with `bypass` the
-    behavior policy."""
+    """Sum of the k3 estimates of KL(anchor ‖ current). The anchor is the policy at the start of the train step; with
+    the correction `bypass`, it is the behavior policy."""
     weight: Scalar
-    """Weights after the correction."""
+    """Sum of the weights after the correction."""
     cut: Scalar
     """Number of tokens whose weight the correction truncated or set to 0."""
     reference_kl: Scalar
-    """Estimate of the KL divergence to the reference; 0 without a reference model."""
+    """Sum of the estimates of the KL divergence to the reference model; 0 without a reference model."""
     clamped_kl: Scalar
     """Number of tokens whose KL estimate exceeded its bound; 0 without a reference model."""
 
@@ -48,16 +48,16 @@ class Totals:
     grad_norms: list[float] = field(default_factory=list)
     """Gradient norm of each update, before clipping."""
     value_losses: list[float] = field(default_factory=list)
-    """Critic's loss of each update; empty without a critic."""
+    """Critic's value loss in each update; empty without a critic."""
     value_grad_norms: list[float] = field(default_factory=list)
-    """Gradient norm of a separate critic in each update; empty without one."""
+    """Gradient norm of a separate critic in each update; empty without a separate critic."""
     tokens: TokenSums[float] = field(default_factory=lambda: TokenSums(*[0.0] * 9))
     distance: BehaviorDistance[float] = field(default_factory=lambda: BehaviorDistance(*[0.0] * 6))
     values: ValueSums[float] = field(default_factory=lambda: ValueSums(*[0.0] * 5))
     real: float = 0.0
-    """Number of tokens fed to the model, without padding."""
+    """Number of tokens in the passes of the updates, without padding."""
     places: float = 0.0
-    """Number of tokens fed to the model, with padding."""
+    """Number of tokens in the passes of the updates, including padding."""
     imbalance: float | None = None
     """Largest `places` of a rank, divided by the mean over ranks; None with one rank."""
 
@@ -101,8 +101,8 @@ class Totals:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step. Losses and gradient norms are means over updates.
 
-        `policy/ess` is Kish's effective sample size (Σw)² / Σw², divided by the number of trained tokens, for the
-        weights w = π_proximal / π_behavior before any correction truncates them.
+        `policy/ess` is Kish's effective sample size (Σw)² / Σw², divided by the number of trained tokens. The weights w
+        are π_proximal / π_behavior before any correction truncates them.
         """
         sums, distance, num_tokens = self.tokens, self.distance, max(1.0, self.tokens.tokens)
         found = {
@@ -136,7 +136,7 @@ class Totals:
     def _value_metrics(self) -> dict[str, float]:
         """Return the critic's metrics.
 
-        `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)², absent if all R are equal.
+        `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)²; it is absent if all R are equal.
         """
         sums, num_tokens = self.values, max(1.0, self.values.tokens)
         found = {"value/loss": statistics.fmean(self.value_losses), "value/clip_frac": sums.clipped / num_tokens}

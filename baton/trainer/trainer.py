@@ -16,12 +16,12 @@ class PublishedWeights:
 
     version: PolicyVersion
     tensors: Mapping[str, Any]
-    """Name → detached tensor, named as in `state_dict` or as an adapter's pairs (`policy/adapters.py`). Later train
-    steps do not change these tensors."""
+    """Name → detached tensor. Names are those of `state_dict`, or for adapters those of their pairs of matrices
+    (`policy/adapters.py`). Later train steps do not change these tensors."""
 
 
 class Trainer(Protocol):
-    """Computes policy version v+1 from version v and a batch."""
+    """Computes policy version v + 1 from version v and a batch."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -31,8 +31,8 @@ class Trainer(Protocol):
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name.
 
-        Raises TrainingDiverged, before the update at fault, when a loss or gradient is not finite. After an earlier
-        update of the same step, only `restore` may follow.
+        Raises TrainingDiverged when a loss or gradient is not finite, before it applies the update. If the step had
+        already applied an earlier update, only `restore` may be called afterwards.
         """
         ...
 

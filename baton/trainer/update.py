@@ -1,4 +1,4 @@
-"""One optimiser update: losses and gradients of a minibatch's microbatches, then the optimiser step."""
+"""One optimiser update: the losses and gradients of a minibatch's microbatches, then the step of the optimiser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CRITIC_LR_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A set of parameters and its optimiser: the policy's, or a separate critic's."""
+    """A set of parameters and their optimiser: the parameters of the policy, or of a separate critic."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -37,14 +37,17 @@ class Learner:
     """Peak learning rate."""
 
     def moments(self, omitted: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the optimiser's state by name (`optimizer_tensors`), without the `omitted` parameters."""
+        """Return the optimiser's state by name (`optimizer_tensors`), without the state of the `omitted` parameters."""
         return optimizer_tensors(self.optimizer, {n: p for n, p in self.parameters.items() if n not in omitted})
 
 
 def make_learners(
     model: PreTrainedModel, critic: Critic | None, settings: TrainerSettings, algorithm: AlgorithmSettings
 ) -> list[Learner]:
-    """Return the policy's learner, and a separate critic's. The policy's learner includes a shared critic's head."""
+    """Return the learner of the policy and, if there is a separate critic, the learner of the critic.
+
+    The policy's learner includes a shared critic's head.
+    """
     policy = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [(policy, settings.lr)]
     if critic is not None:
@@ -76,8 +79,8 @@ class Update:
     longest: int
     """Maximum response length in tokens."""
     trouble: str | None = None
-    """Description of the first number that is not finite, or of an excessive mismatch. The error is raised only after
-    all passes, because a rank that stopped earlier would block the others in a collective."""
+    """Description of the first number that is not finite, or of an excessive mismatch; None if there is none. The error
+    is raised only after all passes, because a rank that stopped earlier would block the other ranks in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
         """Perform one update with a minibatch.
@@ -127,8 +130,8 @@ class Update:
     ) -> Sequence[Mapping[str, torch.Tensor]]:
         """Return `LossInputs.elsewhere` of each microbatch.
 
-        The result is empty, and no pass runs, unless the algorithm compares whole episodes and an episode has several
-        paths.
+        Passes run for this only if the algorithm compares whole episodes and an episode has several paths. Otherwise
+        the mappings are empty.
         """
         algorithm = self.passes.algorithm
         found: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in prepared]
@@ -169,7 +172,7 @@ class Update:
         correction: CorrectionShape,
         elsewhere: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, float]:
-        """Return a microbatch's share of the loss, with KL term and entropy bonus, as a tensor and as a number."""
+        """Return a microbatch's share of the loss, including KL term and entropy bonus, as a tensor and as a number."""
         algorithm, micro = self.passes.algorithm, each.micro
         assert scores.entropy is not None
         inputs = micro.loss_inputs(scores.logprobs, each.fixed.proximal_logprobs, elsewhere)
@@ -246,7 +249,7 @@ class Update:
     def _checked(
         self, value: float, what: str, rows: Sequence[TrainingSample], inputs: LossInputs | None = None
     ) -> float:
-        """Return `value`. If it is the first value that is not finite, set `trouble`."""
+        """Return `value`. If `value` is not finite and `trouble` is None, set `trouble` to a description."""
         if math.isfinite(value) or self.trouble is not None:
             return value
         groups = ", ".join(map(str, sorted({row.group_id for row in rows})))

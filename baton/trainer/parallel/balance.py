@@ -1,4 +1,7 @@
-"""Load balance: assigns each row of a minibatch to one rank, with about equal work for all. Needs no torch."""
+"""Load balance: assigns each row of a minibatch to one rank, with about equal work for all ranks.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ ALONE = BatchShare()
 def balanced(costs: Sequence[float], count: int) -> list[list[int]]:
     """Assign indices 0 … len(costs) − 1 to `count` parts of about equal cost, each part in ascending order.
 
-    The largest cost is assigned first, each to the part with the least cost so far, ties to the first part (Graham
-    1969). No part exceeds the mean by more than (1 − 1/count) of one row. The result depends only on the costs, so
-    every rank computes the same parts.
+    Costs are assigned in descending order, each to the part with the least cost so far; ties go to the first such part
+    (Graham 1969). No part exceeds the mean by more than (1 − 1/count) times the largest cost. The result depends only
+    on the costs, so every rank computes the same parts.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [(0.0, part) for part in range(count)]

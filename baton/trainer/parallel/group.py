@@ -5,11 +5,11 @@ advantages and divisors, and takes its share of the rows (`balance.py`). Ranks e
 
     parameters and gradients    gathered and summed within forward and backward passes (`policy/sharding.py`)
     sums                        per-token values for the advantages, and metrics
-    trouble                     a description of a number that is not finite, from any rank
+    trouble                     a description of a number that is not finite, sent by any rank
     hidden states, gradients    between neighbouring pipeline stages (`pipeline.py`)
 
-The ranks of a stage run the same passes in the same order; a rank with fewer microbatches gets idle ones. Stages differ
-in what they compute: only the last one has scores, losses and metrics.
+The ranks of a pipeline stage run the same passes in the same order; a rank with fewer microbatches gets idle
+microbatches. Only the last stage has scores, losses and metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from baton.trainer.parallel.schedule import stage_layers
 Result = TypeVar("Result")
 
 MAX_TEXT_BYTES = 4096
-"""Maximum bytes of a string that one rank broadcasts; longer strings are truncated."""
+"""Maximum length in bytes of a string that one rank broadcasts; longer strings are truncated."""
 
 
 class SingleRank:
@@ -47,21 +47,22 @@ class SingleRank:
     share: BatchShare = ALONE
     rank: int = 0
     is_first: bool = True
-    """True on rank 0, which writes files and logs warnings for all."""
+    """True on rank 0, which writes files and logs warnings for all ranks."""
     first_of_stage: int = 0
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
-    """Names of parameters that another stage also has and counts in its norms and checkpoints."""
+    """Names of parameters that another pipeline stage also has. The other stage counts them in norms and writes them to
+    checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Cut modules to this rank's stage and shard their parameters, in place; move them to the rank's device.
 
-        Parameters on the meta device are then read from files. The first module is the policy, whose body a critic
-        copies.
+        Parameters on the meta device are then read from files. The first module must be the policy, because a separate
+        critic copies the policy's body.
         """
 
     def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
-        """Set the tensors that `shard` reads for a model on the meta device."""
+        """Set the stored tensors that `shard` later reads for `model`, which is on the meta device."""
 
     def run(self, module: Any, work: Callable[[Any], Result], arrived: torch.Tensor | None = None) -> Result:
         """Run `work` with a module that was passed to `shard`; `work` returns a tensor or a dataclass of tensors.
@@ -69,21 +70,24 @@ class SingleRank:
         return work(module)
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Prepare for a backward pass. `is_last`: the optimiser's step follows this pass."""
+        """Prepare for a backward pass. `is_last`: whether this is the last backward pass before the optimiser step."""
 
     def after_backward(self) -> None:
-        """Reduce the gradients that the backward passes of an update did not reduce."""
+        """Reduce those gradients of an update that its backward passes did not reduce."""
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm over all stages, given the norm of this stage's gradients."""
+        """Return the gradient norm over all pipeline stages, given the norm of this stage's gradients."""
         return norm
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather a tensor of a model by name. Rank 0 gets it; other ranks may get a tensor on the meta device."""
+        """Gather the shards of a model's tensor with this name.
+
+        Rank 0 gets the whole tensor; other ranks may get a tensor on the meta device.
+        """
         return whole(tensor)
 
     def sums(self, values: FloatArray) -> FloatArray:
-        """Return [N] sums over the ranks that train different rows."""
+        """Return the elementwise sums of `values` over the ranks that train different rows: [N]."""
         return values
 
     def largest(self, value: float) -> float:
@@ -91,11 +95,14 @@ class SingleRank:
         return value
 
     def all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the vectors of all ranks that train different rows, in rank order. Their lengths may differ."""
+        """Return the vectors of all ranks that train different rows, in rank order.
+
+        The vectors may have different lengths.
+        """
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """Return on every rank the trouble of the lowest rank that has one."""
+        """Return on every rank the `trouble` of the lowest rank whose `trouble` is not None; None if there is none."""
         return trouble
 
     def of_first(self, text: str) -> str:
@@ -119,10 +126,10 @@ class RankGroup(SingleRank):
         """Create the device mesh over torch's process group.
 
         `stages`: number of pipeline stages, or the number of layers of each. A stage has consecutive ranks. Within a
-        stage, `tensor_parallel` consecutive ranks split the matrix products of the same rows; FSDP shards over the
-        other dimension. `shard_size` consecutive ranks share one copy of the stage, by default all. With another
-        `shard_size`, `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce
-        gradients after each microbatch.
+        stage, `tensor_parallel` consecutive ranks split the matrix products of the same rows; FSDP shards parameters
+        over the other dimension of the mesh. `shard_size` consecutive ranks share one copy of the stage's parameters;
+        by default, all ranks of the stage share one copy. Any other `shard_size` requires that `tensor_parallel` is 1.
+        `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce gradients after each microbatch.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.rank = dist.get_rank()
@@ -156,8 +163,12 @@ class RankGroup(SingleRank):
         self._stored: dict[int, StoredTensors] = {}
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Cut stages, then apply tensor parallelism and FSDP. Raises UserError for a model that these do not
-        support."""
+        """Cut the modules to this stage, then apply tensor parallelism and FSDP.
+
+        Raises UserError for a model that these do not
+
+        support.
+        """
         stored = [self._stored.pop(id(module), None) for module in modules]
         for module, own in zip(modules, stored, strict=True):
             if module is None or id(module) in self._sharded:
@@ -217,7 +228,7 @@ class RankGroup(SingleRank):
         return squares.sqrt()
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather a tensor within its stage; the stage's first rank sends it to rank 0."""
+        """Gather a tensor within its pipeline stage; then the stage's first rank sends it to rank 0."""
         owner = next((cut.owner_of(name) for cut in self._cut.values()), 0)
         found = whole(tensor) if owner == self.pipeline.stage else torch.empty_like(tensor, device="meta")
         if owner and self.is_first:

@@ -1,7 +1,8 @@
 """Trainer ranks as processes of this machine, connected by socket pairs.
 
-The exit of a rank is detected at once; a rank that does not answer or does not read is detected by the timeout. In both
-cases all ranks are ended. No rank survives this process: a rank exits when its socket closes, even within a collective.
+The exit of a rank is detected at once; a rank that does not answer or does not read is detected when a request times
+out. In both cases all ranks are ended. No rank outlives this process: a rank exits when its socket closes, even within
+a collective.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from baton.trainer.parallel.messages import (
 )
 
 MAX_FRAME_BYTES = 4 * 1024**3
-"""Maximum length of a frame; a longer frame is refused before memory is allocated for it. A batch of thousands of long
-trajectories takes hundreds of MB."""
+"""Maximum length of a frame in bytes; a longer frame is refused before memory is allocated for it. A batch of thousands
+of long trajectories takes hundreds of MB."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""Name of the loopback interface, unreachable from other machines."""
+"""Name of the loopback network interface, which other machines cannot reach."""
 
 
 class LocalRanks:
@@ -104,7 +105,7 @@ class LocalRanks:
             raise self._exit_error(rank) from error
 
     def _receive(self, rank: int) -> FromRank | None:
-        """Return a rank's answer, or None while it is incomplete."""
+        """Return a rank's answer, or None while the answer is incomplete."""
         try:
             frame = self._sockets[rank].receive()
         except (EOFError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Messages between the controller and the ranks of a sharded trainer, for any transport. Needs no torch.
+"""Messages between the controller and the ranks of a sharded trainer, for any transport. Does not import torch.
 
     RankedTrainer ── ask ──▶ Ranks (processes of this machine, or actors of a cluster) ──▶ RankServer.handle in each
         ▲                                                                                          │
@@ -25,12 +25,12 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: str
     device: str
-    """Value of `model.device`. With several ranks on a machine, `cuda` means one GPU per rank."""
+    """Value of the key `model.device`. With several ranks on a machine, `cuda` means one GPU per rank."""
     attention: str
     head_dtype: str = "auto"
     trainer: dict[str, Any]
-    """Dump of `TrainerSettings`; `algorithm` and `lora` are dumps of `AlgorithmSettings` and `LoraSettings` (None
-    without adapters)."""
+    """Values of a `TrainerSettings`. `algorithm` has the values of an `AlgorithmSettings`, and `lora` those of a
+    `LoraSettings`, or None without adapters."""
     algorithm: dict[str, Any]
     lora: dict[str, Any] | None
     temperature: float
@@ -38,11 +38,11 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     max_staleness: int | None
     publish_dtype: str
-    """"float32" or "bfloat16"."""
+    """Data type of published weights: "float32" or "bfloat16"."""
     version: PolicyVersion
     seed: int
     deterministic: bool | None = None
-    """Whether ranks use deterministic algorithms; None means that they do only without CUDA."""
+    """Whether ranks use deterministic algorithms. With None, they do so only without CUDA."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
@@ -51,14 +51,16 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     rank: int
     size: int
     host: str = "127.0.0.1"
-    """Address of this process's machine for the other ranks; the rank listens on no other address."""
+    """Address at which the other ranks reach this rank's machine. The rank listens only on this address."""
     interface: str = "lo"
-    """Network interface of that address for gloo and NCCL. Empty: gloo and NCCL choose."""
+    """Network interface of `host`, for gloo and NCCL. If empty, gloo and NCCL choose an interface."""
     threads: int = 1
     device_index: int | None = None
-    """Index among the GPUs visible to the process; None means rank modulo the number of GPUs."""
+    """Index among the GPUs that are visible to the process. With None, the index is the rank modulo the number of these
+    GPUs."""
     scratch: str = ""
-    """Directory, in memory if possible, for the tensors of a published version. Empty: rank 0 creates one."""
+    """Directory for the tensors of a published version, in shared memory if possible. If empty, rank 0 creates a
+    directory."""
 
 
 class Listen(msgspec.Struct, frozen=True, tag="Listen"):
@@ -72,7 +74,7 @@ class RankSetup(msgspec.Struct, frozen=True, tag="Setup"):
     host: str
     port: int
     timeout_s: float
-    """Timeout of the controller's requests, from which the timeout of collectives is derived."""
+    """Timeout of the controller's requests in seconds. The timeout of collectives is derived from it."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag="Step"):
@@ -82,7 +84,7 @@ class TrainStep(msgspec.Struct, frozen=True, tag="Step"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="Publish"):
-    """Request to gather the weights in the form that engines load. Rank 0 writes them to a file."""
+    """Request to gather the weights in the form that engines load. Rank 0 writes the weights to a file."""
 
 
 class Save(msgspec.Struct, frozen=True, tag="Save"):
@@ -98,7 +100,7 @@ class Restore(msgspec.Struct, frozen=True, tag="Restore"):
 
 
 class Listening(msgspec.Struct, frozen=True, tag="Listening"):
-    """Answer to Listen. The port is 0 from ranks other than 0."""
+    """Answer to Listen. Ranks other than 0 answer with port 0."""
 
     host: str
     port: int
@@ -115,7 +117,7 @@ class Stepped(msgspec.Struct, frozen=True, tag="Stepped"):
 
     version: PolicyVersion
     metrics: dict[str, float]
-    """Empty from ranks before the last pipeline stage."""
+    """Metrics of the train step by name; empty from ranks of stages before the last pipeline stage."""
 
 
 class Published(msgspec.Struct, frozen=True, tag="Published"):
@@ -123,7 +125,7 @@ class Published(msgspec.Struct, frozen=True, tag="Published"):
 
     version: PolicyVersion
     path: str
-    """Path of a safetensors file on the rank's machine; empty from ranks other than 0."""
+    """Path of a safetensors file with the weights, on the machine of rank 0; empty from ranks other than 0."""
 
 
 ToRank = RankInfo | Listen | RankSetup | TrainStep | Publish | Save | Restore
@@ -150,10 +152,11 @@ def decode_from_rank(data: bytes) -> FromRank:
 
 
 def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
-    """Return the error that caused the Faults among `answers` (by rank), or None without a Fault.
+    """Return the error that caused the Faults among `answers`, a mapping by rank. None if there is no Fault.
 
-    A failing rank breaks the collectives of the other ranks, whose errors are consequences. Baton's errors therefore
-    take precedence, then OSErrors, and both keep their types. Any other error becomes RankLost.
+    A failing rank breaks the collectives of the other ranks, so their errors are only consequences. Therefore an error
+    of the classes in `KINDS` takes precedence over an OSError, and an OSError over any other error. These errors keep
+    their classes; any other error becomes RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
     errors = {rank: fault.error() for rank, fault in faults.items()}
@@ -170,16 +173,16 @@ def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
 
 
 def cause_of(lost: RankLost, answers: Mapping[int, FromRank]) -> BatonError | OSError:
-    """Return the error that a rank answered with, or `lost` if there is none."""
+    """Return the error that a rank reported in `answers`, or `lost` if no rank reported an error."""
     error = error_of(answers)
     return lost if error is None or isinstance(error, RankLost) else error
 
 
 HOW_TO_GO_ON = "continue from the last checkpoint with --resume, with any number of ranks"
-"""Advice at the end of every RankLost sentence."""
+"""Advice at the end of the message of every RankLost."""
 
 FAULT_GRACE_S = 10.0
-"""Seconds within which the other ranks must answer after one has answered with a Fault."""
+"""Time in seconds within which the other ranks must answer after one rank has answered with a Fault."""
 
 
 class Ranks(Protocol):
@@ -189,11 +192,11 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def ask(self, message: ToRank, timeout_s: float) -> list[FromRank]:
-        """Send a request to all ranks and return their answers in rank order, Faults included.
+        """Send a request to all ranks and return their answers in rank order, including Faults.
 
-        After one rank's Fault, the others have `FAULT_GRACE_S` left, because they may wait for this rank in a
-        collective. If a rank exits or does not answer in time, all ranks are ended, and RankLost naming this rank is
-        raised, or the error that another rank answered with (`error_of`).
+        After one rank's Fault, the other ranks must answer within `FAULT_GRACE_S`, because they may be waiting for the
+        failed rank in a collective. If a rank exits or does not answer in time, all ranks are ended. Then the error
+        that another rank reported is raised (`error_of`), or RankLost naming the rank if there is none.
         """
         ...
 

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 class Pipeline:
-    """One stage of a pipeline; by default the only one, which exchanges nothing."""
+    """One stage of a pipeline. By default, the pipeline has only one stage, which exchanges nothing."""
 
     def __init__(
         self,
@@ -27,7 +27,10 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """`ranks`: the ranks that compute the same rows, one of each stage. `dtype`: dtype of the hidden states."""
+        """`ranks`: the ranks that compute the same rows as this rank, one rank of each stage.
+
+        `dtype`: dtype of the hidden states.
+        """
         self.stage, self.num_stages = stage, len(ranks)
         self.is_last = stage == len(ranks) - 1
         self._ranks, self._dtype, self._device = ranks, dtype, device
@@ -39,11 +42,12 @@ class Pipeline:
         forward: Callable[[int, Tensor | None], Tensor],
         backward: Callable[[int, Tensor, Tensor | None], None],
     ) -> None:
-        """Run the passes of microbatches; the first `num_trained` have a backward pass.
+        """Run the passes of all microbatches. The first `num_trained` microbatches also get a backward pass.
 
-        `shapes`: shape of the hidden states between two stages for each microbatch. `forward` gets the output of the
-        previous stage (None on the first stage), and returns this stage's output, or the loss on the last stage.
-        `backward` gets the result of `forward` and its gradient (None for the loss).
+        `shapes`: shape of the hidden states between two stages for each microbatch. `forward` gets the index of a
+        microbatch and the output of the previous stage (None on the first stage). It returns this stage's output, or on
+        the last stage the loss. `backward` gets the index, the result of `forward` and the gradient of this result
+        (None for the loss).
         """
         kept: dict[int, tuple[Tensor | None, Tensor]] = {}
         leaving: Tensor | None = None
@@ -64,7 +68,7 @@ class Pipeline:
                 leaving = None if received is None else received.grad
 
     def receive(self, shape: Shape) -> Tensor | None:
-        """Return the output of the previous stage in a forward pass; None on the first stage."""
+        """Receive and return the previous stage's output of a forward pass. Return None on the first stage."""
         return self._exchange(None, None, Pass(0, True), [shape])
 
     def send(self, output: Tensor) -> None:
@@ -73,7 +77,7 @@ class Pipeline:
 
     @torch.no_grad()
     def add_other_end(self, values: Tensor) -> None:
-        """Add the last stage's values to those of the first stage, and vice versa."""
+        """Replace `values` on the first and the last stage by the sum of the values of both, in place."""
         other = torch.empty_like(values)
         rank = self._ranks[0 if self.is_last else -1]
         transfer([dist.P2POp(dist.isend, values, rank), dist.P2POp(dist.irecv, other, rank)])

@@ -25,7 +25,7 @@ from baton.trainer.parallel.messages import RankInfo, ToRank, decode_to_rank, en
 
 
 def serve(descriptor: int) -> None:
-    """Serve one parent until it closes the socket."""
+    """Run a rank for one parent process until the parent closes the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles stop signals, and its exit ends this process
         signal.signal(number, signal.SIG_IGN)
     parent = frame_socket_of(descriptor, MAX_FRAME_BYTES)

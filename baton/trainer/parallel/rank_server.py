@@ -1,4 +1,4 @@
-"""One trainer rank: answers messages of any transport."""
+"""One trainer rank: answers messages that any transport delivers."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class RankServer:
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def handle(self, message: messages.ToRank) -> messages.FromRank:
-        """Answer a message. Known errors become Fault answers; after a failed collective the group cannot continue.
+        """Answer a message. Known errors are answered with a Fault.
 
-        Other errors are raised: the rank exits with a traceback, and the transport detects the exit.
+        After a failed collective, the rank group cannot continue. Other errors are raised: the rank exits with a
+        traceback, and the transport detects the exit.
         """
         try:
             return self._answer(message)

@@ -15,7 +15,8 @@ from baton.types import Batch, PolicyVersion
 
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT_S = 1800.0
-"""Maximum time of a request to the ranks (start, train step, publication, checkpoint). After it, all ranks are
+"""Maximum time in seconds of a request to the ranks (start, train step, publication, checkpoint). After it, all ranks
+are
 ended."""
 
 
@@ -26,7 +27,10 @@ class RankedTrainer:
     """
 
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
-        """Connect the ranks and construct the trainer in each. Raises UserError for invalid settings, or RankLost."""
+        """Connect the ranks and construct the trainer in each rank.
+
+        Raises UserError for invalid settings, and RankLost.
+        """
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
         try:
             store = self._ask(messages.Listen(), messages.Listening)[0]

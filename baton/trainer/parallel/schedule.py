@@ -1,4 +1,6 @@
-"""The layers of pipeline stages, the order of a stage's passes (1F1B), and what it exchanges. Needs no torch.
+"""The layers of pipeline stages, the order of a stage's passes (1F1B), and the stage's exchanges.
+
+Does not import torch.
 
     stages 3, microbatches 4      time ─▶
     stage 0    F0 F1 F2          B0 F3       B1       B2       B3
@@ -19,10 +21,10 @@ from baton.errors import UserError
 
 
 def stage_layers(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage. `stages`: the number of stages, or the numbers themselves.
+    """Return the number of layers of each stage. `stages`: the number of stages, or the number of layers of each stage.
 
-    If the layers do not divide equally, the first stages get one more, because the last one computes the head. Raises
-    UserError if the numbers do not sum to the model's layers, or if a stage would have none.
+    If the layers do not divide equally, the first stages get one layer more, because the last stage also computes the
+    head. Raises UserError if the numbers do not sum to the model's layers, or if a stage would have no layer.
     """
     wanted = stages if isinstance(stages, int) else tuple(stages)
     if isinstance(wanted, int):
@@ -61,8 +63,8 @@ def _stage(stage: int, num_stages: int) -> int | None:
 def schedule(stage: int, num_stages: int, num_trained: int, num_scored: int = 0) -> list[Pass]:
     """Return the passes of a stage over microbatches 0 … num_trained − 1, then `num_scored` further forward passes.
 
-    A stage computes one forward pass ahead for each stage after it. At most num_stages − stage microbatches wait for
-    their backward pass.
+    Before its first backward pass, a stage runs one forward pass for itself and one for each later stage. At most
+    `num_stages − stage` microbatches wait for their backward pass.
     """
     ahead = min(num_stages - 1 - stage, num_trained)
     forwards = [Pass(place, True) for place in range(num_trained + num_scored)]
