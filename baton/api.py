@@ -371,8 +371,7 @@ class Run:
         """Continue the run from its latest checkpoint, with the given keys of the recipe changed.
 
         Raises UserError if a key must not change; the message names the keys that may change. If the reward is a
-        function of a
-        script, the script must define it again under the same name.
+        function of a script, the script must define it again under the same name.
         """
         place = {"run.directory": str(self.path.parent), "run.name": self.path.name}
         return self.recipe.override({**place, **(changes or {})}).resume(callbacks=callbacks)

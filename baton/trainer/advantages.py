@@ -56,8 +56,8 @@ class Outcome:
     name: str
     """Name `group/sample` of the episode, for messages."""
     reward: float
-    """Reward of the whole episode. With `turns`, only the part that belongs to no turn. The reward is given at
-    the last policy token."""
+    """Reward of the whole episode. With `turns`, only the part that belongs to no turn. The reward is given at the last
+    policy token."""
     num_tokens: int
     """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None

@@ -62,8 +62,8 @@ def value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of clipped squared errors, and a mask [B, K] of the tokens whose gradient the clip removed.
 
-    Σ_t ½ max((V_t − R_t)², (clip(V_t, V_old ± clip) − R_t)²) as in PPO's original code (arXiv 2005.12729, table 1):
-    a value that has moved towards its return by more than `clip` gets no gradient.
+    Σ_t ½ max((V_t − R_t)², (clip(V_t, V_old ± clip) − R_t)²) as in PPO's original code (arXiv 2005.12729, table 1): a
+    value that has moved towards its return by more than `clip` gets no gradient.
     """
     held = old_values + (values - old_values).clamp(-clip, clip)
     free_error, held_error = (values - returns).square(), (held - returns).square()

@@ -11,10 +11,9 @@ Three policies: the behavior policy sampled the tokens, the proximal policy is t
 step, and the current policy is the policy that the update changes. A correction (`corrections.py`) computes an `Anchor`
 from behavior and proximal logprobs: the denominator of the ratio, and a weight per token.
 
-Normalisation: an objective receives one microbatch of a minibatch, so it cannot compute a mean over the minibatch. Sums
-are divided by a `divisor`
-that the caller computes over the minibatch of all ranks, so the losses of the microbatches sum to the minibatch's loss.
-The aggregation determines whether a fully masked episode counts in the divisor:
+Normalisation: an objective receives one microbatch of a minibatch, so it cannot compute a mean over the minibatch. Its
+sums are divided by a `divisor` that the caller computes over the minibatch of all ranks. The losses of the microbatches
+therefore sum to the minibatch's loss. The aggregation determines whether a fully masked episode counts in the divisor:
 
 | aggregation       | divisor                       | a fully masked episode                                  |
 |-------------------|-------------------------------|---------------------------------------------------------|
@@ -179,10 +178,10 @@ def _loss(surrogate: torch.Tensor, inputs: LossInputs, shape: LossShape) -> torc
 def kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor, name: KlEstimator) -> KlEstimate:
     """Estimate KL(π_θ ‖ π_reference) from sampled tokens, [B, K] in nats; 0 at masked tokens.
 
-    With x = log π_θ − log π_reference: k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (joschu.net/blog/kl-approx.html).
-    k3 grows exponentially in −x, so it is bounded as in verl: x is clamped to ±20, then the estimate to `MAX_K3`. A
-    token whose estimate exceeds `MAX_K3` (x below about −2.6 or above 11 nats) gets no gradient. k1 and k2 need no
-    bound, because their derivatives are 1 and x.
+    With x = log π_θ − log π_reference: k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x (joschu.net/blog/kl-approx.html). k3
+    grows exponentially in −x, so it is bounded as in verl: x is clamped to ±20, then the estimate to `MAX_K3`. A token
+    whose estimate exceeds `MAX_K3` (x below about −2.6 or above 11 nats) gets no gradient. k1 and k2 need no bound,
+    because their derivatives are 1 and x.
     """
     apart = log_ratio(logprobs, reference_logprobs, mask)
     if name == "k1":

@@ -100,10 +100,9 @@ def trainer_phases(
 def logits_on_gpu(
     config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
 ) -> int:
-    """Return how many logits a rank on a GPU can compute at a time without raising its peak memory. Larger pieces are
+    """Return how many logits a rank on a GPU can compute at a time without raising its peak memory.
 
-
-    faster.
+    Computing more logits at a time is faster.
     """
     model = spec_of(config)
     phases = trainer_phases(

@@ -48,8 +48,7 @@ class TrainerSettings(Settings):
     limit, the run warns. Above the second, a step ends with an error before its next update. Typical values: 1e-9 in
     float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """The same two limits for the largest difference between engine and trainer in the log-probability of a token,
-    in
+    """The same two limits for the largest difference between engine and trainer in the log-probability of a token, in
     nats."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and does
@@ -66,7 +65,7 @@ class TrainerSettings(Settings):
     tokens, the metrics of entropy, mismatch and importance weights are means over all trained tokens. Does not change
     the update. If the loss depends on these episodes, the pass runs in any case."""
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass. Saves memory and costs about a third more
+    """Recompute each block's activations in the backward pass. This saves memory and needs about a third more
     computation."""
 
     moe_replay: Literal["off", "proximal", "engine"] = "off"

@@ -165,9 +165,7 @@ class RankGroup(SingleRank):
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Cut the modules to this stage, then apply tensor parallelism and FSDP.
 
-        Raises UserError for a model that these do not
-
-        support.
+        Raises UserError for a model that does not support them.
         """
         stored = [self._stored.pop(id(module), None) for module in modules]
         for module, own in zip(modules, stored, strict=True):

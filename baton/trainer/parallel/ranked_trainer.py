@@ -16,8 +16,7 @@ from baton.types import Batch, PolicyVersion
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT_S = 1800.0
 """Maximum time in seconds of a request to the ranks (start, train step, publication, checkpoint). After it, all ranks
-are
-ended."""
+are ended."""
 
 
 class RankedTrainer:
