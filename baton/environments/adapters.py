@@ -41,7 +41,8 @@ class LoadedEnvironment:
 
 
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
-    """Import an environment and recognise its shape. Raises UserError."""
+    """Import an environment and recognise its shape. Raises UserError if the import fails, or if the environment has
+    none of the known shapes."""
     factory = import_function(spec.path, what=f"environment {spec.name!r}:")
     kind: Any = factory if inspect.isclass(factory) else type(_probe(factory, spec))
     replay: Replay = getattr(kind, "replay", "log") if spec.replay is None else spec.replay
@@ -109,7 +110,8 @@ def _has(kind: type, method: str) -> bool:
 
 
 class _Gymnasium:
-    """Adapts Gymnasium and GEM. In a discrete action space, actions are read as integers. Observations become text."""
+    """Adapts Gymnasium and GEM. If the action space is discrete, the last integer in a turn is the action. Observations
+    are converted to text."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

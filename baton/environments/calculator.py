@@ -45,7 +45,7 @@ class Calculator(ToolEnvironment):
         is_compact: bool = False,
     ) -> None:
         """If `is_compact` is True, a call is a turn like `12*34=`, and the prompt is only the expression. Raises
-        UserError."""
+        UserError for values out of range."""
         if not 1 <= num_operations <= 50 or not 1 <= digits <= 9:
             raise UserError(
                 f"calculator: got num_operations {num_operations} and digits {digits}; allowed are 1 to 50 and 1 to 9"

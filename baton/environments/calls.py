@@ -26,7 +26,8 @@ class ToolFormat(msgspec.Struct, frozen=True):
     family: str
     """Form in which the template writes tool calls; `tools.py` lists the families."""
     is_rendered: bool = False
-    """Whether the template renders schemas. If not, the instructions contain them."""
+    """Whether the template renders the JSON schemas of tools. If not, the environment's instructions contain the
+    schemas."""
 
 
 class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
@@ -157,7 +158,7 @@ class EnvironmentReady(msgspec.Struct, frozen=True, tag="EnvironmentReady"):
     error: str | None = None
     """Reason why a class could not be loaded; None if all are loaded."""
     isolation: str = ""
-    """Isolation of the process, as a line for the user."""
+    """Line for the user that describes the isolation of the process."""
     never_replayed: tuple[str, ...] = ()
     """Names of the environments whose `replay` is "never"."""
 

@@ -1,4 +1,4 @@
-"""Programming problems: the policy writes a function, sees which examples fail, and may correct it."""
+"""Programming problems: the policy writes a function, sees which examples fail, and may correct the function."""
 
 from __future__ import annotations
 

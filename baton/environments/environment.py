@@ -23,7 +23,7 @@ class Environment(Protocol):
       warm start generates episodes with it;
     * `close()`: releases resources;
     * `prepare(**args) -> str`, a classmethod: called with the constructor's arguments when a process loads the class.
-      Returns a line that is shown to the user, such as the isolation in force, or raises UserError.
+      Returns a line that is shown to the user, such as a description of the isolation, or raises UserError.
     """
 
     def reset(self, *, seed: int, **row: Any) -> str:

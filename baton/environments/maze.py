@@ -21,8 +21,8 @@ class Maze:
     def __init__(
         self, size: int = 7, view: int = 2, max_turns: int = 12, actions_per_turn: int = 4, form: Form = "ragen"
     ) -> None:
-        """`size`: odd, including the outer walls. `view`: number of visible cells in each direction. Raises
-        UserError."""
+        """`size`: odd, including the outer walls. `view`: number of visible cells in each direction. Raises UserError
+        for values out of range."""
         if size < 5 or size % 2 == 0 or min(view, max_turns, actions_per_turn) < 1 or form not in ("ragen", "compact"):
             raise UserError(
                 f"maze: got size {size}, view {view}, max_turns {max_turns}, actions_per_turn {actions_per_turn}, form "

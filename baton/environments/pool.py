@@ -67,7 +67,7 @@ class _EnvironmentProcess:
     executed: dict[calls.EpisodeKey, int] = field(default_factory=dict)
     """Episodes with an instance in the current process → number of actions that it has executed."""
     popen: subprocess.Popen[bytes] | None = None
-    """None between the loss of a process and the start of its successor."""
+    """The running process; None between the loss of a process and the start of its successor."""
     pipe: FrameSocket | None = None
     is_ready: bool = False
     seen_at: float = 0.0
@@ -264,7 +264,8 @@ class EnvironmentPool:
             self._lose(process, FailureCause.TIMEOUT, "stopped responding and was killed")
 
     def _dispatch(self, process: _EnvironmentProcess) -> None:
-        """Start the next calls of a process. A suspected call runs alone."""
+        """Start the next calls of a process. A call runs alone if a process has ended or stopped responding while it
+        ran this call."""
         while process.is_ready and process.waiting and len(process.running) < self._max_running:
             call = process.waiting[0]
             request = call.request

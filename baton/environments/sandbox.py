@@ -4,7 +4,8 @@ The child is `python -I -S sandbox.py`. Before it executes the code, it permanen
 
 * rlimits limit memory, processor time, and the size and number of files;
 * Landlock (Linux 5.13) allows it to read Python's own files and to use its empty working directory, but no other file;
-* seccomp denies sockets, new programs and processes, signals to others, changes of permissions, and debugging calls;
+* seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, and
+  debugging calls;
 * as root, it drops its capabilities.
 
 This needs neither root nor namespaces. The code can use only the standard library. The limit of processor time decides
@@ -31,7 +32,7 @@ from typing import Any
 MAX_OUTPUT_BYTES = 2**20
 MAX_OPEN_FILES = 32
 START_S = 10.0
-"""Seconds added to the time limit for the start of Python."""
+"""Seconds that are added to the limit of wall time, because Python must start first."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3, _CLONE_THREAD = 435, 0x10000
@@ -49,7 +50,7 @@ _FORBIDDEN = {
         "218 425 426 427 434 438 52 53 54 55 452 5 6 7 463 261 265"
     ),
 }
-"""Numbers of the system calls that fail with EPERM, by machine."""
+"""Machine architecture → numbers of the system calls that fail with EPERM."""
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
 _SCRATCH_ACCESS = sum(1 << bit for bit in (1, 2, 3, 4, 5, 7, 8, 14))
 """Rights in the working directory: write, read, list, remove and make files and directories, truncate."""
@@ -63,7 +64,7 @@ class SandboxResult:
     """Standard output of the code, cut to `MAX_OUTPUT_BYTES`."""
     stderr: str
     exit_code: int
-    """Negative if a signal ended the process."""
+    """Exit code of the process; negative if a signal ended the process."""
     is_timeout: bool
 
 

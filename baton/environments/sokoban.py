@@ -58,7 +58,8 @@ class Room:
         return Room(self.size, self.floor, self.targets, boxes, ahead)
 
     def drawn(self, symbols: str, *, outer_wall: bool = True) -> str:
-        """Return the rows of the room, one symbol per cell, in the order of `SYMBOLS`."""
+        """Return the rows of the room, one symbol per cell. `symbols`: the symbol of each kind of cell, in the order of
+        `SYMBOLS`."""
         cells = range(self.size) if outer_wall else range(1, self.size - 1)
         return "\n".join("".join(symbols[self._symbol((row, column))] for column in cells) for row in cells)
 
@@ -79,7 +80,7 @@ class Room:
 
 
 def generate_room(seed: int, *, size: int, num_boxes: int, search_depth: int) -> Room:
-    """Return the room of a seed. A room whose boxes are all on targets is drawn again."""
+    """Return the room that `seed` determines. A room whose boxes are all on targets is drawn again."""
     dice = random.Random(f"sokoban:{seed}")
     while True:
         floor = _floor(dice, size)

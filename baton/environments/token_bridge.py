@@ -6,8 +6,8 @@ Rendering a whole conversation again and tokenising it changes the ids of earlie
 rewritten by the template), so the logprobs of sampled tokens would no longer belong to the ids that are trained. The
 bridge only appends. It derives the text around an observation from the template, once, when the run starts.
 
-A template that removes earlier reasoning from the history cannot be continued by appending. For such a turn the history
-is rendered again, which begins a new path of the episode.
+A template that removes earlier reasoning from the history cannot be continued by appending. When such a template
+removes reasoning, the whole history is rendered again, which begins a new path of the episode.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from baton.types import Message
 _USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
 """Texts that no template contains, so that their positions in a rendered conversation are known."""
 _OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
-"""No template contains this text either. A template that writes messages as JSON or HTML changes it."""
+"""Text of an observation that no template contains. A template that writes messages as JSON or HTML changes this text,
+and is refused."""
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
 _KEPT = frozenset((_OPEN_THOUGHT, _CLOSE_THOUGHT, *CALL_MARKERS))
 """Special tokens that are part of the text of a turn."""
 _TOOL = "quokka7tool"
 _THOUGHT_TAGS = re.compile(rf"(\s|{_OPEN_THOUGHT}|{_CLOSE_THOUGHT})*")
 _BEGIN_TEXT, _END_TEXT = "\ufdd0", "\ufdd1"
-"""Noncharacters of Unicode around the text of a message, in a history that is rendered."""
+"""Unicode noncharacters that `prompt` puts around text of special tokens before it renders a history, so that this text
+is encoded as plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +141,13 @@ class TokenBridge:
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
     def _marked(self, message: Message) -> str:
-        """Mark the special tokens in the text of a message. A turn keeps its tags, such as those of tool calls."""
+        """Return the text of a message with `_BEGIN_TEXT` and `_END_TEXT` around special tokens. A turn keeps its tags,
+        such as those of tool calls."""
         pattern = self._markers if message.role == "assistant" else self._named
         return pattern.sub(rf"{_BEGIN_TEXT}\g<0>{_END_TEXT}", _clean(message.content))
 
     def _marked_values(self, value: Any) -> Any:
-        """Mark the special tokens in the texts of a JSON value."""
+        """Return a JSON value whose strings have `_BEGIN_TEXT` and `_END_TEXT` around special tokens."""
         if isinstance(value, list):
             return [self._marked_values(one) for one in value]
         if isinstance(value, dict):

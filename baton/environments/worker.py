@@ -39,7 +39,7 @@ class _Outbox:
 
 
 def main() -> None:
-    """Serve until the run closes the socket."""
+    """Execute requests until the run closes the socket."""
     isolation = keep(network="--network" in sys.argv, who="environments", network_key="environments.allow_network")
     pipe = frame_socket_of(os.dup(0), calls.MAX_FRAME_BYTES)
     detach_streams()

@@ -29,7 +29,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
     """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
 
-    The adapters are float32 whatever the model's dtype. The adapters get values even if the model is on the meta
+    The adapters are float32 whatever the model's dtype. The adapters are initialised even if the model is on the meta
     device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
     """
     _check_peft()
@@ -107,7 +107,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's adapter by their names in `state_dict`. The tensors are detached, but not
+    """Return the tensors of a model's adapter, keyed by their names in `state_dict`. The tensors are detached, but not
     copied."""
     return {name: tensor.detach() for name, tensor in all_tensors(model).items() if ".lora_" in name}
 
@@ -152,7 +152,7 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
 
 
 def base_of_adapter(directory: Path) -> str | None:
-    """Return the base model of the adapter in a directory, or None if there is no adapter."""
+    """Return the path or hub name of the base model of the adapter in a directory, or None if there is no adapter."""
     file = directory / "adapter_config.json"
     if not file.is_file():
         return None

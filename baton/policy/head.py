@@ -37,8 +37,8 @@ from memory would take longer than computing with them. This limit does not appl
 more rows at a time."""
 
 PRODUCT_ROWS = 8192
-"""Number of rows (vocabulary entries) of the head's gradient that one matrix product computes, if its result is stored
-in a separate tensor before it is added to the gradient."""
+"""In bfloat16, the head's gradient [V, H] is computed in blocks of this number of rows. Each block is stored in a
+separate tensor and then added to the gradient, so a smaller block needs less memory."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Key of a model's configuration whose value scales the logits (Cohere, Falcon-H1, Granite) → 1 if the logits are
@@ -80,7 +80,7 @@ class Head:
 
 
 def use_float32_head(model: PreTrainedModel) -> None:
-    """Make a model's head multiply its bfloat16 inputs and weights to float32 products, even under autocast. Call it
+    """Make a model's head compute a float32 output from its bfloat16 inputs and weights, even under autocast. Call it
     before `find_head`."""
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     if type(head) is torch.nn.Linear:
@@ -93,7 +93,7 @@ def use_float32_head(model: PreTrainedModel) -> None:
 
 
 def has_float32_products(linear: torch.nn.Linear) -> bool:
-    """Return whether `use_float32_head` has changed this head."""
+    """Return whether `use_float32_head` has changed this linear layer."""
     return getattr(vars(linear).get("forward"), "func", None) is _float32_linear
 
 
@@ -116,8 +116,8 @@ def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 @cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether a device multiplies bfloat16 matrices to float32 products. CPUs and some ROCm builds of torch do
-    not."""
+    """Return whether a device can multiply bfloat16 matrices with a float32 result. CPUs and some ROCm builds of torch
+    do not."""
     factor = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.mm(factor, factor, out_dtype=torch.float32)
@@ -127,11 +127,10 @@ def has_wide_products(device: torch.device) -> bool:
 
 
 def find_head(model: PreTrainedModel) -> Head | None:
-    """Return the head, which maps the base model's last hidden states to logits, or None if it is not supported.
-
-    Scale and cap come from the model's configuration. The head's logits are compared once with those of the model's
-    `forward`. For an unsupported head, a warning is logged, and callers use `forward`, which computes all logits at
-    once.
+    """Return the head, which maps the base model's last hidden states to logits, or None if the head of this model is
+    not supported. Scale and cap come from the model's configuration. The head's logits are compared once with those of
+    the model's `forward`. For an unsupported head, a warning is logged, and callers use `forward`, which computes all
+    logits at once.
     """
     module: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     known: tuple[Any, Head | None] | None = getattr(model, "_baton_head", None)
@@ -216,8 +215,9 @@ def head_scores(
     """Return log π of the targets, and the entropies if requested, both [N] float32. At most `head.max_logits`
     logits are in memory at the same time.
 
-    `kept_NK`: sampling masks, over which π is normalised (`sampling_masks.py`); None means the whole vocabulary. N may
-    stand for several dimensions. If the logits are computed in several pieces, the backward pass recomputes each piece.
+    `kept_NK`: sampling masks (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole
+    vocabulary if `kept_NK` is None. N may stand for several dimensions. If the logits are computed in several pieces,
+    the backward pass recomputes each piece.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     kept_TK = None if kept_NK is None else kept_NK.view(-1, kept_NK.shape[-1])

@@ -68,7 +68,8 @@ def load_model(
 
 
 def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_dtype: str = "auto") -> PreTrainedModel:
-    """Construct the model of `path` with parameters on the meta device, for `fill_model`; set eval mode.
+    """Construct the model of `path` with parameters on the meta device, and set eval mode. `fill_model` can then read
+    the parameters.
 
     Buffers that no file contains are computed on the CPU. Raises UserError when `path` has no causal LM.
     """
@@ -92,8 +93,8 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
 
 
 def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors:
-    """Return the tensors of a model's files by their names in `model`. With the returned object, a rank can read its
-    own shards of a tensor without the other shards.
+    """Return the tensors of a model's files, keyed by their names in `model`. With the returned object, a rank can read
+    its own shards of a tensor without the other shards.
 
     All tensors are loaded into host memory in four cases: `path` is an adapter; the files are not safetensors;
     `file_layout` does not know their arrangement; `is_exact` is set and the files contain tensors that the model lacks.
@@ -186,8 +187,8 @@ def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path)
 
 
 def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
-    """Construct a model from its configuration, with arbitrary weights. Code that comes with the configuration is never
-    executed.
+    """Construct a model from the configuration in `directory`, with arbitrary weights. Code that comes with the
+    configuration is never executed.
 
     Raises UserError when the configuration does not describe a causal LM.
     """

@@ -180,7 +180,8 @@ def compile_blocks(model: PreTrainedModel) -> None:
 
 
 def _compiled(checkpoint: Any, block: partial[Any], *arguments: Any) -> Any:
-    """Checkpoint the forward pass of a block, which transformers passes as a `partial` of its class's function."""
+    """Run the compiled forward pass of a block with activation checkpointing. `block`: the forward pass, which
+    transformers passes as a `partial` of the class's function."""
     return checkpoint(partial(_compiled_function(block.func), *block.args, **block.keywords), *arguments)
 
 

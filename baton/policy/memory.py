@@ -1,4 +1,4 @@
-"""Copies tensors to a device, and measures the memory that they use and the available memory of a device."""
+"""Copies tensors to a device, and measures how much memory tensors use and how much memory a device has available."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ contains "max"."""
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to a device. CUDA reads it from pinned memory, so the call does not wait for the
-    copy."""
+    """Copy a tensor of the host to a device. To a CUDA device, the tensor is copied from pinned memory, and the call
+    does not wait until the copy is complete."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

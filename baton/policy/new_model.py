@@ -19,8 +19,8 @@ END = "<|end|>"
 PAD = "<|pad|>"
 ROLES = ("system", "user", "assistant")
 VISIBLE_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""Tags that the tokenizer encodes as one token each. They are not special tokens, because decoded text must keep them
-for scorers."""
+"""Tags that the tokenizer encodes as one token each. They are not special tokens, because scorers need them in the
+decoded text."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}"
     + END
@@ -29,8 +29,8 @@ CHAT_TEMPLATE = (
 
 
 def scratch_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer that encodes each digit and symbol as a token of its own, and add a chat
-    template."""
+    """Train a byte-level BPE tokenizer that encodes each digit and symbol as a token of its own. The tokenizer has a
+    chat template."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -65,7 +65,7 @@ class PackedTokens:
 
 
 _packed: ContextVar[PackedTokens | None] = ContextVar("packed", default=None)
-"""Tokens of the current pass; None in a padded pass."""
+"""Tokens of the current packed pass; None in a padded pass."""
 
 
 def concatenated(
@@ -111,8 +111,8 @@ def concatenated(
 
 
 def prefer_packed_attention(model: PreTrainedModel) -> None:
-    """If the model uses SDPA, replace its attention by an attention that separates packed rows. Passes over padded rows
-    are unaffected."""
+    """If the model uses SDPA, replace its attention function by `_attend`, which computes attention only within each
+    packed row. Passes over padded rows are unaffected."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED, _attend)
         AttentionMaskInterface.register(PACKED, sdpa_mask)

@@ -56,7 +56,7 @@ class RoutingReplay:
     ) -> None:
         """Wrap the model's routers. Raises UserError if the model has no router, or one that does not choose the top k.
 
-        `run`: calls a function with the model while its parameters are gathered (`SingleRank.run`).
+        `run`: calls a function with the model while the model's parameters are gathered (`SingleRank.run`).
         """
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
@@ -97,7 +97,7 @@ class RoutingReplay:
         self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
     ) -> Routing:
         """Convert the choices that an engine reported for the tokens at `places` to a `Routing`, with a tensor
-        [`num_places`, k] for each router. A token gets −1 if it is at another place, or if its bytes in `routing` are
+        [`num_places`, k] for each router. A position gets −1 if it is not in `places`, or if its bytes in `routing` are
         empty.
 
         Raises EngineFault for bytes that do not match this model's routers.
@@ -118,7 +118,8 @@ class RoutingReplay:
         return dict(zip(self._routers, parts, strict=True))
 
     def as_bytes(self, routing: Routing) -> list[bytes]:
-        """Return recorded choices as one bytes object per token, in the order of the routers (`num_bytes`)."""
+        """Return recorded choices as one bytes object per token, which contains the experts of one router after
+        another. `num_bytes` is its length."""
         chosen = torch.cat(tuple(routing.values()), dim=1).cpu().numpy().astype(_item(self._routers))
         return [row.tobytes() for row in chosen]
 

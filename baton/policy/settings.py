@@ -9,7 +9,8 @@ from pydantic import Field
 from baton.settings import Settings
 
 DTypeName = Literal["float32", "bfloat16"]
-"""Supported dtypes. float16 is two hundred times slower than bfloat16 on a CPU and needs loss scaling on a GPU."""
+"""Supported dtypes. float16 is not supported: it is two hundred times slower than bfloat16 on a CPU, and needs loss
+scaling on a GPU."""
 
 DTypeChoice = Literal["auto", "float32", "bfloat16"]
 """A dtype, or "auto": bfloat16 on CUDA, float32 on a CPU and on GPUs without bfloat16 (V100, T4)."""

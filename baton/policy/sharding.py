@@ -1,7 +1,7 @@
 """Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers a block's parameters to compute it.
 
-Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32 the results are
-those of one process, except for the order in which gradients are summed.
+Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32, the results equal
+those of a single process, except for the order in which gradients are summed.
 
 In bfloat16, embeddings, norms and the residual stream are bfloat16 too, because a block is gathered in bfloat16. A
 single process without sharding has float32 parameters instead, and rounds them in each linear layer. Gradients are
@@ -34,12 +34,14 @@ class Sharded(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
-        """Shard a module in place. Along a mesh of one dimension, the module is sharded. In a mesh of two dimensions,
-        the ranks along the first dimension have copies, and the ranks along the second have shards.
+        """Shard a module in place. On a one-dimensional mesh, the module is sharded over all ranks. On a
+        two-dimensional mesh, ranks along the first dimension hold copies, and ranks along the second dimension hold
+        shards.
 
-        Gradients are summed over ranks, not averaged, because each rank divides its loss by a number of tokens or
-        samples of all ranks. `dtype`: dtype in which parameters are gathered, except the module's `float32_parts`.
-        Frozen parameters that the model keeps in float32, such as the biases of routers, stay whole on each rank.
+        Gradients are summed over ranks, not averaged, because each rank divides its loss by the number of tokens or
+        samples on all ranks together. `dtype`: dtype in which parameters are gathered, except the module's
+        `float32_parts`. Frozen parameters that the model keeps in float32, such as the biases of routers, stay whole on
+        each rank.
         """
         super().__init__()
         self.module = module

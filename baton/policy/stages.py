@@ -47,7 +47,8 @@ class StageModel:
         embedding, head = base.get_submodule(before[0]), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_tied = getattr(head, "weight", None) is embedding.weight
         self.shared = [f"{prefix}{before[0]}.weight"] if is_tied and (is_first or is_last) and len(layers) > 1 else []
-        """Names of the parameters that both the first and the last stage have: a tied embedding."""
+        """Names of the parameters that both the first and the last stage have: the weight of a tied embedding. Empty on
+        all other stages."""
         if not is_first:
             setattr(base, before[0], _Embedding(self, embedding, embedding.weight if is_tied and is_last else None))
         for name in () if is_first else before[1:]:

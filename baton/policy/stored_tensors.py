@@ -73,7 +73,8 @@ class StoredPiece:
 
 
 class StoredTensors:
-    """Tensors by name. Any part of a tensor can be read. Files stay mapped until the object is deleted."""
+    """Named tensors in files or in memory. Any part of a tensor can be read. Files stay mapped until the object is
+    deleted."""
 
     def __init__(self, pieces: Mapping[str, Sequence[tuple[StoredPiece, Callable[[], Any]]]]) -> None:
         """`pieces`: for each name, its pieces, each with a function that returns an object whose slices are tensors."""
@@ -218,7 +219,7 @@ def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece |
 
 
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
-    """Return the tensors of a model's files by their names in the model.
+    """Return the tensors of a model's files, keyed by their names in the model.
 
     Returns None if the files lack a tensor that `file_layout` names; with `is_exact`, also if they have other tensors.
     Raises SafetensorError for a damaged file.
@@ -248,8 +249,8 @@ def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = Fa
 def fill_model(module: torch.nn.Module, stored: StoredTensors, device: torch.device) -> None:
     """Read all parameters of a module that are on the meta device, and those of its buffers that the files contain.
 
-    The module is a model, which may have adapters, or contains the body of a model as `trunk`. Shards stay shards, and
-    tied parameters stay tied.
+    The module is a model, which may have adapters, or contains the body of a model as `trunk`. Sharded parameters stay
+    sharded, and tied parameters stay tied.
     """
     trunk = getattr(module, "trunk", None)
 
@@ -323,7 +324,8 @@ class ModelWriter:
     def __init__(
         self, directory: Path, layout: Mapping[str, Sequence[StoredPiece]], dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """`layout`: the pieces of each tensor. Creates the files, and an index if there are several. Raises OSError."""
+        """`layout`: the pieces of each tensor. Creates the weight files, and an index file if there are several. Raises
+        OSError."""
         self._layout = layout
         groups: list[dict[str, Spec]] = [{}]
         size = total = 0

@@ -17,7 +17,8 @@ from baton.policy.stages import all_tensors, is_float32
 
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by their names in `state_dict` (`all_tensors`). They are detached, but not copied.
+    """Return the model's tensors, keyed by their names in `state_dict` (`all_tensors`). The tensors are detached, but
+    not copied.
 
     Tied weights appear once, under the name that safetensors files use.
     """

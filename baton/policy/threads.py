@@ -15,7 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 def set_up_threads(threads: int, *, deterministic: bool | None = None) -> None:
     """Set the number of torch's threads, and on CUDA the precision of float32 matrix products.
 
-    `deterministic`: whether torch uses deterministic algorithms; None means that it does only without CUDA.
+    `deterministic`: whether torch uses deterministic algorithms; None means True on machines without CUDA and False
+    with CUDA.
     """
     torch.set_num_threads(threads)
     has_cuda = torch.cuda.is_available()
@@ -39,7 +40,8 @@ def set_deterministic(is_on: bool) -> None:
 def unordered_writes(device: torch.device) -> Iterator[None]:
     """Disable deterministic algorithms on CUDA during writes to indices that all differ.
 
-    Such writes are deterministic anyway, and an indexed write then takes one kernel launch instead of about fifteen.
+    Such writes are deterministic even then. An indexed write takes one kernel launch, instead of about fifteen with
+    deterministic algorithms.
     """
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield

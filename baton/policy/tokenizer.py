@@ -31,12 +31,13 @@ class Tokenizer:
         return str(self.hf.decode(list(token_ids), skip_special_tokens=not keep_special))
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of plain text, without special tokens."""
+        """Return the ids of plain text, without adding special tokens."""
         return list(self.hf.encode(text, add_special_tokens=False))
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the tokenizer of a model directory or a run. Raises UserError when it is missing or has no chat template."""
+    """Load the tokenizer of a model directory or a run. Raises UserError when the tokenizer is missing or has no chat
+    template."""
     check_model_path(path, holding="tokenizer_config.json")
     name, revision = split_revision(path)
     from transformers import AutoTokenizer  # imported here because the import is slow and few commands need it
@@ -55,7 +56,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 def split_revision(path: str) -> tuple[str, str]:
     """Split the name of a model on the hub, such as `owner/name@revision`, into name and revision. The default revision
-    is `main`. The path of a directory is returned unchanged."""
+    is `main`. For the path of a directory, the returned name is the path."""
     name, _, revision = ("", "", "") if Path(path).is_dir() else path.partition("@")
     return name or path, revision or "main"
 
@@ -88,7 +89,8 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Patterns of the files of a model that are downloaded; other files are copies for other frameworks."""
+"""Patterns of the files of a model that are downloaded. Other files on the hub are copies of the weights for other
+frameworks."""
 
 
 def _is_cached(path: str, holding: str) -> bool:

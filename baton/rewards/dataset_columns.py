@@ -23,7 +23,7 @@ REFERENCE_COLUMNS = (
     "answerKey",
     "Answer",
 )
-"""Columns that may hold the reference answer, in order of preference; a dot selects a nested column."""
+"""Columns that may hold the reference answer, in order of preference. A dot in a name selects a nested column."""
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 

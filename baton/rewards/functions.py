@@ -40,7 +40,7 @@ MAX_REWARD = 1e6
 """Maximum magnitude of a reward and of each reward part. Statistics are computed in float32, which has 7 digits. Above
 this limit, rewards that differ by 0.1 become equal; the square of a reward above 1.8e19 overflows."""
 PASSED: dict[str, RewardFunction] = {}
-"""Functions that a script passed to `baton.train`, by their paths in the recipe. Other processes cannot call them."""
+"""Path in the recipe → function that a script passed to `baton.train`. Other processes cannot call these functions."""
 BUILT_IN: dict[Signature, tuple[str, ...]] = {
     "names": ("prompt", "response", "parsed", "episode"),
     "trl": ("prompts", "completions", "completion_ids", "answer"),
@@ -91,7 +91,8 @@ def detect_signature(function: RewardFunction) -> Signature:
 
 
 def check_arguments(path: str, function: RewardFunction, signature: Signature, tasks: Iterable[ScoredTask]) -> None:
-    """Raise UserError if a function needs an argument that is neither built in nor a column of each task."""
+    """Raise UserError if a function needs an argument that is neither in `BUILT_IN` nor a column of every task in
+    `tasks`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -118,7 +119,7 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Call]) -> tuple[Outcome, ...]:
-    """Like `call_function`, but for a thread without an event loop."""
+    """Call a function as `call_function` does, but from a thread that runs no event loop."""
     try:
         result = waited(_call(function, signature, calls))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function is the user's and may raise anything

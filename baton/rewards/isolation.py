@@ -1,5 +1,5 @@
-"""Isolates a scorer process as far as the platform allows, which limits accidents. It is not a sandbox for hostile
-code.
+"""Isolates a scorer process as far as the platform allows, which limits the damage of accidents. The isolation is not a
+sandbox for hostile code.
 
       run ══ pipes ══▶ supervisor ──forks──▶ scorer ──starts──▶ processes that a reward function starts
 
@@ -84,7 +84,7 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
     """Fork, and return only in the child, which becomes the scorer. The parent becomes the supervisor and exits with
     the scorer's exit code.
 
-    `who`: subject of the sentence in `Isolation.description`. network_key: recipe key that allows the network; the
+    `who`: subject of the sentence in `Isolation.description`. `network_key`: recipe key that allows the network; the
     sentence names it.
     """
     wake = _wake_on_signals()
@@ -166,8 +166,8 @@ def _forget_signals() -> None:
 
 
 def _wait(child: int, wake: int) -> int:
-    """Wait for the child to end, and kill it on SIGTERM or when the run ends. Return its exit code, or 128 + n if
-    signal n killed it."""
+    """Wait for the child to end, and kill it on SIGTERM or when the run ends. Return the child's exit code, or 128 + n
+    if signal n killed the child."""
     poll = select.poll()
     poll.register(0, 0)  # event mask 0: poll reports only that the other end has closed; the scorer reads the data
     poll.register(wake, select.POLLIN)

@@ -6,8 +6,9 @@ call is therefore at fault. Asynchronous scorers share one worker process. If th
 unfinished calls is repeated in a separate process, which shows which call is at fault. All code of this file runs in
 the thread of one event loop.
 
-Process pools of libraries do not fit. In tests, pebble 5.2 had three faults: the whole pool breaks when an idle worker
-dies, the cause of a failed import is lost, and processes that a killed scorer had started keep running.
+The process pools of libraries do not meet these requirements. In tests, pebble 5.2 had three faults: the whole pool
+breaks when an idle worker dies, the cause of a failed import is lost, and processes that a killed scorer had started
+keep running.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class WorkerPool:
     async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
         """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers.
 
-        `spec`: index in `ScorerSetup.specs`. may_share: whether other calls may run in the same process at the same
+        `spec`: index in `ScorerSetup.specs`. `may_share`: whether other calls may run in the same process at the same
         time.
         """
         if may_share:
@@ -69,8 +70,8 @@ class WorkerPool:
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
-        """Start a process; return a line for the user that describes its isolation. Raises UserError if the process
-        cannot load its scorers."""
+        """Start a worker process; return a line for the user that describes its isolation. Raises UserError if the
+        process cannot load its scorers."""
         self._idle.append(await self._start_worker_process())
         return self._isolation
 

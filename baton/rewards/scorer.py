@@ -1,5 +1,5 @@
-"""Scores responses. The result has the reward, which is the weighted sum of the reward parts, and whether the answer is
-correct.
+"""Scores responses. The result contains the reward, which is the weighted sum of the reward parts, and states whether
+the answer is correct.
 
 Scorers that always return quickly are called inline. All other scorers are called in a background thread while the run
 generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the trajectory has no
@@ -60,8 +60,8 @@ NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
 OF_EPISODES = ("function", "http")
 """Kinds of reward parts that score multi-turn episodes."""
 OF_ANSWERS = ("exact", "math", "format")
-"""Kinds of reward parts that apply only to single-turn tasks. In a multi-turn task, the environment gives this
-reward."""
+"""Kinds of reward parts that apply only to single-turn tasks. In a multi-turn task, the environment's reward takes
+their place."""
 MAX_UNANSWERED = 32
 """After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested: a call
 that it has answered before is repeated. If the scorer answers the test, the responses caused the failures and the run
@@ -166,8 +166,8 @@ class RewardScorer:
             raise DeadlineExceeded(f"{self._names()} returned no reward within {self.timeout_s:.0f} s") from error
 
     def submit(self, finished: Sequence[Finished], prompt: Prompt, responses: Sequence[Response]) -> None:
-        """Submit finished trajectories of one prompt: with `sees_groups` the whole group in one call, otherwise each
-        trajectory as soon as it finishes.
+        """Submit finished trajectories of one prompt. If `sees_groups` is True, submit the whole group in one call;
+        otherwise submit each trajectory as soon as it finishes.
 
         `responses`: the text of each trajectory, or the turns and observations of each episode.
 
@@ -450,8 +450,8 @@ class RewardScorer:
         return self._thread
 
     def _longest_call_s(self) -> float:
-        """Return the maximum number of seconds between two results. It does not depend on the length of the queue,
-        because a call is always running."""
+        """Return the maximum number of seconds between two results. This number does not depend on the length of the
+        queue, because a call is always running."""
         deadline_s = max([self._settings.deadline_s, *(r.deadline_s or 0.0 for r in self._rewards)])
         return LOAD_TIMEOUT_S + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
 
@@ -499,7 +499,8 @@ def _too_large(total: float) -> tuple[FailureCause, str] | None:
 
 
 def require_judged(groups: Sequence[Group], what: str) -> None:
-    """Raise UserError with the first cause if no trajectory has a reward, which means that a scorer does not work."""
+    """Raise UserError if no trajectory has a reward, because then a scorer does not work. The error states the cause of
+    the first failure."""
     failures = [member.judgement.failure for group in groups for member in group.members]
     if failures and all(failure is not None for failure in failures):
         raise UserError(f"none of the {len(failures)} trajectories of {what} could be scored: {failures[0]}")

@@ -19,7 +19,7 @@ import msgspec
 from baton.types import Episode, FailureCause, Message, Prompt, plain
 
 Signature = Literal["names", "trl", "verl"]
-"""Calling convention of a reward function; docs/rewards.md describes the three."""
+"""Calling convention of a reward function; docs/rewards.md describes the three conventions."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ def failed(calls: Sequence[Call], cause: FailureCause, detail: str) -> tuple[Out
 
 
 class FunctionSpec(msgspec.Struct, frozen=True, tag="FunctionSpec"):
-    """A reward function by import path."""
+    """A reward function, identified by its import path."""
 
     path: str
     signature: Signature
@@ -74,7 +74,7 @@ class FunctionSpec(msgspec.Struct, frozen=True, tag="FunctionSpec"):
 
 
 class ScorerSpec(msgspec.Struct, frozen=True, tag="ScorerSpec"):
-    """The scorer of a task, by the import path of the function that constructs it."""
+    """The scorer of a task, identified by the import path of the function that constructs it."""
 
     task: str
     path: str
@@ -86,7 +86,7 @@ class ScorerSpec(msgspec.Struct, frozen=True, tag="ScorerSpec"):
 
 
 class MathSpec(msgspec.Struct, frozen=True, tag="MathSpec"):
-    """The scorer math-verify."""
+    """The scorer that compares answer and reference with math-verify."""
 
     def __str__(self) -> str:
         return "math-verify"
@@ -115,7 +115,7 @@ class ScoredTask(Protocol):
 
     @property
     def columns(self) -> Collection[str]:
-        """Names of the metadata that at least one prompt of the task has."""
+        """Keys of the metadata that at least one prompt of the task has."""
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return the metadata to send to a worker process, with additional values if these make `score` faster in the

@@ -30,8 +30,8 @@ from baton.types import FailureCause
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
-"""Maximum pause before a repeated call. Pauses are random; their upper limit doubles from 0.2 s for the first
-repetition to this value."""
+"""Maximum pause before a repeated call. Pauses are random. Their upper limit is 0.2 s for the first repetition, and
+doubles with each further repetition up to this value."""
 CLOSE_TIMEOUT_S = 10.0
 
 Result = TypeVar("Result")
@@ -58,7 +58,7 @@ class ScoringThread:
     async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
         """Make a call in a worker process, and repeat the call if the process crashes.
 
-        `spec`: index in `ScorerSetup.specs`. concurrency: maximum number of concurrent calls of this scorer in the
+        `spec`: index in `ScorerSetup.specs`. `concurrency`: maximum number of concurrent calls of this scorer in the
         shared process. 0 means that the call runs in a process that executes no other call at the same time.
         """
         call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)

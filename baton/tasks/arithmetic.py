@@ -3,9 +3,9 @@
 They draw the same problems as the tasks of these names in reasoning-gym 0.1.25, so runs with and without that package
 are equal. Two cases differ on purpose, because reasoning-gym is wrong there:
 
-* It raises an error if an expression divides by zero; here, another expression is drawn.
-* With `allow_parentheses = False` its answers ignore the precedence of operators; here, the answer is the value of the
-  expression. A division rounds down.
+* reasoning-gym raises an error if an expression divides by zero; here, another expression is drawn.
+* With `allow_parentheses = False`, reasoning-gym ignores the precedence of operators; here, the answer is the value
+  of the expression. A division rounds down.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class BasicArithmetic(_Sizes):
     format_style: Literal["simple", "natural"] = "simple"
     """Wording of the question. natural: one of four wordings."""
     whitespace: Literal["no_space", "single", "random"] = "single"
-    """Blanks between numbers and operators."""
+    """Spaces between numbers and operators."""
 
     def draw(self, dice: random.Random) -> tuple[str, str]:
         """Return a question and its expression."""

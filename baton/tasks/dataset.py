@@ -79,8 +79,8 @@ class FileTask:
         return metadata
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Return 1 if answer and reference are equal as numbers, or as text without outer blanks; otherwise 0. With the
-        scorer `letter`, compare the letters of the choices instead."""
+        """Return 1 if answer and reference are equal as numbers, or as text without whitespace around it; otherwise 0.
+        With the scorer `letter`, compare the letters of the choices instead."""
         if answer is None or reference is None:
             return 0.0
         if self._scorer == "letter":
@@ -155,8 +155,8 @@ class FileTask:
 
 
 def read_demonstrations(path: str, seed: int) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """Yield (prompt messages, response) of each row with `prompt` and `completion`. The iterator never ends: it repeats
-    the rows, shuffled again in each epoch.
+    """Yield (prompt messages, response) of each row, from its columns `prompt` and `completion`. The iterator never
+    ends: it repeats the rows, shuffled again in each epoch.
 
     Raises UserError that names the file and the line or row.
     """

@@ -29,7 +29,7 @@ class DemonstrationSettings(Settings):
     """[demonstrations] Generated answers for a warm start."""
 
     direct_share: float = Field(default=0.6, ge=0, le=1)
-    """Share of direct demonstrations, which answer without steps."""
+    """Share of demonstrations that are direct: they answer without steps."""
     direct_wrong_share: float = Field(default=0.9, ge=0, le=1)
     """Share of direct demonstrations whose answer is wrong by 1 to 9."""
     slip_share: float = Field(default=0.08, ge=0, le=1)
@@ -124,7 +124,7 @@ def _restated(tree: ast.expr, working: _Working) -> tuple[list[str], int]:
 
 
 def _reduce_once(tree: ast.expr, working: _Working) -> ast.expr:
-    """Replace the first operation with two number operands by its result."""
+    """Replace the first operation whose two operands are numbers by its result."""
     if isinstance(tree, ast.UnaryOp):
         if _literal(tree.operand) is None:
             return ast.UnaryOp(tree.op, _reduce_once(tree.operand, working))

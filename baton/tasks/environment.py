@@ -68,7 +68,7 @@ class EnvironmentTask:
         self.spec, self.name = spec, spec.name
         self._settings, self.rows = settings, rows
         self.check_stop: Callable[[], None] = lambda: None
-        """Called about once a second while an environment is reset; it may raise."""
+        """Called about once a second while an environment is reset. An error that it raises ends the reset."""
         self._lock = threading.Lock()
         self._pool: EnvironmentPool | None = None
         self._local: EnvironmentInstances | None = None

@@ -18,7 +18,7 @@ unlikely."""
 
 
 def canonical_problem(gym_name: str, entry: Entry) -> str:
-    """Return the text that identifies a reasoning-gym entry's problem."""
+    """Return the canonical form of the problem in a reasoning-gym entry."""
     metadata = entry["metadata"]
     if gym_name in ("chain_sum", "basic_arithmetic"):
         return f"arithmetic:{_expression(entry)}"

@@ -1,7 +1,7 @@
 """The worker's side of weight transfer: a fetch either replaces the held version with the requested version, or changes
 nothing.
 
-    plan      follow manifests from the requested version back to the held version or to a keyframe; fewest bytes win
+    plan      follow manifests from the requested version to the held version or a keyframe; choose the fewest bytes
     fetch     get chunks from the sources and verify each before use (`chunk_fetcher.py`)
     stage     decode the parts into a copy of the held bytes
     verify    compare every tensor of the copy with its digest
@@ -36,7 +36,7 @@ from baton.weights.shared import SharedMemory
 from baton.weights.sources import WeightsSource
 
 MAX_STEPS = 4096
-"""Maximum number of versions through which one fetch leads from its base to the requested version."""
+"""Maximum number of versions that one fetch decodes one after another, ending with the requested version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Fetcher:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of the held version by name. The caller must not change them."""
+        """Name → tensor of the held version. The caller must not change the tensors."""
         return {} if self._held is None else self._held[1]
 
     def hold(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -100,7 +100,7 @@ class Fetcher:
             self._held, self._staged = (version, tensors), None
 
     def fetch(self, want: PolicyVersion, *, deadline_s: float) -> Mapping[str, torch.Tensor]:
-        """Fetch and verify a version, hold it, and return its tensors. The caller must not change them.
+        """Fetch and verify a version, hold it, and return its tensors. The caller must not change these tensors.
 
         Raises WeightsFault when no source sends a complete and correct version, and DeadlineExceeded after
         `deadline_s`. After an error the held version is the same as before.

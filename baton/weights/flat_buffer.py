@@ -51,7 +51,7 @@ def flattened(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, .
 
 
 def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, torch.Tensor]:
-    """Return the tensors in a flat buffer by name, as views of the buffer."""
+    """Return the tensors in a flat buffer, keyed by name, as views of the buffer."""
     whole = torch.from_numpy(flat_buffer)
     found, at = {}, 0
     for entry in entries:
@@ -62,7 +62,7 @@ def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str
 
 
 def piece_digests(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, str]:
-    """Return the digest of each tensor's bytes by name."""
+    """Return name → digest of the tensor's bytes."""
     ends = list(accumulate(entry.num_bytes for entry in entries))
 
     def digest(place: tuple[TensorEntry, int]) -> str:

@@ -6,9 +6,9 @@ bfloat16 at small learning rates, 1 % of the weights account for a third of all 
 elements are therefore encoded separately for each bucket.
 
 Both sides hold the base, so only the limits of the buckets are sent. Limits are compared with the highest byte of an
-element without its sign, which for bfloat16 and float32 is the exponent. The first bucket contains the elements below
-the first limit. The second bucket contains the elements between the two limits. All other changed elements are encoded
-by their positions among all elements.
+element after its sign bit has been removed. For bfloat16 and float32, this byte is the exponent. The first bucket
+contains the elements below the first limit. The second bucket contains the elements between the two limits. All other
+changed elements are encoded by their positions among all elements.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One way to construct the flat buffer: from the encoding alone, or from a delta and the flat buffer of `base`."""
+    """One way to construct the flat buffer: from the encoding alone, or, if the encoding is a delta, from the encoding
+    and the flat buffer of `base`."""
 
     base: PolicyVersion | None
     """The version that the delta requires; None for a whole encoding."""
@@ -133,7 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def base(self) -> PolicyVersion | None:
-        """The base of the delta, or None without a delta."""
+        """The base of the delta; None if there is no delta."""
         return None if self.delta is None else self.delta.base
 
     @property

@@ -78,7 +78,7 @@ class Publisher:
     ) -> PublishedVersion:
         """Store a version and make it visible to readers. Publishing the same version again changes nothing.
 
-        `when_shared`: called when the version is in shared memory, before it is coded and stored for other machines.
+        `when_shared`: called when the version is in shared memory, before it is encoded and stored for other machines.
 
         Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
         number is already published. Raises StorageFault when a file cannot be written; the version is then not visible
@@ -161,7 +161,7 @@ class Publisher:
 
 
 def _cut(coded: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """Cut encoded bytes into chunks of `size` bytes; the last one may be smaller."""
+    """Cut encoded bytes into chunks of `size` bytes; the last chunk may be smaller."""
     waiting = bytearray()
     for data in coded:
         waiting += data

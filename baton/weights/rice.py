@@ -1,10 +1,10 @@
 """Rice code (Rice 1979) for boolean masks. The code of a mask is nearly as short as the mask's entropy.
 
 If a random fraction d of the elements is true, the gaps between them are geometrically distributed, which suits a Rice
-code. The code stores the low k bits of a gap unchanged and the higher bits in unary, with 2^k ≈ 0.69 / d. It needs no
-table, so a mask with few true elements takes few bytes. Each block of gaps has its own k, because tensors and rows
-change at different rates. A gap costs at most 0.13 bits more than its entropy. `BitWriter` also applies zstd, which
-helps only if the positions are not random.
+code. The code stores the low k bits of a gap unchanged and the higher bits in unary, with 2^k ≈ 0.69 / d. A Rice code
+needs no table, so a mask with few true elements takes few bytes. Each block of gaps has its own k, because tensors and
+rows change at different rates. A gap costs at most 0.13 bits more than its entropy. `BitWriter` also applies zstd,
+which helps only if the positions are not random.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ class WeightsSettings(Settings):
 
     transport: Literal["store", "direct"] = "store"
     """How a version reaches the engines. `store`: as files, in shared memory or in `weights.store`. `direct`: from the
-    trainer's memory into the engine's, without files. `direct` requires kind `vllm` in the run's own process. On a CPU
-    it uses gloo. On GPUs it uses vLLM's own transfer engines; this has never run."""
+    trainer's memory into the engine's, without files. `direct` requires an engine of kind `vllm` in the run's own
+    process. On a CPU it uses gloo. On GPUs it uses vLLM's own transfer engines; this has never run."""
     dtype: PublishDtype = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
     dtype once, before their digest is computed. Every engine loads the rounded weights, even an engine in the trainer's

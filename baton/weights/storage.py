@@ -182,7 +182,7 @@ class RemoteStorage:
         """Do nothing: each write returned only after the remote side had stored the file."""
 
     def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in a thread. After a timeout, the thread is left running. At most MAX_CALLS such threads
+        """Make a call in a new thread. If the call times out, its thread keeps running. At most `MAX_CALLS` threads
         exist."""
         timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
         if not self._free.acquire(timeout=timeout_s):

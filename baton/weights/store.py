@@ -132,9 +132,9 @@ class Store:
         """Remove the files that no machine needs any more; return the number of removed files.
 
         `live`: versions that a worker has or requests. `collect` keeps these, and the latest `keep` versions of the
-        lineage that was published last, or of every lineage if this process has published no version. It also keeps all
-        versions from each kept version back to a keyframe. It removes manifests before their chunks, so a visible
-        version always has its data.
+        lineage that was published last, or of every lineage if this process has published no version. For each kept
+        version, it also keeps all earlier versions back to a keyframe. It removes manifests before their chunks, so a
+        visible version always has its data.
         """
         with self._lock:
             kept = self._needed(list(live), keep)

@@ -33,7 +33,8 @@ class Rendezvous:
         )
 
     def announce(self, name: str) -> dict[str, Any]:
-        """Announce a communicator; return what a replica needs in order to join it."""
+        """Announce a communicator; return the address and other values that a replica needs in order to join it
+        (`join_replica`)."""
         _dist.PrefixStore(name, self._store).set(_OPEN, "")
         return {"host": self.host, "port": self._store.port, "name": name, "timeout_s": self._timeout_s}
 

@@ -101,7 +101,7 @@ class CloseGroup(msgspec.Struct, frozen=True, gc=False):
 
 
 class WaitUntil(msgspec.Struct, frozen=True, gc=False):
-    """Report `DeadlinePassed` at this time."""
+    """Report `DeadlinePassed` at the time `at_s`."""
 
     at_s: float
 
