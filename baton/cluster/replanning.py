@@ -98,7 +98,7 @@ class Replanner:
         """Make this the current plan. From the next step on, the run is compared with its predictions."""
         self.plan, self._known = plan, self._measured
         if self.predictions is not None and (old := self.predictions.current) is not None:
-            new = predictions_of_plan(plan, old.source, old.of("trainer memory"))
+            new = predictions_of_plan(plan, old.source, old.memory)
             steps = max((int(row["step"]) for row in read_metrics(self.recipe.run.path)), default=0)
             self.predictions.replace(new, steps)
 

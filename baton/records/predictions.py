@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from baton.errors import Damaged
 from baton.files import write_whole
 
 FILE = "predictions.json"
+MEMORY = "trainer memory"
+"""Term whose prediction depends on the largest microbatch of the run, which depends on the lengths of responses."""
 TOLERANCE = 0.15
 """A term is off if the measured value differs from the predicted value by more than this fraction, or, for shares, by
 more than this difference."""
@@ -34,7 +37,7 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "training": ("s", lambda row: row["time/train"]),
     "transfer": ("s", lambda row: row.get("swarm/broadcast_s", row["time/weight_sync"])),
     "staleness": ("versions", lambda row: row["staleness/mean"]),
-    "trainer memory": ("bytes", lambda row: row["perf/trainer_peak_bytes"]),
+    MEMORY: ("bytes", lambda row: row["perf/trainer_peak_bytes"]),
     "trainer idle": ("share", lambda row: 1 - row["time/train"] / row["perf/step_time"]),
     "engine slots idle": (
         "share",
@@ -46,11 +49,37 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
 length is an input of the predictions: a difference in it explains differences of other terms."""
 
 
+MemoryByTokens = tuple[tuple[int, float], ...]
+"""(tokens of the largest microbatch with padding, bytes of the trainer) in ascending order. The last one has the most
+tokens that a microbatch can have."""
+
+
 class Prediction(msgspec.Struct, frozen=True):
     """A predicted value of one of the TERMS."""
 
     term: str
     value: float
+    by_tokens: MemoryByTokens = ()
+    """Of the trainer's memory; `value` is the last one, which assumes responses of the maximum length."""
+
+    def at(self, tokens: float | None) -> float:
+        """Return the value if the largest microbatch has so many tokens; None: the most possible."""
+        if tokens is None or not self.by_tokens:
+            return self.value
+        places, values = np.array(self.by_tokens).T
+        return float(np.interp(tokens, places, values))
+
+    def assumption(self, tokens: float | None) -> str:
+        """Return the assumption of `at` about the largest microbatch in a sentence, or nothing."""
+        if not self.by_tokens:
+            return ""
+        most = f"{self.by_tokens[-1][0]:,} tokens, the most that the recipe allows"
+        if tokens is None:
+            return f"{self.term} is predicted for a microbatch of {most}"
+        return (
+            f"{self.term} is predicted for the largest microbatch of the run, {tokens:,.0f} tokens; "
+            f"it is {self.value / 2**30:.3g} GiB for {most}"
+        )
 
 
 class Predictions(msgspec.Struct, frozen=True):
@@ -61,6 +90,10 @@ class Predictions(msgspec.Struct, frozen=True):
     terms: tuple[Prediction, ...]
     after_step: int = 0
     """The predictions apply to train steps after this one."""
+
+    @property
+    def memory(self) -> MemoryByTokens:
+        return next((each.by_tokens for each in self.terms if each.term == MEMORY), ())
 
     def of(self, term: str) -> float | None:
         return next((each.value for each in self.terms if each.term == term), None)
@@ -79,29 +112,41 @@ class Comparison(msgspec.Struct, frozen=True):
     """Measured value divided by predicted value, minus 1. For shares, and if the prediction is 0: the difference."""
     is_off: bool
     """Whether the error exceeds the TOLERANCE."""
+    assumption: str = ""
+    """Assumption of the prediction that depends on the run."""
 
 
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
     """Compare predictions with the metrics of a run. Rows of evaluations and the first train steps are excluded."""
     steps = [row for row in rows if "perf/step_time" in row and row["step"] > predictions.after_step]
     steps = steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
-    found = []
+    tokens, found = _peak_tokens(steps), []
+    told_of = {each.term: each for each in predictions.terms}
     for term, (unit, of) in TERMS.items():
-        predicted, measured, error = predictions.of(term), _measured(steps, unit, of), None
+        told, measured, error = told_of.get(term), _measured(steps, unit, of), None
+        predicted = None if told is None else told.at(tokens)
+        assumption = "" if told is None else told.assumption(tokens)
         if predicted is not None and measured is not None:
             error = measured - predicted if unit == "share" or not predicted else measured / predicted - 1
-        found.append(Comparison(term, unit, predicted, measured, error, error is not None and abs(error) > TOLERANCE))
+        is_off = error is not None and abs(error) > TOLERANCE
+        found.append(Comparison(term, unit, predicted, measured, error, is_off, assumption))
     return tuple(found)
 
 
 def ratios(predictions: Predictions, row: Row) -> dict[str, float]:
     """Return the quotient measured / predicted as a metric, for each term that has both values."""
-    found = ((each, _measured([row], *TERMS[each.term])) for each in predictions.terms)
+    tokens = _peak_tokens([row])
+    found = ((each.term, each.at(tokens), _measured([row], *TERMS[each.term])) for each in predictions.terms)
     return {
-        f"measured_over_predicted/{each.term.replace(' ', '_')}": value / each.value
-        for each, value in found
-        if value is not None and each.value
+        f"measured_over_predicted/{term.replace(' ', '_')}": measured / predicted
+        for term, predicted, measured in found
+        if measured is not None and predicted
     }
+
+
+def _peak_tokens(rows: Sequence[Row]) -> float | None:
+    """Return the tokens of the largest microbatch; None in metrics of an earlier version."""
+    return max((row[key] for row in rows if (key := "perf/trainer_peak_tokens") in row), default=None)
 
 
 def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> float | None:

@@ -20,7 +20,6 @@ from baton.environments.token_bridge import TokenBridge
 from baton.errors import UserError, first_line
 from baton.files import writing
 from baton.policy.load import end_ids, load_model, torch_device, torch_dtype
-from baton.policy.memory import peak_memory
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import Tokenizer, load_tokenizer
 from baton.recipe.changes import with_current_keys
@@ -283,7 +282,7 @@ def _build_loop(
         state=place.state,
         last_checkpoint=place.checkpoint,
         stop=stop,
-        peak_memory=peak_memory,
+        peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
         turns=_turns(recipe, port, trainer),
         clock=StageTimer(trace),
     )

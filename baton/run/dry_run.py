@@ -26,6 +26,7 @@ from baton.run.memory import (
     engine_terms_of,
     explain,
     gib,
+    most_tokens_of,
     needed_bytes,
     processes_of,
     rank_phases_of,
@@ -119,15 +120,20 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
     )
 
 
-def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> float:
-    """Return the memory of the training process, or of its largest rank. A single trainer on this machine (`is_here`)
-    runs in the process of the hub. on_cpu: by default, as in `footprint`."""
+def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> tuple[tuple[int, float], ...]:
+    """Return (tokens of the largest microbatch, memory of the training process or of its largest rank), up to the most
+    tokens that a microbatch can have. A single trainer on this machine (`is_here`) runs in the process of the hub.
+    on_cpu: by default, as in `footprint`."""
     config, model = check_room(recipe, is_here=is_here)
     spec = spec_of(config, sum(p.numel() for p in model.parameters()))
     on_cpu = _on_cpu(recipe, is_here=is_here) if on_cpu is None else on_cpu
-    sizes = {process.name: process.num_bytes for process in processes_of(recipe, spec, on_cpu=on_cpu)}
-    in_hub = is_here and recipe.trainer.ranks == 1
-    return float(max(size for name, size in sizes.items() if "trainer" in name) + in_hub * sizes.get("the hub", 0))
+    in_hub, most, found = is_here and recipe.trainer.ranks == 1, most_tokens_of(recipe), []
+    for tokens in (*(2**power for power in range((most - 1).bit_length())), most):
+        processes = processes_of(recipe, spec, on_cpu=on_cpu, most_tokens=tokens)
+        sizes = {process.name: process.num_bytes for process in processes}
+        own = max(size for name, size in sizes.items() if "trainer" in name)
+        found.append((tokens, float(own + in_hub * sizes.get("the hub", 0))))
+    return tuple(found)
 
 
 def _on_cpu(recipe: Recipe, *, is_here: bool) -> bool:

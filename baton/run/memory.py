@@ -23,7 +23,7 @@ from baton.policy.settings import DTypeChoice, LoraSettings, dtype_on
 from baton.recipe.recipe import Recipe
 from baton.run.devices import DeviceLayout
 from baton.specs.model import ModelSpec
-from baton.trainer.memory import trainer_phases
+from baton.trainer.memory import microbatch_tokens, trainer_phases
 from baton.trainer.parallel.schedule import stage_layers
 
 GENERATION = "generation"
@@ -68,9 +68,21 @@ def value_bytes(dtype: DTypeChoice, *, on_cpu: bool) -> int:
     return 4 if dtype_on("cpu" if on_cpu else "cuda", dtype) == "float32" else 2
 
 
-def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int = 0) -> tuple[Phase, ...]:
-    """Return the phases of a trainer rank of the recipe. stage: index of the rank's pipeline stage."""
-    longest = recipe.engine.max_context_tokens
+def most_tokens_of(recipe: Recipe) -> int:
+    """Return the tokens that a microbatch has at most on one rank: its trajectories have the maximum length."""
+    return math.ceil(microbatch_tokens(recipe.trainer, recipe.engine.max_context_tokens, _batch_tokens(recipe)))
+
+
+def _batch_tokens(recipe: Recipe) -> float:
+    trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
+    return trajectories * recipe.engine.max_context_tokens / recipe.algorithm.num_minibatches
+
+
+def rank_phases_of(
+    recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int = 0, most_tokens: float = math.inf
+) -> tuple[Phase, ...]:
+    """Return the phases of a trainer rank of the recipe. stage: index of the rank's pipeline stage. most_tokens: tokens
+    of the largest microbatch, if it is smaller than `most_tokens_of`."""
     trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
     return trainer_phases(
         model,
@@ -79,13 +91,14 @@ def rank_phases_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int
         recipe.lora,
         value_bytes=value_bytes(recipe.trainer.dtype, on_cpu=on_cpu),
         published_bytes=_published_bytes(recipe, on_cpu=on_cpu),
-        longest_tokens=longest,
-        batch_tokens=trajectories * longest / recipe.algorithm.num_minibatches,
+        longest_tokens=recipe.engine.max_context_tokens,
+        batch_tokens=_batch_tokens(recipe),
         on_cpu=on_cpu,
         stage=stage,
         float32_head=recipe.model.head_dtype == "float32",
         max_kept=recipe.rollout.max_kept,
         sampled_tokens=trajectories * recipe.rollout.max_new_tokens,
+        most_tokens=most_tokens,
     )
 
 
@@ -94,11 +107,16 @@ def _published_bytes(recipe: Recipe, *, on_cpu: bool) -> int:
     return value_bytes(published, on_cpu=on_cpu)
 
 
-def stages_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> list[tuple[tuple[Phase, ...], int]]:
+def stages_of(
+    recipe: Recipe, model: ModelSpec, *, on_cpu: bool, most_tokens: float = math.inf
+) -> list[tuple[tuple[Phase, ...], int]]:
     """Return the phases of a rank and the number of layers, for each pipeline stage. Raises UserError if the recipe's
     stages do not fit the model."""
     layers = stage_layers(recipe.trainer.stages, model.num_layers)
-    return [(rank_phases_of(recipe, model, on_cpu=on_cpu, stage=stage), count) for stage, count in enumerate(layers)]
+    return [
+        (rank_phases_of(recipe, model, on_cpu=on_cpu, stage=stage, most_tokens=most_tokens), count)
+        for stage, count in enumerate(layers)
+    ]
 
 
 def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[Term, ...]:
@@ -120,16 +138,21 @@ def engine_terms_of(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> tuple[
 
 
 def processes_of(
-    recipe: Recipe, model: ModelSpec, *, on_cpu: bool, layout: DeviceLayout | None = None
+    recipe: Recipe,
+    model: ModelSpec,
+    *,
+    on_cpu: bool,
+    layout: DeviceLayout | None = None,
+    most_tokens: float = math.inf,
 ) -> tuple[ProcessMemory, ...]:
     """Return the processes of the recipe that run on this machine's devices, with their memory.
 
     layout: this machine's GPUs; None on a CPU, and on other machines. On other machines every process has a GPU of its
     own, except the engine of a single trainer. Only engines of kind `embedded` are counted. Other engines take a fixed
-    share of their device.
+    share of their device. most_tokens: as in `rank_phases_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
-    phases = rank_phases_of(recipe, model, on_cpu=on_cpu)
+    phases = rank_phases_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
     has_engine = recipe.engine.kind == "embedded"
     engine = engine_terms_of(recipe, model, on_cpu=on_cpu) if has_engine else ()
     apart = recipe.swarm.workers if recipe.swarm.is_on else recipe.engine.processes
@@ -138,7 +161,7 @@ def processes_of(
     engine_gpus = () if layout is None else layout.engines
     generation, found = [Phase(GENERATION, engine)], []
     if ranks > 1 or not is_inside or engine_gpus != trainer_gpus:
-        stages = stages_of(recipe, model, on_cpu=on_cpu)
+        stages = stages_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
         size = ranks // len(stages)
         name = "the trainer" if ranks == 1 else f"each of {size} trainer ranks" if size > 1 else "the trainer rank"
         for stage, (own, count) in enumerate(stages):

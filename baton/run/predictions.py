@@ -10,7 +10,7 @@ import msgspec
 
 from baton.cost.efficiency import Efficiencies, Efficiency
 from baton.records.metrics import read_metrics
-from baton.records.predictions import Prediction, Predictions, compare
+from baton.records.predictions import MEMORY, MemoryByTokens, Prediction, Predictions, compare
 from baton.specs.plan import Plan
 
 DECODE_SHARES = "decode", "decode_compute", "prefill"
@@ -19,8 +19,8 @@ FACTORS = 0.1, 10.0
 """Range of the factors by which measured rates correct an efficiency."""
 
 
-def predictions_of_plan(plan: Plan, source: str, memory_bytes: float | None) -> Predictions:
-    """Return the predictions of a plan. memory_bytes: the trainer's memory, which follows from the recipe."""
+def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Predictions:
+    """Return the predictions of a plan. memory: the trainer's, which follows from the recipe; empty if unknown."""
     times, work = plan.breakdown, plan.work
     values: dict[str, float | None] = {
         "step": times.step_s,
@@ -28,18 +28,20 @@ def predictions_of_plan(plan: Plan, source: str, memory_bytes: float | None) -> 
         "training": times.train_s,
         "transfer": times.sync_s,
         "staleness": plan.mean_staleness,
-        "trainer memory": memory_bytes,
         "trainer idle": 1 - times.train_s / times.step_s,
         # without overlap, the slots of a batch become idle one by one, and a plan does not predict the times
         "engine slots idle": 1 - times.rollout_s / times.step_s if times.overlaps else None,
         "response length": None if work is None else work.mean_output_tokens,
     }
-    return predictions(source, values)
+    return predictions(source, values, memory)
 
 
-def predictions(source: str, values: Mapping[str, float | None]) -> Predictions:
+def predictions(source: str, values: Mapping[str, float | None], memory: MemoryByTokens) -> Predictions:
     """Return predictions without the terms that are unknown."""
-    return Predictions(source, tuple(Prediction(term, v) for term, v in values.items() if v is not None))
+    found = [Prediction(term, value) for term, value in values.items() if value is not None]
+    if memory:
+        found.append(Prediction(MEMORY, memory[-1][1], memory))
+    return Predictions(source, tuple(found))
 
 
 def measured_rates(

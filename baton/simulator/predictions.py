@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.cost.efficiency import CalibrationSettings
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_settings, read_workload
-from baton.records.predictions import Predictions
+from baton.records.predictions import MemoryByTokens, Predictions
 from baton.run.predictions import predictions
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.request import run_request
@@ -16,8 +16,8 @@ from baton.simulator.run import RunOptions
 STEPS = 50
 
 
-def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, memory_bytes: float) -> Predictions:
-    """Return the predictions for a run on this machine. `memory_bytes`: as in `predictions_of_plan`."""
+def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, memory: MemoryByTokens) -> Predictions:
+    """Return the predictions for a run on this machine. `memory`: as in `predictions_of_plan`."""
     measured, work = read_settings(CalibrationSettings, calibration).build(), read_workload(workload)
     source = RecipeSource(recipe, measured, work)
     recorded = recorded_groups(workload) if workload.is_dir() else ()
@@ -32,9 +32,9 @@ def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, mem
             "training": result.train_s,
             "transfer": transfer_s,
             "staleness": result.mean_staleness,
-            "trainer memory": memory_bytes,
             "trainer idle": 1 - result.trainer_busy,
             "engine slots idle": 1 - result.rollout_occupancy * result.generate_s / result.step_s,
             "response length": work.output.mean,
         },
+        memory,
     )

@@ -20,7 +20,7 @@ from baton.policy.adapters import add_adapters
 from baton.policy.head import find_head, set_max_logits
 from baton.policy.load import torch_dtype
 from baton.policy.logprobs import compute_in
-from baton.policy.memory import peak_bytes
+from baton.policy.memory import peak_bytes, peak_memory
 from baton.policy.routing import RoutingReplay
 from baton.policy.settings import LoraSettings
 from baton.policy.sharding import box_of, local
@@ -147,6 +147,8 @@ class LocalTrainer:
         self._num_applied = 0
         """Number of updates that a diverged train step applied before it failed. The resulting weights belong to no
         version, and only `restore` may follow."""
+        self._peak_tokens = 0
+        """Tokens, including padding, of the largest microbatch so far."""
         self._alarms = Alarms(algorithm, settings)
 
     @property
@@ -162,6 +164,10 @@ class LocalTrainer:
         """Return the peak bytes of device memory used by this process since the last call; None on a CPU."""
         device = self._offload.device
         return peak_bytes(device) if device.type == "cuda" else None
+
+    def peak_memory(self) -> dict[str, float]:
+        """Return the metrics of this process's peak memory, and of the microbatch on which it depends."""
+        return {**peak_memory(), "perf/trainer_peak_tokens": float(self._peak_tokens)}
 
     def sleep(self) -> None:
         """Move all tensors to the host (`offload.py`). `publish`, `save` and `restore` still work."""
@@ -214,6 +220,7 @@ class LocalTrainer:
                 state = f"{self._num_applied} of {algorithm.num_updates} updates are applied, so no version has them"
             raise TrainingDiverged(f"{error}; {state}") from error
         totals.add_ranks(self._parallel)
+        self._peak_tokens = max(self._peak_tokens, totals.largest)
         self._num_updates += algorithm.num_updates
         self._version = PolicyVersion(start.lineage, batch.step)
         if not self._parallel.pipeline.is_last:

@@ -41,6 +41,12 @@ def spec_of(config: Any, num_params: int | None = None) -> ModelSpec:
     return msgspec.structs.replace(found, other_params=found.other_params + num_params - found.params)
 
 
+def microbatch_tokens(settings: TrainerSettings, longest_tokens: int, batch_tokens: float) -> float:
+    """Return the tokens that a microbatch has at most on one rank; arguments as in `trainer_phases`."""
+    limit = max(settings.max_tokens_per_microbatch, longest_tokens)
+    return max(min(limit, batch_tokens / settings.data_ranks), min(limit, longest_tokens))
+
+
 def trainer_phases(
     model: ModelSpec,
     settings: TrainerSettings,
@@ -56,24 +62,24 @@ def trainer_phases(
     float32_head: bool = False,
     max_kept: int = 0,
     sampled_tokens: float = 0.0,
+    most_tokens: float = float("inf"),
 ) -> tuple[Phase, ...]:
     """Return the phases of one rank of a trainer, in pipeline stage `stage`.
 
     `value_bytes`: bytes per value in linear layers. `published_bytes`: bytes per weight of a published version.
     `longest_tokens`: maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`:
     maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that have a sampling
-    mask.
+    mask. `most_tokens`: tokens of the largest microbatch, if it is smaller than these allow.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
     has_reference = algorithm.kl_coef and (lora is None or algorithm.reference is not None)
-    limit = max(settings.max_tokens_per_microbatch, longest_tokens)
-    tokens = max(min(limit, batch_tokens / data_ranks), min(limit, longest_tokens))
+    tokens = microbatch_tokens(settings, longest_tokens, batch_tokens)
     alone = settings.ranks == 1
     return rank_phases(
         model,
         RankShape(
-            tokens=tokens,
+            tokens=min(tokens, most_tokens),
             shards=settings.shard_size or data_ranks,
             split=settings.tensor_parallel,
             is_stage=settings.num_stages > 1,

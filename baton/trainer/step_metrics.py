@@ -58,6 +58,8 @@ class Totals:
     """Number of tokens in the passes of the updates, without padding."""
     places: float = 0.0
     """Number of tokens in the passes of the updates, including padding."""
+    largest: int = 0
+    """Number of tokens, including padding, in the largest microbatch of this rank."""
     imbalance: float | None = None
     """Largest `places` of a rank, divided by the mean over ranks; None with one rank."""
 
@@ -78,6 +80,7 @@ class Totals:
         self.distance = BehaviorDistance(*map(add, self.distance, apart))._replace(max_diff=max_diff)
         self.real += num_tokens
         self.places += num_places
+        self.largest = max(self.largest, num_places)
         return found.loss
 
     def add_values(self, sums: ValueSums[torch.Tensor]) -> None:

@@ -4,8 +4,9 @@
 
 Each case trains two steps, publishes, and writes checkpoints, with one thread in each process. The measured number is
 the largest resident set of a process (`VmHWM`); the shares of anonymous, file and shared memory are those of the
-largest sample. SmolLM2-135M is read from models/smollm2. Qwen3-0.6B has random weights and the tokenizer of SmolLM2; it
-is made in the directory SCRATCH, and its full training needs 13 GB of free memory.
+largest sample. An engine in another process maps the published version, which the dry run lists as a use of its own, so
+what is told of such an engine includes it. SmolLM2-135M is read from models/smollm2. Qwen3-0.6B has random weights and
+the tokenizer of SmolLM2; it is made in the directory SCRATCH, and its full training needs 13 GB of free memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
+from baton.records.metrics import read_metrics
 from baton.run.memory import processes_of
 from baton.trainer.memory import spec_of
 from benchmarks.machine import machine
@@ -152,22 +154,30 @@ def main() -> None:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             params = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        told = [
-            process for process in processes_of(recipe, spec_of(config, params), on_cpu=True) if not process.on_host
-        ]
+        spec = spec_of(config, params)
+        every = processes_of(recipe, spec, on_cpu=True)
+        told = [process for process in every if not process.on_host]
+        published = sum(process.num_bytes for process in every if process.on_host)
         command = [sys.executable, "-m", "baton", "train", str(base), "--overwrite", *overrides]
         code, peaks = run(command, options.scratch / "log.txt")
         rows = [row for row in rows if (row["model"], row["case"]) != (model, name)]
+        steps = read_metrics(options.scratch / "run" / recipe.run.name)
+        tokens = max((row.get("perf/trainer_peak_tokens", 0.0) for row in steps), default=0.0)
+        at_tokens = {process.name: process for process in processes_of(recipe, spec, on_cpu=True, most_tokens=tokens)}
         own = [item for item in peaks.items() if item[0] in ("trainer", "baton engine")]  # not those that only start
         for process, (key, peak) in zip(told, sorted(own, key=lambda item: item[0] != "trainer"), strict=True):
             row = {"model": model, "case": name, "process": process.name, "command": key, "keys": keys}
-            row |= {"parameters": params, "exit_code": code, "peak": peak, "told": process.num_bytes}
+            mapped = published if key == "baton engine" else 0
+            bytes_told = process.num_bytes + mapped
+            row |= {"parameters": params, "exit_code": code, "peak": peak, "told": bytes_told, "published": mapped}
+            row |= {"largest_microbatch": tokens, "told_for_it": at_tokens[process.name].num_bytes + mapped}
             row |= {"phase": process.phase, "parts": {part.name: part.num_bytes for part in process.parts}}
             rows.append({**row, **machine()})
             print(
                 f"{model}, {name}, {process.name}: exit {code}, measured {peak['VmHWM'] / 1e9:.2f} GB, without files "
                 f"{peak['without_files'] / 1e9:.2f}, told "
-                f"{process.num_bytes / 1e9:.2f} ({process.num_bytes / peak['VmHWM']:.2f})",
+                f"{bytes_told / 1e9:.2f} ({bytes_told / peak['VmHWM']:.2f}), for {tokens:.0f} tokens "
+                f"{row['told_for_it'] / 1e9:.2f}",
                 flush=True,
             )
         options.output.write_text(json.dumps({"torch": torch.__version__, "common": COMMON, "rows": rows}, indent=1))

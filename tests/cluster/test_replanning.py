@@ -77,11 +77,11 @@ def test_a_new_plan_replaces_the_predictions_of_the_run_also_if_their_file_is_da
     planner, left = Replanner(of, plan), yard("h0", "l0")
     of.run.path.mkdir(parents=True)
     planner.predictions = RunPredictions(of.run.path, None)
-    planner.predictions.replace(predictions_of_plan(plan, "plan.json", 5e9), 0)
+    planner.predictions.replace(predictions_of_plan(plan, "plan.json", ((64, 5e9),)), 0)
     (of.run.path / FILE).write_text("{")
     assert planner.replan_workers(left, names(left)).workers is not None
     assert planner.predictions.current == read_predictions(of.run.path)
-    assert planner.predictions.current == predictions_of_plan(planner.plan, "plan.json", 5e9)
+    assert planner.predictions.current == predictions_of_plan(planner.plan, "plan.json", ((64, 5e9),))
 
 
 def test_what_cannot_be_planned_leaves_things_as_they_are_and_says_why(tmp_path: Path) -> None:

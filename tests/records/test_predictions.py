@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.errors import Damaged
 from baton.records.predictions import (
     FILE,
+    MEMORY,
     Comparison,
     Prediction,
     Predictions,
@@ -67,6 +69,27 @@ def test_the_first_fifth_of_the_steps_is_left_out_and_memory_is_the_peak() -> No
     measured[5]["perf/trainer_peak_bytes"] = 3e9
     assert term("step", told(), measured).measured == 10.0
     assert term("trainer memory", told(), measured).measured == 3e9
+
+
+def test_memory_is_predicted_for_the_largest_microbatch_of_the_run() -> None:
+    memory = Prediction(MEMORY, 9e9, ((1, 1e9), (1024, 2e9), (4096, 5e9), (8192, 9e9)))
+    predictions = Predictions("plan.json", (memory,))
+    measured = rows(*({"perf/trainer_peak_bytes": 3.6e9, "perf/trainer_peak_tokens": n} for n in (900, 2048, 2560)))
+    found = term(MEMORY, predictions, measured)
+    assert found.predicted == pytest.approx(3.5e9)  # half of the way from 1,024 to 4,096 tokens
+    assert not found.is_off
+    assert found.assumption == (
+        "trainer memory is predicted for the largest microbatch of the run, 2,560 tokens; it is 8.38 GiB for 8,192 "
+        "tokens, the most that the recipe allows"
+    )
+    assert ratios(predictions, measured[2])["measured_over_predicted/trainer_memory"] == pytest.approx(3.6 / 3.5)
+    earlier = term(MEMORY, predictions, rows({}, {}))
+    assert (earlier.predicted, earlier.is_off) == (9e9, True), "the recipe's most, without the metric"
+    assert earlier.assumption == (
+        "trainer memory is predicted for a microbatch of 8,192 tokens, the most that the recipe allows"
+    )
+    assert predictions.memory == memory.by_tokens
+    assert msgspec.json.decode(msgspec.json.encode(predictions), type=Predictions) == predictions
 
 
 def test_what_is_not_predicted_or_not_measured_has_no_error() -> None:

@@ -52,7 +52,7 @@ def rates(plan: Plan, run: Path) -> tuple[Efficiencies, tuple[str, ...]]:
 
 def written(run: Path, plan: Plan, **changed: float) -> Path:
     """A run's directory with predictions and metrics."""
-    RunPredictions(run, None).replace(predictions_of_plan(plan, "plan.json", None), 0)
+    RunPredictions(run, None).replace(predictions_of_plan(plan, "plan.json", ()), 0)
     rows = measured(plan, **changed)
     (run / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     return run
@@ -87,7 +87,7 @@ def test_only_a_run_of_this_plan_corrects_it(plan: Plan, tmp_path: Path) -> None
 
 
 def test_what_a_plan_does_not_predict_is_left_out(plan: Plan) -> None:
-    found = predictions_of_plan(plan, "plan.json", None)
+    found = predictions_of_plan(plan, "plan.json", ())
     assert found.of("trainer memory") is None
     assert found.of("engine slots idle") is None, "without overlap, a plan has no mean over a batch"
     assert found.of("response length") == 40

@@ -144,6 +144,7 @@ def test_any_number_of_ranks_makes_the_update_of_one_process(name: str, pool: Ra
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours.pop("tokens/imbalance", 1.0) > 1.0) == (size > 1)
             assert ours.pop("perf/trainer_peak_bytes") > 0  # in one process, the loop adds it
+            assert ours.pop("perf/trainer_peak_tokens") > 0
             apart = {"tokens/padding_frac"}
             assert ours.keys() == theirs.keys()
             for key in ours.keys() - apart:

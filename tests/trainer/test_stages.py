@@ -143,6 +143,7 @@ def test_stages_make_the_update_of_one_process(name: str, pool: RankPool, deep_p
         for ours, theirs in zip(found, expected, strict=True):
             ours.pop("tokens/imbalance", None)
             assert ours.pop("perf/trainer_peak_bytes") > 0  # in one process, the loop adds it
+            assert ours.pop("perf/trainer_peak_tokens") > 0
             assert ours.keys() == theirs.keys()
             for key in ours.keys() - {"tokens/padding_frac"}:
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key

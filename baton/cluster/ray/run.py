@@ -143,10 +143,10 @@ class _RayAttempts:
                 )
             self.has_begun = True
             is_cpu = placement.ranks[0].gpu == CPU
-            memory_bytes = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)
+            memory = trainer_bytes(recipe, is_here=False, on_cpu=is_cpu)
             self.planner.predictions = loop.predictions
             try:
-                predicted = predictions_of_plan(self.planner.plan, str(self.order.plan), memory_bytes)
+                predicted = predictions_of_plan(self.planner.plan, str(self.order.plan), memory)
                 loop.predictions.replace(predicted, loop.state.step)
                 loop.train()
             finally:

@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import TCPStore
 from baton.errors import BatonError, fault_of
 from baton.files import memory_directory
 from baton.policy.load import torch_device, torch_dtype
-from baton.policy.memory import peak_memory
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
 from baton.trainer.factory import make_trainer
@@ -87,7 +86,7 @@ class RankServer:
                 return messages.Ready(self._trainer.version)
             case messages.TrainStep(batch=batch):
                 metrics = self._trained.step(batch)
-                return messages.Stepped(self._trained.version, metrics and {**metrics, **peak_memory()})
+                return messages.Stepped(self._trained.version, metrics and {**metrics, **self._trained.peak_memory()})
             case messages.Publish():
                 return self._publish()
             case messages.Save(directory=directory):

@@ -58,6 +58,9 @@ def _print_predictions(console: Console, report: RunReport) -> None:
         unit = " points" if each.unit == "share" else " %"
         table.add_row(each.term, *values, "" if each.error is None else f"{100 * each.error:+.0f}{unit}")
     console.print(table)
+    for each in report.predictions:
+        if each.assumption:
+            console.print(each.assumption)
     off = [each.term for each in known if each.is_off]
     lacking = [each.term for each in report.predictions if each.error is None]
     within = f"{len(known) - len(off)} of {len(known)} predictions within {100 * TOLERANCE:.0f} %"
