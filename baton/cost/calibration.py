@@ -1,4 +1,5 @@
-"""What GPUs achieve: published values with their ranges (`specs/catalogue/achieved.toml`), or a user's measurements."""
+"""Efficiencies of GPUs: published values with their ranges (`specs/catalogue/achieved.toml`), or a user's
+measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""Key → (attribute of `Gpu` with the peak, unit of the file, name of the unit). The value is a share of the peak."""
+"""Key of an efficiency that is a share of a peak → (attribute of `Gpu` with the peak, size of the file's unit, name of
+this unit)."""
 
 
 class AchievedSettings(Settings):
@@ -80,7 +82,8 @@ class GpuCalibration(msgspec.Struct, frozen=True):
     """A user's measurements, which have no range. They replace the parameters of their GPU types."""
 
     def at(self, pick: Callable[[Parameter], float] = lambda parameter: parameter.value) -> Efficiencies:
-        """Return the efficiencies with `pick` of each parameter. A CPU has no published values."""
+        """Return the efficiencies with the value that `pick` selects for each parameter. A CPU gets the default of
+        `own`, because the catalogue has no values for CPUs."""
 
         def of(gpu: str) -> Efficiency:
             values = {each.key: pick(each) for each in self.parameters if each.gpu in ("", gpu)}
@@ -104,7 +107,8 @@ def calibrate(extra: Iterable[Gpu], own: CalibrationSettings | None = None) -> G
     """Return the calibration of the catalogue's GPU types and of `extra` (the GPUs of the cluster or of the offers,
     which may have other peaks).
 
-    A GPU type that `own` names has no published values. The [default] of `own` replaces published values of all others.
+    For a GPU type that `own` names, no published values are used. For all other GPU types, the keys in the [default]
+    section of `own` replace the published values.
     """
     known = {**gpu_types(), **{gpu.name: gpu for gpu in extra}}
     given = own.build() if own is not None else Efficiencies()

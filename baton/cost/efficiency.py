@@ -16,9 +16,9 @@ class Efficiency(Settings):
     catalogue."""
 
     train: float = Field(default=0.4, gt=0, le=1)
-    """Share of peak FLOP/s in training. AReaL (2505.24298) figure 6a: 388 to 455 of an H800's 989 TFLOP/s."""
+    """Achieved share of peak FLOP/s in training. AReaL (2505.24298) figure 6a: 388 to 455 of an H800's 989 TFLOP/s."""
     backward: float = Field(default=2.0, gt=0)
-    """Time of a backward pass divided by the time of a forward pass; 2 by FLOP count."""
+    """Time of a backward pass divided by the time of a forward pass. The default 2 is the ratio of their FLOPs."""
     train_beside: float = Field(default=1.0, gt=0)
     """Factor by which a train step is slower while engines use the same cores, beyond the effect of having fewer
     cores."""
@@ -26,13 +26,13 @@ class Efficiency(Settings):
     """Factor by which engines are slower while the trainer uses the same cores, beyond the effect of having fewer
     cores."""
     prefill: float = Field(default=0.5, gt=0, le=1)
-    """Share of peak FLOP/s in prefill."""
+    """Achieved share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)
     """Fixed time of one prefill, independent of the number of sequences."""
     decode_compute: float = Field(default=0.5, gt=0, le=1)
-    """Share of peak FLOP/s in decode that is compute-bound."""
+    """Achieved share of peak FLOP/s when decode is compute-bound."""
     decode: float = Field(default=0.7, gt=0, le=1)
-    """Share of peak memory bandwidth in decode and in the optimiser update."""
+    """Achieved share of peak memory bandwidth in decode and in the optimiser update."""
     step_overhead_s: float = Field(default=1e-3, ge=0)
     """Fixed time of a decode step of one pipeline stage, independent of the batch."""
     row_overhead_s: float = Field(default=0.0, ge=0)
@@ -43,12 +43,13 @@ class Efficiency(Settings):
     """Time from an engine's report until the engine receives the next trajectory. Meanwhile the engine decodes with an
     empty slot. The value is 0 for an engine with a local queue."""
     rollout: float = Field(default=1.0, gt=0, le=1)
-    """Share of an engine's steady speed that a whole rollout sustains: interruptions, unequal load, waiting."""
+    """Mean speed of an engine over a whole rollout, divided by its steady speed. It is below 1 because of
+    interruptions, unequal load and waiting."""
     link: float = Field(default=0.7, gt=0, le=1)
-    """Share of link bandwidth in collectives."""
+    """Achieved share of link bandwidth in collectives."""
     publish: float = Field(default=0.25, gt=0, le=1)
-    """Share of link bandwidth in weight publication. AReaL-Hex (2511.00796) table 2: 0.17 across types, 0.25 to 0.5
-    within."""
+    """Achieved share of link bandwidth in weight publication. AReaL-Hex (2511.00796) table 2: 0.17 between GPU types,
+    0.25 to 0.5 within a type."""
     publish_latency_s: float = Field(default=1.0, ge=0)
     """Fixed time of one publication, independent of its size. AReaL-Hex table 2: 1.4 to 2.0 s."""
     train_overhead_s: float = Field(default=0.0, ge=0)

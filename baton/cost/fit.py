@@ -1,4 +1,5 @@
-"""Fits efficiencies to measured times: the parameters with which the cost model reproduces the measurements best."""
+"""Fits efficiencies to measured times: finds the parameters with which the cost model reproduces the measurements
+best."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int, point: Measurement) -> float:
-    """Predict the measured time of a decode step, prefill or train step. The trainer has `devices` GPUs or cores."""
+    """Predict the time of the decode step, prefill or train step that `point` measured. The trainer has `devices` GPUs
+    or cores."""
     if point.phase == "decode":
         return decode_s(model, work, place, 1, (model.num_layers,), point.batch, point.context)
     if point.phase == "prefill":
@@ -157,7 +159,8 @@ def fit(
 def _fit_train(
     model: ModelSpec, work: Workload, place: DeviceClass, devices: int, points: Sequence[Measurement]
 ) -> Efficiency:
-    """Fit training by linear least squares: a step takes overhead + forward / share + backward · forward / share.
+    """Fit training by linear least squares: a step takes `overhead + forward / share + backward · forward / share`,
+    where `forward` is the time of the forward pass at peak FLOP/s and `share` is `Efficiency.train`.
 
     If all points have the same `trained_share`, `backward` cannot be identified and keeps its value.
     """

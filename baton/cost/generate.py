@@ -5,7 +5,8 @@ A decode step of m trajectories on a stage of l layers takes
     overhead + max( weights + m·KV(context) over bandwidth ,  m·FLOPs(context) over FLOP/s ) + tensor-parallel sums
 
 The context is the mean over running trajectories; long trajectories run longer, so they have more weight in this mean.
-The query heads of a group share the cache of their KV head (GQA). Only the experts that the batch uses are read.
+With grouped-query attention (GQA), several query heads share the cache of one KV head. Only the experts that the batch
+uses are read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from baton.specs.workload import Workload
 DRAIN_POINTS = 48
 """Number of points of the numerical integrals over positions."""
 CLASS_VALUES = 2**16
-"""Cost of one more length class in a decode step of the embedded engine on a CPU, in values of keys that are scanned in
-the same time: about 30 µs per layer."""
+"""Cost of one more length class in a decode step of the embedded engine on a CPU: about 30 µs per layer. It is stated
+as the number of key values that are scanned in this time."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
@@ -56,10 +57,10 @@ class ReplicaCost(msgspec.Struct, frozen=True):
     batch: int
     tokens_per_s: float
     pause_s: float
-    """Time per train step without generation: prefill of running trajectories under the new version, or, without
-    overlap, the end of a batch."""
+    """Time per train step that is lost for generation. With overlap, it is the prefill of running trajectories under
+    the new version. Without overlap, it is the time lost at the end of a batch, when few trajectories still run."""
     memory_bytes: float
-    """Memory used on the GPU that uses most."""
+    """Memory used on the GPU of the replica that needs the most memory."""
 
     @property
     def num_gpus(self) -> int:
@@ -67,8 +68,8 @@ class ReplicaCost(msgspec.Struct, frozen=True):
 
 
 def split_layers(num_layers: int, stages: int, head_layers: float) -> tuple[int, ...]:
-    """Split layers among equal stages so that the largest stage is small. The output head counts as `head_layers`
-    layers of the last stage."""
+    """Split layers among equal stages so that the stage with the most layers has as few as possible. The output head
+    counts as `head_layers` layers of the last stage."""
     if stages == 1:
         return (num_layers,)
     best: tuple[float, int] | None = None
@@ -99,7 +100,7 @@ def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, .
 
 def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
     """Return the bytes of KV cache that a trajectory of `tokens` tokens takes on the GPU that holds the largest part of
-    it. If tp exceeds the number of KV heads, the heads are replicated."""
+    this cache. If `tp` exceeds the number of KV heads, the heads are replicated."""
     per_layer = model.seen(tokens) * model.kv_values_per_token * work.kv_bytes
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
@@ -199,12 +200,14 @@ def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, ba
 
 
 def class_cost_tokens(model: ModelSpec, place: DeviceClass) -> float:
-    """Return the cost of one more length class, in positions of one row. Only engines on a CPU have classes."""
+    """Return the cost of one more length class, as the number of positions that are scanned in the same time. It is
+    infinite on a GPU, because only engines on a CPU have classes."""
     return 2 * CLASS_VALUES / model.kv_values_per_token if place.gpu.name == "CPU" else math.inf
 
 
 def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], class_cost: float) -> float:
-    """Return the mean number of positions that a row of a fixed cache reads, plus the cost of classes per row.
+    """Return the mean number of positions that a row of a fixed cache reads, plus the cost of the classes divided by
+    the number of rows.
 
     The rows are divided into one to three classes so that the sum is minimal. length_N: ascending lengths that may end
     a class. rows_N: number of rows up to each length.

@@ -29,11 +29,12 @@ Array = Any
 """A number or an array of numbers."""
 
 MAX_LOGITS = 2**24
-"""Least number of logits that a trainer computes at a time (`policy/head.py`)."""
+"""Number of logits that a trainer computes at a time if there is no memory for more (`policy/head.py`)."""
 MOST_LOGITS = 2**28
-"""Largest number of logits that a trainer computes at a time."""
+"""Maximum number of logits that a trainer computes at a time, even if there is memory for more."""
 LOGIT_BYTES = 10.0
-"""Bytes of a logit: its product in bfloat16, the logit, and its probability or gradient in float32."""
+"""Bytes per logit: its product in bfloat16 (2), the logit in float32 (4), its probability or gradient in float32
+(4)."""
 PRODUCT_ROWS = 8192
 """Rows of the head's gradient that are computed at a time on CUDA in bfloat16 (`policy/head.py`)."""
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
@@ -41,11 +42,11 @@ WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
 PACKED_MOMENTS_BYTES = 2 * (1 + 4 / 256)
 """Bytes of two moments in 8 bits, with a float32 scale per 256 values."""
 GPU_CONTEXT_BYTES = 1.5e9
-"""Assumed: CUDA context, NCCL's buffers, workspaces of cuBLAS and attention."""
+"""Assumed bytes of the CUDA context, NCCL's buffers, and workspaces of cuBLAS and attention."""
 RUNTIME_BYTES = 0.7e9
-"""Assumed: Python, torch and transformers in a process on a CPU."""
+"""Assumed bytes of Python, torch and transformers in a process on a CPU."""
 FRAGMENTATION = 0.04
-"""Assumed: memory that the allocator holds and cannot use, as a share of the tensors' bytes."""
+"""Assumed memory that the allocator holds and cannot use, as a share of the tensors' bytes."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -76,11 +77,11 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Array
     """Tokens of a microbatch on this rank."""
     shards: Array = 1
-    """Number of ranks that share one copy of the model."""
+    """Number of ranks over which FSDP shards one copy of the model."""
     split: Array = 1
-    """Number of ranks that split each matrix product of the blocks."""
+    """Tensor-parallel width: number of ranks that split each matrix product of the blocks."""
     splits_tables: bool = False
-    """Whether these ranks also split embedding and head, as Megatron does. Baton's trainer does not."""
+    """Whether tensor parallelism also splits embedding and head, as Megatron does. Baton's trainer does not."""
     is_stage: Array = False
     """Whether the rank belongs to one of several pipeline stages. FSDP then gathers even a single rank's weights."""
     value_bytes: int = 2
@@ -89,20 +90,21 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     recomputes: bool = True
     """Whether activations are recomputed in the backward pass."""
     whole_gradients: bool = False
-    """Whether gradients are reduced only once per update, so that each rank holds all of them."""
+    """Whether gradients are reduced only once per update, so that until then each rank holds the gradients of all
+    parameters."""
     adapter_params: float = 0.0
     """Parameters of the trained adapter; 0 if all weights are trained."""
     base_bytes: float = 4.0
-    """Bytes of a frozen weight under an adapter."""
+    """Bytes per frozen weight of the base model when an adapter is trained."""
     moments_bytes: float = MOMENTS_BYTES
-    """Bytes of the two moments of a trained parameter."""
+    """Bytes per trained parameter of its two moments."""
     has_critic: bool = False
     """Whether a separate critic is trained."""
     reference_bytes: float = 0.0
-    """Bytes of a weight of the frozen reference model; 0 without one."""
+    """Bytes per weight of the frozen reference model; 0 without a reference model."""
     on_cpu: bool = False
     published_bytes: Array = 0.0
-    """Bytes of a weight in the copy that this process publishes; 0 if another process publishes."""
+    """Bytes per weight in the copy that this process publishes; 0 if another process publishes."""
     float32_head: bool = False
     """Whether the head's products are float32 while other layers compute in bfloat16."""
     max_kept: int = 0
@@ -122,7 +124,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     float32_head: bool = False
     """Whether a decode step on a CPU casts the head to float32."""
     packs: bool = False
-    """Whether linear layers are packed: bfloat16 on a CPU."""
+    """Whether linear layers have packed copies, which is so in bfloat16 on a CPU."""
     adapter_params: float = 0.0
     """Parameters of the adapters that are merged into the weights; 0 if whole versions are loaded."""
 
@@ -135,7 +137,8 @@ def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
 
 
 def adapter_params(model: ModelSpec, rank: int) -> float:
-    """Return the parameters of adapters of a rank on all linear layers. Fused experts are not linear layers."""
+    """Return the number of parameters of LoRA adapters of rank `rank` on all linear layers. Fused experts are not
+    linear layers and get no adapter."""
     width, keys = model.num_heads * model.head_dim, model.kv_values_per_token / 2
     mlp = 0.0 if model.num_experts > 1 else 3 * model.hidden + model.ffn_params / model.hidden
     return rank * model.num_layers * (4 * model.hidden + 2 * width + 2 * keys + mlp)
@@ -144,10 +147,10 @@ def adapter_params(model: ModelSpec, rank: int) -> float:
 def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
     """Return, for one token, the bytes that a block saves for its backward pass and the bytes of its gradients.
 
-    With bfloat16 gathers, a norm saves its float32 input (4 H), the normalised input (2 H) and its output (2 H). Per
-    query value, attention saves the float32 input of the norm, the normalised and the rotated value, and the output
-    (4 + 2 + 2 + 2). The MLP saves the gate, its activation, the up-projection and the product (4 · 2). Autocast has a
-    float32 residual stream and casts the input of each linear layer.
+    H is the hidden size. With bfloat16 gathers, a norm saves its float32 input (4 H), the normalised input (2 H) and
+    its output (2 H). Per query value, attention saves the float32 input of the norm, the normalised and the rotated
+    value, and the output (4 + 2 + 2 + 2). The MLP saves the gate, its activation, the up-projection and the product (4
+    · 2). Autocast has a float32 residual stream and casts the input of each linear layer.
     """
     hidden, width = model.hidden, model.num_heads * model.head_dim / how.split
     keys, mlp = model.kv_values_per_token / 2 / how.split, model.active_ffn_params / 3 / model.hidden / how.split
@@ -162,7 +165,8 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
 
 
 def _is_rounded(how: RankShape) -> Array:
-    """Return whether the residual stream is bfloat16. It is with gathered or frozen weights, but not with autocast."""
+    """Return whether the residual stream is bfloat16. With gathered or frozen bfloat16 weights it is; with autocast it
+    is float32."""
     has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
 
@@ -250,12 +254,14 @@ def rank_phases(
 
 
 def _between(copies: Term, how: RankShape) -> tuple[Term, ...]:
-    """Return the copies that exist in the head's backward pass: without recomputation, saved tensors refer to them."""
+    """Return the copies that still exist in the head's backward pass. Without recomputation, these are the copies of
+    block weights, because saved tensors refer to them; with recomputation, there are none."""
     return () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
 
 
 def _until_blocks(kept: Term) -> Term:
-    """Return the activations without those of the last norm, which are freed before the backward pass of the blocks."""
+    """Return the kept activations of the blocks. The activations of the last norm are freed before the blocks' backward
+    pass."""
     return Term(kept.name, 0.0, kept.per_layer)
 
 
@@ -302,7 +308,8 @@ def overhead(num_bytes: Array, *, on_cpu: bool) -> Term:
 
 
 def state_bytes_per_param(model: ModelSpec, how: RankShape) -> Array:
-    """Return the bytes per parameter that a rank holds between two steps, without gradients."""
+    """Return the bytes of state (weights and moments, not gradients) per parameter that a rank holds between two
+    steps."""
     kept = [term for term in _state(model, how, np.asarray(1.0), np.asarray(1.0)) if term.name != "gradients"]
     return sum(term.bytes(model.num_layers) for term in kept) / model.params
 
@@ -326,7 +333,8 @@ def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
-    """Return how many logits a trainer may compute at a time: half of the number that does not raise its peak."""
+    """Return how many logits a trainer may compute at a time. The additional logits take half of the memory by which
+    the phases with logits are below the peak."""
     with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
     room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
     return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))

@@ -1,5 +1,5 @@
 """The time of a train step on a pipeline of stages (FLOPs, pipeline bubble, communication, optimiser), and of
-publication. Its memory is in `memory.py`.
+publication. `memory.py` computes the memory of a train step.
 
 Each stage s has a GPU type, a data-parallel width dp and a tensor-parallel width tp. With M microbatches per update and
 S stages, a step takes
@@ -48,8 +48,8 @@ class StageTerms(msgspec.Struct, frozen=True):
 
 
 def forward_passes(work: Workload, backward: float = 2.0) -> float:
-    """Return the time of a train step in forward passes. A backward pass counts as `backward` forward passes,
-    recomputation as one."""
+    """Return the time of a train step as a number of forward passes over the batch. A backward pass counts as
+    `backward` forward passes, recomputation as one."""
     forward = 1.0 if work.forwards_all else work.trained_share
     update = work.epochs * (forward + work.trained_share * (backward + work.recompute))
     others = forward * (work.has_proximal_forward + work.has_reference + work.has_critic)
@@ -70,8 +70,8 @@ def microbatches(work: Workload, dp: Array) -> Array:
 
 
 def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
-    """Return the number of microbatches whose activations the first of `depth` stages keeps. With Baton's trainer, all
-    trajectories of the batch may be as long as the longest."""
+    """Return the number of microbatches whose activations the first of `depth` stages keeps at the same time. For
+    Baton's trainer, the number allows for a batch in which all trajectories are as long as the longest."""
     if work.trainer == "idealised":
         return np.minimum(depth, microbatches(work, dp))
     most_tokens = work.num_trajectories * work.longest_tokens / work.minibatches / np.asarray(dp)
@@ -79,8 +79,8 @@ def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
 
 
 def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> RankShape:
-    """Return a rank of a stage of `num_gpus` GPUs in a pipeline of `depth` stages. A single rank publishes versions
-    itself."""
+    """Return `rank` as a rank of a stage of `num_gpus` GPUs in a pipeline of `depth` stages. If the trainer has only
+    one rank, this rank also publishes versions."""
     if work.trainer == "idealised":
         return rank
     published = np.where((np.asarray(depth) == 1) & (np.asarray(num_gpus) == 1), work.weight_bytes, 0.0)
@@ -140,7 +140,8 @@ def stage_terms(
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Return the gradient or optimiser time of a stage. Its vocabulary parameters count as layers of the same size."""
+    """Return the gradient or optimiser time of a stage. The stage's vocabulary parameters count as layers with the same
+    total number of parameters."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s
 

@@ -17,7 +17,7 @@ class GpuAssignment(msgspec.Struct, frozen=True):
     stages: tuple[tuple[int, tuple[tuple[str, ...], ...]], ...]
     """(pool, tensor-parallel groups) of each stage of the training pipeline, in order."""
     replicas: tuple[tuple[int, tuple[str, ...]], ...]
-    """(column, GPUs in the order of the stages) of each replica."""
+    """(column of the problem, GPUs in the order of the replica's stages) of each replica."""
     idle: tuple[tuple[int, str], ...]
     """(pool, GPU) of each GPU without a role."""
 

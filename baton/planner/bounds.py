@@ -46,7 +46,7 @@ class RolloutBound:
         return [0.0, *(highest * 2.0**-power for power in range(PRICES - 1))]
 
     def _table(self, price: float) -> Floats:
-        """Return φ(T) minus the price of the running trajectories, shape [pools, times]."""
+        """Return φ(T) minus `price` per running trajectory, shape [pools, times]."""
         best = np.zeros((self._num_pools, GRID))
         for column in self._columns:
             work = column.cost.tokens_per_s * np.maximum(0.0, self.times - column.cost.pause_s)

@@ -1,7 +1,9 @@
-"""How certain a plan is: its throughput over the ranges of the calibration, and the parameter that decides who trains.
+"""How certain a plan is: its throughput over the ranges of the calibration, and the parameter that decides which GPU
+types train.
 
-Every time of the cost model falls if an efficiency rises or an overhead falls. The worst ends of all ranges are
-therefore the worst case of every plan. The best plan for these values maximises the throughput in the worst case.
+Every time that the cost model predicts becomes shorter if an efficiency rises or an overhead falls. The worst case of
+every plan is therefore the calibration with the worst ends of all ranges. The best plan for this calibration has the
+highest throughput in the worst case.
 """
 
 from __future__ import annotations
@@ -41,23 +43,23 @@ class TrainerChange(msgspec.Struct, frozen=True):
     origin: str
     """`measured`, `derived` or `assumed`."""
     value: str
-    """Value in the calibration, with unit."""
+    """The parameter's value in the calibration, with unit."""
     at: str
-    """The nearest value at which other GPU types train, with unit."""
+    """The nearest value of the parameter at which other GPU types train, with unit."""
     trains: tuple[str, ...]
-    """The GPU types that train at that value."""
+    """The GPU types that train at the value `at`."""
 
 
 class Certainty(msgspec.Struct, frozen=True):
     """How certain a plan is."""
 
     tokens_per_s: tuple[float, float, float]
-    """Trained tokens per second of the unchanged plan, with the worst ends of all ranges, the values, and the best
-    ends."""
+    """Trained tokens per second of the unchanged plan under three calibrations: the worst ends of all ranges, the
+    calibrated values, the best ends of all ranges."""
     trains: tuple[str, ...]
     change: TrainerChange | None
-    """The parameter that makes other GPU types train when it changes by the smallest factor; None if no parameter does
-    so within its range."""
+    """Of the parameters that make other GPU types train, the one that must change by the smallest factor. None if no
+    change of a single parameter within its range makes other GPU types train."""
     tried: int
     """Number of parameters that were moved to the ends of their ranges. The time limit can end the search early."""
     num_parameters: int
@@ -72,7 +74,8 @@ def certainty(
     time_limit_s: float,
     clock: Clock = time.monotonic,
 ) -> Certainty:
-    """Return how certain a plan is. `is_robust`: the inputs have the worst ends of the calibration, not its values."""
+    """Return how certain a plan is. `is_robust`: whether `inputs` has the worst ends of the calibration's ranges
+    instead of the calibrated values."""
     end_s = clock() + time_limit_s
     unchanged_s = step_s(inputs, plan, inputs.efficiencies)
     worst, value, best = (
@@ -90,8 +93,8 @@ def trains(plan: Plan) -> tuple[str, ...]:
 
 
 def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
-    """Return the step time of a plan with other efficiencies. Its layers are distributed again; its replicas and their
-    batches stay the same."""
+    """Return the step time of a plan with other efficiencies. The layers are distributed again for these efficiencies;
+    the replicas and their batches stay the same."""
     work, model = inputs.work, inputs.model
     used = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     nodes = [k for k, node in enumerate(inputs.cluster.nodes) if used & set(node.gpu_ids)]
@@ -130,8 +133,8 @@ def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
 def _nearest(
     inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, is_late: Callable[[], bool]
 ) -> tuple[TrainerChange | None, int]:
-    """Return the parameter that makes other GPU types train in the best plan when it changes by the smallest factor,
-    and the number of parameters that were tried."""
+    """Return the parameter that must change by the smallest factor to make other GPU types train in the best plan, and
+    the number of parameters that were tried."""
     if len(inputs.cluster.gpu_types) == 1:
         return None, len(parameters)
     best: tuple[float, TrainerChange] | None = None

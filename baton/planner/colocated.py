@@ -1,6 +1,6 @@
 """Plans in which trainer and engines use the same GPUs alternately, without overlap.
 
-All GPUs generate, then the training shape trains. The trainer's state (weights, gradients, optimiser) either stays in
+All GPUs generate, then the training shape trains. The trainer's state (weights and optimiser moments) either stays in
 GPU memory, which leaves less memory for the KV cache, or is moved to host memory and back. The planner tries both and
 uses the faster plan.
 """
@@ -60,8 +60,8 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
 
 
 def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats:
-    """Return the bytes, without activations, that the trainer keeps between steps on each GPU of a pool, shape
-    [pools]."""
+    """Return, for each pool, how many bytes of state (weights and moments) the trainer keeps on each GPU between steps;
+    shape [pools]."""
     table, model = problem.table, inputs.model
     found = np.zeros(len(problem.pools.pools))
     if inputs.rates is not None:

@@ -64,8 +64,8 @@ def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: float) -> Cluster:
-    """Return a cluster of `count` GPUs in nodes like `node`. The last node is smaller if `count` is not a multiple
-    of its size."""
+    """Return a cluster of `count` GPUs in nodes like `node`. The last node has fewer GPUs if `count` is not a multiple
+    of the number of GPUs per node."""
     sizes = [node.num_gpus] * (count // node.num_gpus) + ([count % node.num_gpus] if count % node.num_gpus else [])
     nodes = tuple(
         msgspec.structs.replace(node, name=f"{node.gpu.name.lower()}-{index}", num_gpus=size)

@@ -3,9 +3,9 @@
 A candidate is a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
 fixed step time T, the pools of a candidate are independent: each pool needs a minimum number of GPUs for its stages to
 be fast enough. The remaining GPUs must generate a step's tokens in T. A candidate is excluded if a bound shows that
-they cannot. If every candidate is excluded, T is a lower bound on the step time of pipelines that span GPU types. The
-candidates that remain at a T below the best step time may contain a better plan. The required numbers of GPUs are never
-overestimated, so the bound is valid.
+this is impossible. If every candidate is excluded, T is a lower bound on the step time of pipelines that span GPU
+types. The candidates that remain at a T below the best step time may contain a better plan. The required numbers of
+GPUs are never overestimated, so the bound is valid.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ TARGET_GAP = 0.002
 MOST_CANDIDATES = 40_000
 """Maximum number of candidates that a round turns into training shapes."""
 MOST_SPLITS = 4000
-"""Maximum number of splits of the layers per set of pools. A larger set of splits is thinned."""
+"""Maximum number of splits of the layers per set of pools. If there are more splits, similar splits are merged."""
 SPARE = (0, 1, 2)
-"""Numbers of additional groups to try for each pool when a candidate is converted to training shapes."""
+"""Numbers of additional tensor-parallel groups to try for each pool when a candidate is converted to training
+shapes."""
 PASSES = 4
-"""Number of passes in which the mutually dependent numbers of groups are increased. With fewer passes the bound is
-valid but weaker."""
+"""Number of passes that increase the required numbers of tensor-parallel groups. Several passes are made because the
+numbers depend on each other. With fewer passes, the bound is valid but weaker."""
 
 
 class _Family(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ class _Family(msgspec.Struct, frozen=True):
     most: list[Ints]
     """Maximum number of tensor-parallel groups per stage of each pool."""
     one: list[StageTerms]
-    """Terms of a stage with dp = 1."""
+    """`StageTerms` of one stage of each pool with dp = 1."""
     head_layers: Floats
     """Number of layers that take as long as the output head."""
 
@@ -74,8 +75,8 @@ class _Family(msgspec.Struct, frozen=True):
 def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the solution, or a better solution with a pipeline that spans GPU types, with a bound over all such
-    pipelines.
+    """Return the given solution or a better one with a pipeline that spans GPU types. The returned bound covers all
+    such pipelines.
 
     The row of the solution refers to the table of the returned problem.
     """
@@ -153,18 +154,17 @@ def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:
 
 
 def _room(pool: GpuPool, stages: Ints, tp: Ints) -> Ints:
-    """Return the maximum number of groups of tp GPUs per stage."""
+    """Return the maximum number of groups of `tp` GPUs per stage."""
     by_level = {level: pool.capacity(level) for level in pool.levels}
     room: Ints = np.array([by_level[int(width)] for width in np.unique(tp)])[np.searchsorted(np.unique(tp), tp)]
     return room // (stages * tp)
 
 
 def _splits(num_layers: int, parts: int) -> Ints:
-    """Return all splits of the layers into parts of at least one layer, [splits, parts]. Too many splits are
-    thinned.
+    """Return all splits of the layers into parts of at least one layer, [splits, parts].
 
-    Thinning rounds every part down to a multiple of a cell, so no number of GPUs is overestimated and the bound stays
-    valid.
+    If there are more than `MOST_SPLITS`, every part is rounded down to a multiple of a cell size, and equal splits are
+    merged. Rounding down never overestimates the required number of GPUs, so the bound stays valid.
     """
     edges = combinations(range(1, num_layers), parts - 1)
     rows = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
@@ -181,7 +181,8 @@ def _splits(num_layers: int, parts: int) -> Ints:
 def _passing(
     inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
 ) -> tuple[Ints, list[Ints]]:
-    """Return the candidates (rows) that a step time does not exclude, and the groups (dp) that each pool needs.
+    """Return the candidates (rows) that are possible within `step_s`, and the number of groups (dp) that each pool
+    needs.
 
     The first pass uses the shortest publication time of each row. The remaining rows are tested once per pool: with the
     publication time to this pool, and with engines only on the pools to which weights can be published in this time.
@@ -220,8 +221,8 @@ def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floa
 def _keeping_pace(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose pools have enough GPUs to train within `left_s` [candidates], and the groups that they
-    need."""
+    """Return the rows whose pools have enough GPUs to train within `left_s` [candidates], and the number of groups that
+    each pool needs."""
     work, pools = inputs.work, problem.pools.pools
     overhead = max(pool.place.efficiency.train_overhead_s for pool in pools)
     per_rank = work.trained_tokens / work.minibatches / work.longest_tokens
@@ -285,8 +286,8 @@ def _least_groups(
     work_s = family.layers[place][alive] * np.asarray(family.one[place].per_layer_s)[alive]
 
     def asked(nodes: Floats) -> Floats:
-        """Return the groups needed if a stage spans `nodes` nodes. More nodes send the activations faster to the
-        next stage."""
+        """Return the number of groups needed if a stage spans `nodes` nodes. A stage on more nodes sends its
+        activations faster to the next stage."""
         left = pace - crossing / nodes / rate
         with np.errstate(divide="ignore"):
             return np.where(left > 0, np.ceil(work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)

@@ -31,7 +31,7 @@ class Solution(msgspec.Struct, frozen=True):
 
 
 def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -> Solution:
-    """Return the solution with this training shape and rollout. Its step time is its bound."""
+    """Return the solution with this training shape and rollout. Its `bound_s` is set to its own step time."""
     used = {column.pool for column, count in zip(problem.columns, rollout.counts, strict=True) if count}
     sync_s = max(float(problem.sync_s[row, pool]) for pool in used)
     step_s = problem.step.step_s(sync_s, rollout.time_s, float(problem.table.time_s[row]))
@@ -39,8 +39,8 @@ def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -
 
 
 class _Entries(msgspec.Struct, frozen=True):
-    """Candidates: a training shape and a maximum publication time. Engines run only on the pools to which weights can
-    be published in that time."""
+    """Candidates. Each candidate is a training shape and a maximum publication time: engines run only on the pools to
+    which weights can be published in that time."""
 
     rows: Ints
     sync_s: Floats

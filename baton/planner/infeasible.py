@@ -21,7 +21,7 @@ GB = 1e9
 
 
 def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise the UserError for a model that fits into the memory of no pool with any replica shape."""
+    """Raise the UserError for a model that does not fit into the memory of any pool, whatever the replica shape."""
     lines = []
     for pool in pools.pools:
         needs = [
@@ -47,7 +47,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
 
 
 def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise the UserError for a model that fits into the memory of no pool with any training shape."""
+    """Raise the UserError for a model that does not fit into the memory of any pool, whatever the training shape."""
     lines = [_training_need(model, work, pool) for pool in pools.pools]
     raise UserError(
         f"infeasible: training memory. {model.name} with microbatches of {work.longest_tokens:,.0f} tokens fits in no "
@@ -56,7 +56,7 @@ def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoR
 
 
 def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
-    """Return a string with the least memory per GPU that training needs if all GPUs of this pool train."""
+    """Return a text that states the minimum memory per GPU for training with all GPUs of this pool."""
     best: tuple[float, int, int, int] | None = None
     if work.trainer == "baton":
         work = msgspec.structs.replace(work, shard_gradients=True)

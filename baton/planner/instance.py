@@ -45,9 +45,10 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
-    """Return the problem of a view of the cluster. Raises UserError with the bytes needed if no shape fits.
+    """Return the planner's problem for the cluster.
 
-    The default view is `alike` if all nodes of each GPU type are alike, otherwise `pessimistic`.
+    `view` determines how nodes form pools (`make_pools`). By default it is `alike` if all nodes of each GPU type are
+    alike, otherwise `pessimistic`. Raises UserError with the bytes needed if no shape fits.
     """
     view = view or ("alike" if are_alike(inputs.cluster) else "pessimistic")
     pools = make_pools(inputs.cluster, inputs.efficiencies, view)
@@ -146,8 +147,8 @@ def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:
 
 
 def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:
-    """Return the divisions in which all pools except one train completely or not at all: these are the basic solutions
-    of the linear program."""
+    """Return the divisions in which at most one pool is split; in each other pool, either all GPUs train or none. These
+    are the basic solutions of the linear program."""
     rows = set()
     for split in range(len(pools)):
         others = [(0, pool.num_gpus) if k != split else (0,) for k, pool in enumerate(pools)]

@@ -72,8 +72,8 @@ def describe_seated(
 
 
 def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
-    """Return the rollout time of these replicas. The solver may return a longer time if a shorter rollout would not
-    shorten the step."""
+    """Return the time in which the chosen replicas generate a batch. The rollout time in the solution may be longer,
+    because the solver stops at a rollout time below which the step does not become shorter."""
     counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
     pause = np.array([column.cost.pause_s for column in problem.columns])
@@ -131,8 +131,8 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
 
 
 def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
-    """Return the number of layers of each stage, in order. If the stages of the balance have more layers in total than
-    the model, the stages with the most layers get fewer layers."""
+    """Return the number of layers of each stage, in the order of the pipeline. If the stages of the balance have more
+    layers in total than the model, the stages with the most layers get fewer layers."""
     found: list[int] = []
     for place, count in enumerate(stages):
         first, between, last = (int(each[0]) for each in balance.stage_layers[place])

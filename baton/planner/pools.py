@@ -53,7 +53,7 @@ class GpuPool(msgspec.Struct, frozen=True):
         return tuple(2**i for i in range(max(self.sizes).bit_length()))
 
     def capacity(self, level: int) -> int:
-        """Return the number of GPUs that are usable in groups of `level`."""
+        """Return the number of GPUs that are usable in groups of `level` GPUs."""
         return level * sum(size // level for size in self.sizes)
 
 
@@ -62,12 +62,13 @@ class Pools(msgspec.Struct, frozen=True):
 
     pools: tuple[GpuPool, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
-    """[pools, pools] bandwidth between nodes; the diagonal is within the pool."""
+    """[pools, pools] bandwidth between a node of one pool and a node of the other; on the diagonal, between two nodes
+    of the pool."""
     view: View
 
     @property
     def publish_bytes_per_s(self) -> NDArray[np.float64]:
-        """[from, to] bandwidth of weight publication."""
+        """[pools, pools] bandwidth of weight publication from one pool to another."""
         rates = np.array(self.bytes_per_s)
         reached: NDArray[np.float64] = rates * np.array([[pool.place.efficiency.publish] for pool in self.pools])
         return reached
@@ -79,8 +80,8 @@ def are_alike(cluster: Cluster) -> bool:
 
 
 def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike") -> Pools:
-    """Return the pools of a cluster. A pool contains identical nodes, or all nodes of a type with their slowest or
-    fastest links."""
+    """Return the pools of a cluster. With `view = "alike"`, a pool contains nodes that are alike. Otherwise it contains
+    all nodes of a GPU type, with the slowest links (`pessimistic`) or the fastest links (`optimistic`)."""
     if view == "alike":
         groups = _alike(cluster)
     else:

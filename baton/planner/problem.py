@@ -29,7 +29,7 @@ class ReplicaShape(msgspec.Struct, frozen=True):
         return self.cost.num_gpus
 
     def work(self, time_s: float) -> float:
-        """Return the number of tokens generated in `time_s`, which includes the pause."""
+        """Return the number of tokens that the replica generates in `time_s`, including its pause."""
         return self.cost.tokens_per_s * max(0.0, time_s - self.cost.pause_s)
 
 
@@ -37,21 +37,21 @@ class TrainTable(msgspec.Struct, frozen=True):
     """Candidate training shapes. A pool that does not train has 0 stages."""
 
     stages: Ints
-    """[candidates, pools]"""
+    """[candidates, pools] number of pipeline stages."""
     tp: Ints
-    """[candidates, pools]"""
+    """[candidates, pools] tensor-parallel width."""
     dp: Ints
-    """[candidates, pools]"""
+    """[candidates, pools] data-parallel width."""
     time_s: Floats
-    """[candidates]"""
+    """[candidates] time of the training part of a step."""
     shares: Floats
-    """[candidates, pools] share of the layers."""
+    """[candidates, pools] share of the model's layers that a pool trains."""
     is_complete: bool
     """Whether these are all shapes of the search space."""
 
     @property
     def gpus(self) -> Ints:
-        """[candidates, pools]"""
+        """[candidates, pools] number of GPUs that train."""
         return self.stages * self.tp * self.dp
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class StepModel(msgspec.Struct, frozen=True):
     """Whether generation continues while the trainer works."""
 
     def step_s(self, sync_s: float, rollout_s: float, train_s: float) -> float:
-        """Return sync + max(rollout + reward, train), or the sum of all four without overlap."""
+        """Return `sync + max(rollout + reward, train)` or, without overlap, the sum of these four times."""
         filled = rollout_s + self.reward_s(rollout_s)
         return sync_s + (max(filled, train_s) if self.overlaps else filled + train_s)
 
@@ -88,7 +88,8 @@ class StepModel(msgspec.Struct, frozen=True):
         return max(0.0, self.judge_s - rollout_s) + self.latency_s
 
     def rollout_budget_s(self, step_s: float, sync_s: float, train_s: float) -> float:
-        """Return the longest rollout time with which a step takes `step_s`; negative if no rollout is short enough."""
+        """Return the longest rollout time with which a step takes at most `step_s`; negative if no rollout is short
+        enough."""
         left = step_s - sync_s - self.latency_s - (0.0 if self.overlaps else train_s)
         is_possible = left >= self.judge_s and (not self.overlaps or sync_s + train_s <= step_s)
         return left if is_possible else -1.0

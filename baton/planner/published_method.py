@@ -2,8 +2,9 @@
 
 This is a baseline. Equation 3 prefers many GPUs with fast links to GPUs that train fast: on the paper's 56 GPUs it
 selects 40 H20 for training in place of 8 H800. The paper leaves three points open; this module decides them as follows.
-The training share of FLOP/s must be within half a step of γ. Training and rollout have at least one GPU each. The
-search returns the best plan that it found.
+The training side's share of FLOP/s must be close to γ: within half of the largest gap between two successive values of
+this share over all divisions. Training and rollout have at least one GPU each. The search returns the best plan that it
+found.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def divisions(problem: AssignmentProblem) -> Ints:
 
 def propose(problem: AssignmentProblem, gamma: float, rows: Ints, scores: Floats) -> Ints:
     """Return the division with the highest value of equation 3, among the divisions whose training share of FLOP/s is
-    nearest to γ."""
+    close to γ (see the module's docstring)."""
     flops = np.array([pool.place.gpu.flops for pool in problem.pools.pools])
     share = rows @ flops / (np.array([pool.num_gpus for pool in problem.pools.pools]) @ flops)
     reach = np.sort(np.unique(np.round(share, 9)))

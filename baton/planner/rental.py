@@ -88,7 +88,7 @@ class _Market(msgspec.Struct, frozen=True):
     offers: OffersSettings
     inputs: Inputs
     problem: AssignmentProblem
-    """Problem of the cluster of all offers, which gives the bounds."""
+    """Planner's problem for a cluster of all offers. The bounds are computed from this problem."""
     prices: Floats
     """[offers] price of one machine per hour."""
     pool_of: list[int]
@@ -181,8 +181,8 @@ def _most(limit: int | None, budget: float, price: float) -> int:
 
 
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
-    """Return the machine counts within a budget, [choices, offers]. With `only_full`, choices are omitted if the budget
-    suffices for another machine."""
+    """Return the machine counts within a budget, [choices, offers]. With `only_full`, a choice is omitted if the budget
+    suffices for one more machine in addition to it."""
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(

@@ -3,8 +3,8 @@
 Up to three plans are made. The first plan ignores the running plan. If the training shape still fits, the second plan
 keeps the training shape. The third plan keeps the training shape and the surviving replicas, and places more replicas
 on the free GPUs. If the training shape does not fit, the second plan keeps the surviving replicas and trains on the
-other GPUs. Of the plans within `slack` of the fastest, the plan with the fewest moves is chosen. A GPU moves if it was
-in the cluster before and now has another role, training shape or replica shape.
+other GPUs. Among the plans that are slower than the fastest by at most the fraction `slack`, the plan with the fewest
+moves is chosen. A GPU moves if it was in the cluster before and now has another role, training shape or replica shape.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
 
 
 def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
-    """Return the plan of the current cluster that moves the fewest GPUs, among the plans within `slack` of the
-    fastest."""
+    """Return the plan of the current cluster that moves the fewest GPUs, among the plans that are slower than the
+    fastest by at most the fraction `slack`."""
     check_solver()
     problem = make_problem(inputs)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
@@ -171,7 +171,7 @@ def _filled(problem: AssignmentProblem, program: RolloutProgram, row: int, kept:
 def _beside(
     problem: AssignmentProblem, program: RolloutProgram, left: tuple[int, ...], kept: list[int]
 ) -> RolloutAllocation | None:
-    """Return the fastest rollout that includes the kept replicas, by bisection on its time."""
+    """Return the fastest rollout that includes the kept replicas, found by bisection on the rollout time."""
     rest = program.less(left, kept)
     running = sum(count * column.cost.batch for count, column in zip(kept, problem.columns, strict=True))
     if min(rest, default=0) < 0 or running > problem.step.max_running:

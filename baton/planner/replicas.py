@@ -1,10 +1,10 @@
 """Phase 1, rollout side: the number of replicas of each shape, as an integer program.
 
-AReaL-Hex's equation 2 is bilinear (work times count of each shape), but the optimal work is known. If work is
-proportional to speed, all replicas end at the same time Θ = tokens / Σ y·h. The remaining problem, max Σ y·h with the
-available GPUs, is a knapsack with one dimension per pool. A replica that pauses r seconds per step generates h·(Θ − r)
-tokens. Newton's method then finds the least Θ with max Σ y·h·(Θ − r) ≥ tokens, and solves such a knapsack in each
-iteration.
+y is the number of replicas of a shape, h the speed of one replica. AReaL-Hex's equation 2 is bilinear: it multiplies y
+by the work of a replica. But the optimal work is known: if work is proportional to speed, all replicas end at the same
+time Θ = tokens / Σ y·h. The remaining problem, max Σ y·h with the available GPUs, is a knapsack with one dimension per
+pool. A replica that pauses r seconds per step generates h·(Θ − r) tokens. Newton's method then finds the least Θ with
+max Σ y·h·(Θ − r) ≥ tokens, and solves such a knapsack in each iteration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class RolloutAllocation(msgspec.Struct, frozen=True):
     """Number of replicas of each column of the problem."""
     time_s: float
     least_s: float
-    """Lower bound on the time of any choice of replicas. Equals `time_s` unless the solver reached its time limit."""
+    """Lower bound on the rollout time of any choice of replicas. It equals `time_s` unless the solver reached its time
+    limit."""
 
 
 class RolloutProgram:
@@ -54,7 +55,8 @@ class RolloutProgram:
         )
 
     def less(self, left: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
-        """Return the GPUs that remain free beside these replicas; negative if the replicas do not fit."""
+        """Subtract the GPUs of these replicas from `left`. A value of the result is negative if the replicas do not
+        fit."""
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 
@@ -125,7 +127,7 @@ class RolloutProgram:
 
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
         """Return the columns that are not dominated. A column is dominated by a column of the same pool that generates
-        at least as much with at most as many GPUs, in groups that are not larger.
+        at least as many tokens with at most as many GPUs, in groups that are not larger.
 
         If the staleness bound may limit the running trajectories, the dominating column must not run more of them.
 

@@ -99,8 +99,8 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
     If the nodes of a GPU type have different links, two plans are made: the first with pools of nodes that are alike,
-    the second with pools of whole types at their slowest links. The better plan is returned. Its bound is that of whole
-    types at their fastest links.
+    the second with pools of whole types at their slowest links. The better plan is returned. The returned plan's bound
+    is the bound for pools of whole types at their fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)

@@ -43,7 +43,7 @@ Rows = tuple[Ints, Ints, Ints, Floats, Floats]
 
 
 class Shapes(msgspec.Struct, frozen=True):
-    """Shapes of the part of a pipeline on one pool, [candidates] each."""
+    """Shapes of the part of a pipeline on one pool. Each array is [candidates]."""
 
     stages: Ints
     tp: Ints
@@ -62,7 +62,8 @@ class Shapes(msgspec.Struct, frozen=True):
 
 
 class LayerBalance(msgspec.Struct, frozen=True):
-    """How the candidates divide the layers over pipeline stages, and the resulting times. All arrays: [candidates]."""
+    """How the candidates divide the layers over pipeline stages, and the resulting times. All arrays have shape
+    [candidates]."""
 
     pace_s: Floats
     """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""
@@ -131,8 +132,8 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
 
 
 def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[tuple[int, int]]:
-    """Yield the (number of stages, tensor-parallel width) that the trainer supports on one pool. On CPUs, a rank is a
-    machine with many threads, so Baton's trainer has neither stages nor tensor parallelism."""
+    """Yield each pair (number of stages, tensor-parallel width) that the trainer supports on one pool. On CPUs, a rank
+    is a machine with many threads, so Baton's trainer has neither stages nor tensor parallelism."""
     columns = model.ffn_params / 3 / model.hidden if model.num_experts == 1 else 0.5  # experts are not divided by TP
     for stages, tp in product(STAGES, tensor_widths(model, pool)):
         is_split = tp > 1 and not can_split(tp, model.num_heads, model.num_kv_heads, columns)
@@ -197,7 +198,7 @@ def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[in
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """A group of `count` equal stages. Each stage takes the time `base_s + layers · per_layer_s`."""
+    """`count` equal stages of a pipeline. Each stage takes the time `base_s + layers · per_layer_s`."""
 
     count: Ints
     base_s: Floats
@@ -229,10 +230,11 @@ def balanced(
 def _balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Return the times with sharded or unsharded gradients, as the workload says.
+    """Distribute the layers with sharded or unsharded gradients, as `work.shard_gradients` says, and return the
+    resulting times.
 
-    The pace is the time of the slowest stage, which has a whole number of layers. The search starts at the pace that
-    fractional layers would allow, and raises it to the next possible value until all layers are placed.
+    The pace is the time of the slowest stage. Each stage has a whole number of layers. The search starts at the pace
+    that fractional layers would allow, and raises it to the next possible value until all layers are placed.
     """
     widest = np.max([part.dp for part in shapes], axis=0)
     depth = np.sum([part.stages for part in shapes], axis=0)
@@ -283,8 +285,8 @@ def _kinds(
     terms: Sequence[StageTerms],
     in_flight: Floats,
 ) -> list[list[_Kind]]:
-    """Return, for each pool, its stages that are first in the pipeline, in between, and last. A single stage counts
-    as the last stage."""
+    """Return three `_Kind` for each pool: its stages that are first in the pipeline, in between, and last in the
+    pipeline. If the pipeline has only one stage, this stage counts as the last."""
     found = []
     depth = np.sum([part.stages for part in shapes], axis=0)
     for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):

@@ -2,14 +2,14 @@
 lengths are scripted; a few responses are much longer than the others.
 
 Only the rollout side is measured: the trainer takes no time, and each version loads the same weights again. The control
-`sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. It has the concurrency
-of `partial` without over-provision.
+`sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. Its concurrency is
+that of `partial`, but it generates no groups beyond the batch.
 
 The bound is the time that an engine would need if its slots were always full: the time of one prefill per prompt, plus
-a time for each token. The time of a token is 1 / slots of a decode step in which all slots are in use and all rows have
-this token's position. Before the modes run, such steps are measured at three positions on each mode's engine; their
-time is assumed to be linear in the position. The mean time of a mode's own full steps would not be a bound: while all
-slots of `sync` are in use, its responses are still short, and attention to few positions is cheap.
+a time for each token. The time for a token is 1/slots of the time of a decode step in which all slots are in use and
+all rows have the position of this token. Before the modes run, such steps are measured at three positions on each
+mode's engine; their time is assumed to be linear in the position. The mean time of a mode's own full steps would not be
+a bound: while all slots of `sync` are in use, its responses are still short, and attention to few positions is cheap.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
-    """Tokens per second of each batch, without batches that were complete at once."""
+    """Tokens per second of each batch, without batches that were already complete when they were requested."""
 
 
 class BenchResult(msgspec.Struct, frozen=True):
@@ -141,7 +141,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     between: float
     within: float
     full_step_ms: float
-    """Time of a decode step of the bound, averaged over the tokens of all modes."""
+    """Time of a decode step that the bound assumes (all slots in use), averaged over the tokens of all modes."""
     full_step_ms_per_1k: float
     """Additional time of such a step if every row has 1,000 more positions."""
     step_ms_by_width: dict[int, float]
@@ -161,7 +161,7 @@ class TimedTransport(LocalTransport):
         self.clock = clock
         self._lengths = lengths
         self.steps: list[tuple[int, int, float]] = []
-        """(number of decoded rows, prefilled tokens, seconds) of each step."""
+        """(number of decoded rows, number of prefilled tokens, seconds) of each step."""
         self.load_s = 0.0
         """Seconds spent loading weights."""
 

@@ -55,7 +55,7 @@ from baton.types import (
 )
 
 NEVER_STALE = 1_000
-"""Staleness bound of the measured runs. It is so large that no batch reaches it."""
+"""Staleness bound of the measured runs. No batch reaches this bound, because it is so large."""
 LONGEST_ROLLOUT = 256
 """Maximum response length in tokens, which limits the duration of the measurement."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
@@ -69,7 +69,7 @@ class StepTimings(msgspec.Struct):
     rollout: Measurement
     train: list[Measurement]
     beside: OverlapMeasurement | None
-    """Batches and train steps measured at the same time; None if they do not share cores."""
+    """Batches and train steps measured at the same time; None if engines and trainer do not share cores."""
     lengths: Workload
     handover_s: float
     publish_s: float

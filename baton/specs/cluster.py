@@ -29,9 +29,9 @@ class Gpu(msgspec.Struct, frozen=True):
     hbm_bytes_per_s: float
     hbm_bytes: float
     link_bytes_per_s: float
-    """Bandwidth to the other GPUs of its node, one direction."""
+    """Bandwidth between two GPUs of one node, one direction."""
     price_per_h: float
-    """Price of one GPU, in `currency`."""
+    """Price of one GPU per hour, in `currency`."""
     currency: str = "USD"
     source: str = ""
 
@@ -68,7 +68,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def price_per_h(self) -> float:
-        """Price of all GPUs, in `currency`."""
+        """Price of all GPUs per hour, in `currency`."""
         return sum(node.num_gpus * node.price_per_gpu_h for node in self.nodes)
 
     @property
@@ -97,9 +97,9 @@ class GpuSettings(Settings):
     hbm_gb: float | None = Field(default=None, gt=0)
     """Memory, 10^9 bytes."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
-    """Bandwidth to the other GPUs of its node, one direction, 10^9 bytes/s."""
+    """Bandwidth between two GPUs of one node, one direction, 10^9 bytes/s."""
     price_per_hour: float | None = Field(default=None, gt=0)
-    """Price of one GPU."""
+    """Price of one GPU per hour."""
     currency: str | None = None
     """Currency of the price."""
     source: str | None = None
@@ -109,7 +109,7 @@ class GpuSettings(Settings):
 
 
 class MachineSettings(Settings):
-    """A kind of machine."""
+    """A machine type: its GPUs, their links and their price."""
 
     gpu: str
     """GPU type: a name of the catalogue or of a [gpu.NAME] section."""
@@ -119,7 +119,7 @@ class MachineSettings(Settings):
     """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the bandwidth of the GPU
     type."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """Price of one GPU; the default is the price of the GPU type."""
+    """Price of one GPU per hour; the default is the price of the GPU type."""
 
 
 class NodeSettings(MachineSettings):
@@ -136,7 +136,7 @@ class BetweenSettings(Settings):
     """[[links.between]] bandwidth between two GPU types, or between two named machines."""
 
     ends: tuple[str, str]
-    """Two GPU types or two machine names. The same type twice means the machines of that type."""
+    """Two GPU types or two machine names. The same type twice means the bandwidth between machines of that type."""
     gb_per_s: float = Field(gt=0)
     """Bandwidth in one direction, 10^9 bytes/s."""
 
@@ -151,7 +151,7 @@ class LinkSettings(Settings):
     latency_us: float = Field(default=20.0, ge=0)
     """Latency of one message between two machines, microseconds."""
     between: tuple[BetweenSettings, ...] = ()
-    """Bandwidths of single pairs, which override the values above."""
+    """Bandwidths of single pairs, which override inter_node_gb_per_s and cross_type_gb_per_s."""
 
 
 class ClusterSettings(Settings):

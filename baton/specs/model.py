@@ -82,7 +82,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def layer_flops_per_token(self) -> float:
-        """Forward FLOPs of one layer's matrix products."""
+        """Forward FLOPs per token of one layer's products with weight matrices."""
         return 2.0 * (self.attention_params + self.active_ffn_params)
 
     @property
@@ -98,15 +98,15 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return self.kv_values_per_token * self.num_layers * bytes_per_value
 
     def seen(self, context_tokens: float) -> float:
-        """Return the number of tokens that a query at this position attends to, averaged over layers."""
+        """Return the number of tokens that a query at position `context_tokens` attends to, averaged over layers."""
         if not self.window_layers:
             return context_tokens
         share = self.window_layers / self.num_layers
         return (1 - share) * context_tokens + share * min(context_tokens, self.window)
 
     def experts_read(self, num_tokens: float) -> float:
-        """Return the share of a layer's routed experts that a batch uses, if each token selects its experts
-        independently."""
+        """Return the share of a layer's routed experts that at least one of `num_tokens` tokens selects, if each token
+        selects its experts independently."""
         if self.num_experts <= 1:
             return 1.0
         return float(1 - (1 - self.experts_per_token / self.num_experts) ** max(num_tokens, 0.0))
@@ -240,8 +240,9 @@ def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, 
 
 
 def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple[float, float, int, int, float]:
-    """Return the means over layers of parameters and active parameters, the number of experts, experts per token,
-    and the mean of parameters in routed experts."""
+    """Return, for the feed-forward parts: parameters per layer, parameters per layer that a token uses, number of
+    experts, experts per token, and parameters per layer in routed experts. Values per layer are means over the
+    layers."""
     matrices = 2 if kind in WITHOUT_GATE else 3
     width = reader.whole("intermediate_size", 4 * hidden)
     dense = float(matrices * hidden * width)

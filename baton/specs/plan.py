@@ -24,11 +24,11 @@ class Stage(msgspec.Struct, frozen=True):
 
     gpu: str
     gpu_ids: tuple[str, ...]
-    """`node:index`; the GPUs of one tensor-parallel group are adjacent."""
+    """Each GPU as `node:index`. The GPUs of one tensor-parallel group are adjacent."""
     dp: int
     tp: int
     layers: tuple[int, int]
-    """First layer, and last layer + 1."""
+    """Index of the first layer, and index of the last layer + 1."""
     memory_bytes: float
     """Memory used on each GPU."""
     memory_limit_bytes: float
@@ -62,7 +62,7 @@ class Replica(msgspec.Struct, frozen=True):
 
     gpu: str
     gpu_ids: tuple[str, ...]
-    """`node:index`, in the order of the stages."""
+    """Each GPU as `node:index`, in the order of the pipeline stages."""
     tp: int
     pp: int
     layers: tuple[tuple[int, int], ...]
@@ -72,11 +72,12 @@ class Replica(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Generated tokens per second, including the time to prefill new prompts."""
     pause_s: float
-    """Time per train step without generation: prefill of running trajectories under the new version, or, without
-    overlap, the end of a batch."""
+    """Time per train step that is lost for generation. With overlap, it is the prefill of running trajectories under
+    the new version. Without overlap, it is the time lost at the end of a batch, when few trajectories still run."""
     share: float
     trajectories: int
-    """Number of trajectories of the batch. Shares are rounded by largest remainder."""
+    """Number of trajectories of the batch that the replica generates: `share` of the batch, rounded by largest
+    remainder."""
     memory_bytes: float
     memory_limit_bytes: float
 
@@ -132,7 +133,7 @@ class PlannedWork(msgspec.Struct, frozen=True):
     mean_output_tokens: float
     longest_output_tokens: float
     max_output_tokens: int
-    """Tokens at which responses are cut; 0 if unknown."""
+    """Maximum response length in tokens; 0 if unknown."""
     engine_context_tokens: int
     updates: int
     """Optimiser updates per train step."""
@@ -140,7 +141,7 @@ class PlannedWork(msgspec.Struct, frozen=True):
     has_reference: bool
     recompute: bool
     microbatch_tokens: int = 0
-    """Tokens that a microbatch may have; 0 in a plan of an earlier version."""
+    """Maximum tokens of a microbatch; 0 in a plan that an earlier version of Baton wrote."""
 
     @classmethod
     def of(cls, model: ModelSpec, work: Workload) -> PlannedWork:
@@ -175,7 +176,7 @@ class Plan(msgspec.Struct, frozen=True):
     is_colocated: bool = False
     """Whether trainer and engines use the same GPUs alternately."""
     work: PlannedWork | None = None
-    """None in a plan that was written by hand or by an earlier version."""
+    """None in a plan that was written by hand or by an earlier version of Baton."""
     trainer: Trainer = "baton"
     format: int = FORMAT
 

@@ -6,12 +6,13 @@ from typing import Literal
 
 Trainer = Literal["baton", "idealised"]
 """`baton`: Baton's trainer. `idealised`: the trainer of AReaL-Hex, with any tensor and data parallelism on each stage,
-and without FSDP. No command executes plans for it."""
+and without FSDP. Baton cannot execute plans for this trainer."""
 
 
 def can_train(num_stages: int, tensor_parallel: int, *, has_critic: bool = False) -> bool:
-    """Return whether the trainer supports this shape. Pipeline stages were not tested with tensor parallelism or a
-    critic. All stages have the same number of ranks."""
+    """Return whether the trainer supports this shape. It supports several pipeline stages only without tensor
+    parallelism and without a critic, because the other combinations were not tested. All stages must have the same
+    number of ranks, which this function does not check."""
     return num_stages == 1 or (tensor_parallel == 1 and not has_critic)
 
 

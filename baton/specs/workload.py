@@ -100,7 +100,7 @@ class Workload(msgspec.Struct, frozen=True):
     shard_gradients: bool = False
     """Whether gradients are sharded after each microbatch, so that no rank holds all of them."""
     microbatch_tokens: int = 0
-    """Maximum number of tokens of a microbatch. A longer trajectory is a microbatch alone."""
+    """Maximum number of tokens of a microbatch. A longer trajectory forms a microbatch of its own."""
     trainer: Trainer = "baton"
     reward_latency_s: float = 0.0
     reward_concurrency: int = 1024
@@ -114,7 +114,7 @@ class Workload(msgspec.Struct, frozen=True):
     """Positions that an engine allocates per slot (the embedded engine's fixed cache); 0 if it allocates only used
     positions."""
     max_output_tokens: int = 0
-    """Tokens at which responses are cut; 0 if unknown."""
+    """Maximum response length in tokens; 0 if unknown."""
 
     @property
     def num_trajectories(self) -> int:
@@ -137,13 +137,13 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def live_context_tokens(self) -> float:
-        """Mean length of a running trajectory at a random time. Long trajectories run longer, so they have more
-        weight."""
+        """Mean number of tokens, at a random time, of a running trajectory so far. Long trajectories run longer, so
+        they have more weight."""
         return self.prompt.mean + self.output.moment(2) / (2 * self.output.mean)
 
     @property
     def live_context_squared(self) -> float:
-        """Mean square of the length of a running trajectory at a random time."""
+        """Mean square of the number of tokens, at a random time, of a running trajectory so far."""
         p, mean = self.prompt.mean, self.output.mean
         position, square = self.output.moment(2) / (2 * mean), self.output.moment(3) / (3 * mean)
         return p * p + 2 * p * position + square
@@ -186,7 +186,7 @@ class LengthSettings(Settings):
     cv: float = Field(default=0.8, gt=0)
     """Standard deviation of `lognormal` divided by its mean, before the cut at `max`."""
     max: float | None = Field(default=None, gt=0)
-    """Maximum length of `lognormal`. Longer trajectories are cut at this length."""
+    """Maximum token count of `lognormal`. Larger counts are cut to this value."""
     values: tuple[int, ...] = ()
     """Token counts of `measured`."""
 
@@ -227,8 +227,8 @@ class WorkAlgorithmSettings(Settings):
     recompute: bool = True
     """Recompute activations in the backward pass to save memory."""
     microbatch_tokens: int = Field(default=8192, ge=0)
-    """Maximum number of tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory is a
-    microbatch alone."""
+    """Maximum number of tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory forms a
+    microbatch of its own."""
 
 
 class WorkRewardSettings(Settings):
