@@ -65,7 +65,7 @@ class Placement(msgspec.Struct, frozen=True):
     names: dict[str, str]
     """Machine id → name in the plan, for all machines of the cluster."""
     overrides: tuple[str, ...] = ()
-    """The recipe's keys that the plan determines, as overrides."""
+    """Overrides of the recipe, such as `trainer.ranks=4`, for the keys that the plan determines."""
 
     @property
     def training_machines(self) -> frozenset[str]:
@@ -109,7 +109,7 @@ def _overrides(plan: Plan, num_ranks: int) -> tuple[str, ...]:
 
 
 def _plan_shape(plan: Plan) -> tuple[str, ...]:
-    """Return the values of the axis `plan` of `support.toml` that describe this plan."""
+    """Return the values that describe this plan on the axis `plan` of `support.toml`."""
     stages = plan.training.stages
     types, widths = {stage.gpu for stage in stages}, {stage.tp for stage in stages}
     has_shape = all(can_train(len(stages), width) for width in widths) and len({stage.dp for stage in stages}) == 1

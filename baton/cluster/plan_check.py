@@ -1,4 +1,4 @@
-"""Compares the model and the workload for which a plan was made with a recipe."""
+"""Checks whether a recipe has the model and the workload for which a plan was made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.specs.model import read_model
 from baton.specs.plan import Plan, PlannedWork
 
 TOLERANCE = 0.15
-"""Relative difference of a count or a length up to which a plan is still used."""
+"""A plan is still used if a count or a length in the recipe differs from the plan's by at most this fraction."""
 
 
 def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ from baton.specs.workload import LengthSettings, Workload
 
 TIME_LIMIT_S = 30.0
 SLACK = 0.02
-"""A plan may be slower than the fastest plan by this fraction of the step time if it moves fewer GPUs."""
+"""A plan that moves fewer GPUs is preferred if its step time exceeds that of the fastest plan by at most this
+fraction."""
 
 
 class ReplanResult(msgspec.Struct, frozen=True):
@@ -45,15 +46,15 @@ class Replanner:
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self.recipe, self.plan = recipe, plan
         self.predictions: RunPredictions | None = None
-        """The predictions of the run while it is open."""
+        """The predictions of the run; None while the run is not open."""
         path = recipe.fleet.cluster
         self._base = None if path is None else load_recipe(ClusterSettings, Path(path))
         """Cluster file with the links, prices and GPU types to apply; None if the recipe names no cluster file."""
         self._known: dict[str, Efficiency] = {}
-        """Efficiencies by GPU type that this run has measured. The current plan was made with them."""
+        """GPU type → efficiency that this run has measured. The current plan was made with these efficiencies."""
         self._measured = self._known
         self._next_worker = len(plan.replicas)
-        """Number in the next worker's name. Worker names are not reused while a hub runs."""
+        """Number for the name of the next worker. Worker names are not reused while a hub runs."""
 
     @property
     def base_types(self) -> tuple[str, ...]:
@@ -95,7 +96,7 @@ class Replanner:
         return f"new plan ({chosen.name}) for {len(machines)} machines: {_seconds(chosen.plan)} per step expected"
 
     def _adopt(self, plan: Plan) -> None:
-        """Make this the current plan. From the next step on, the run is compared with its predictions."""
+        """Make this the current plan. From the next train step on, the run is compared with the plan's predictions."""
         self.plan, self._known = plan, self._measured
         if self.predictions is not None and (old := self.predictions.current) is not None:
             new = predictions_of_plan(plan, old.source, old.memory)

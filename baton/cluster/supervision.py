@@ -1,8 +1,8 @@
 """Decides, from events of processes and machines, when to restart a worker process, when to stop restarting it, and
 when to make a new plan.
 
-The functions receive events and return commands. They use no clock and do no I/O. The field `at_s` of an event is its
-time on the caller's clock.
+`Supervision` receives events and returns commands. It uses no clock and does no I/O. The field `at_s` of an event is
+its time on the caller's clock.
 
     ProcessStarted ─▶ up ──ProcessEnded──▶ wait, doubled each time ──SupervisionTick──▶ StartProcess ─▶ …
                               │ more than max_failures in a row
@@ -118,7 +118,7 @@ Command = StartProcess | StopProcess | SetWorkerWeight | Replan | TrainerLost | 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionRules(RestartRule):
-    """Limits and delays that the supervision applies."""
+    """The limits and delays of `Supervision`."""
 
     settle_s: float = 2.0
     """A new plan is made when the machines have not changed for this number of seconds, because several machines often

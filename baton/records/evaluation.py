@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 Z_95 = 1.959964
-"""Two-sided 95 % quantile of the normal distribution."""
+"""A normally distributed value is within this number of standard deviations of its mean with a probability of 95 %."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -29,7 +29,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     task: str
     num_prompts: int
     samples: int
-    """Number of responses per prompt (k); 1 for the task `all` if its tasks have different numbers."""
+    """Number of responses per prompt (k). For the task `all`, which combines all tasks, this is 1 if the tasks have
+    different numbers."""
     temperature: float
     """Sampling temperature; 0 means greedy decoding."""
     accuracy: Interval | None
@@ -42,15 +43,16 @@ class Evaluation(msgspec.Struct, frozen=True):
     unjudged: int = 0
     """Number of responses whose scoring failed; accuracy and pass@k exclude them."""
     reward: float | None = None
-    """Mean reward of the scored responses; None if no response was scored, and in old results."""
+    """Mean reward of the scored responses; None if no response was scored, or if an earlier version of Baton wrote the
+    result."""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
-    """Mean of each reward part, by its name."""
+    """Name of a reward part → its mean."""
     step: int | None = None
-    """Train step after which the evaluation ran; None outside of a training."""
+    """Train step after which the evaluation ran; None if it did not run during a training."""
 
     @property
     def own_reward(self) -> float | None:
-        """Mean reward if it differs from the accuracy, else None."""
+        """Mean reward, or None if it equals the accuracy or is not known."""
         is_same = self.accuracy is not None and self.reward == self.accuracy.value
         return None if is_same else self.reward
 
@@ -86,10 +88,11 @@ def evaluation_metrics(result: Evaluation) -> dict[str, float]:
 
 def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
     """Return the share of true outcomes with its 95 % interval. outcomes: one sequence per prompt, with one element per
-    sample.
+    response.
 
-    With one sample per prompt, the interval is Wilson's score interval. With several samples per prompt, the samples of
-    a prompt are not independent. The interval then comes from 2000 seeded bootstrap draws that resample prompts.
+    With one response per prompt, the interval is Wilson's score interval. Several responses to the same prompt are not
+    independent. In this case the interval comes from 2000 bootstrap draws with a fixed seed, each of which resamples
+    the prompts.
     """
     shares = [sum(row) / len(row) for row in outcomes]
     count = len(shares)

@@ -1,8 +1,10 @@
-"""Converts leases and their reports to spans of the trace. Each span is in a slot of an engine.
+"""Converts leases and their reports to spans of the trace. Each lane of an engine in the trace is one of the engine's
+slots.
 
 The sender of leases calls `on_lease` for each lease and `on_report` for each report. If an engine has more leases than
 slots, it runs them in the order of arrival. The span of a waiting lease therefore begins when a slot becomes free. A
-lease that never gets a slot has no span. A span's token counts include all reported tokens of the lease.
+lease that never gets a slot has no span. The token counts of a span include all policy tokens that were reported for
+the lease.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class _Held:
     lease: Lease
     actor: str
     lane: int | None = None
-    """Slot of the lease; None while the lease waits for a slot."""
+    """Lane (slot number) of the lease; None while the lease waits for a slot."""
     begin_s: float = 0.0
     tokens: dict[int, int] = field(default_factory=dict)
     """Policy version → number of reported tokens."""
@@ -34,7 +36,7 @@ class _Slots:
     count: int
     num_used: int = 0
     freed: list[int] = field(default_factory=list)
-    """Heap of lanes that were used before and are free now."""
+    """Heap of the lanes that were occupied before and are free now."""
     waiting: dict[int, _Held] = field(default_factory=dict)
     """Leases that wait for a slot, by lease id, oldest first."""
 
@@ -43,7 +45,7 @@ class _Slots:
         return self.num_used - len(self.freed)
 
     def take(self) -> int:
-        """Return the lowest free lane."""
+        """Occupy the free lane with the lowest number, and return it."""
         if self.freed:
             return heapq.heappop(self.freed)
         self.num_used += 1
@@ -51,7 +53,7 @@ class _Slots:
 
 
 class LeaseTrace:
-    """Records a span for every lease that gets a slot. Only the thread that sends the leases may call it."""
+    """Records a span for every lease that gets a slot. Only the thread that sends the leases may call its methods."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
         self.tracer, self.clock = tracer, clock
@@ -88,7 +90,8 @@ class LeaseTrace:
             self.ended(message.lease_id, "abort")
 
     def ended(self, lease_id: int, how: str) -> None:
-        """End the span of a lease, even if its worker continues the lease. An unknown lease is ignored."""
+        """End the span of a lease, even if its worker continues the lease. how: value of `ended` in the span. An
+        unknown lease is ignored."""
         held = self._held.pop(lease_id, None)
         if held is None:
             return

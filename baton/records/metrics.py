@@ -32,9 +32,9 @@ class LogSettings(Settings):
 
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Loggers that receive the metrics in addition to metrics.jsonl. tensorboard: files in the run's directory. wandb:
-    Weights & Biases. If the environment variable WANDB_MODE is offline, the metrics stay on disk."""
+    Weights & Biases; if the environment variable WANDB_MODE is `offline`, the metrics stay on disk."""
     wandb: str | None = None
-    """Project at Weights & Biases; the default is "baton". A value adds the logger wandb."""
+    """Project at Weights & Biases; the default is "baton". If this key is set, `loggers` need not contain wandb."""
 
     trace: bool = True
     """True: every lease, train step and publication is written to trace.jsonl, which `baton trace` and the report page
@@ -52,7 +52,7 @@ class LogSettings(Settings):
 
     @property
     def wandb_project(self) -> str | None:
-        """Project at Weights & Biases that receives the metrics, if any."""
+        """Project at Weights & Biases that receives the metrics; None if they are not sent there."""
         return self.wandb or ("baton" if "wandb" in self.loggers else None)
 
 
@@ -64,7 +64,7 @@ class Sink(Protocol):
         again."""
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close the destination."""
 
 
 class MetricsWriter:
@@ -78,7 +78,7 @@ class MetricsWriter:
         log: LogSettings | None = None,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the sinks of the run in `directory` and remove rows later than `resume_step`.
+        """Open the sinks of the run in `directory`, and remove the rows of steps after `resume_step`.
 
         before_write: called before each write; raises if another process has taken over the directory. Raises UserError
         if Weights & Biases is configured but cannot start.
@@ -154,7 +154,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sink that writes to a run at Weights & Biases with the same name. A resumed run continues that run.
+    """Sink that writes to a run at Weights & Biases, which has the same name as Baton's run. A resumed run continues
+    the same run at Weights & Biases.
 
     If the start fails, an error is raised. If a later write fails, the failure is logged once and the run continues
     without Weights & Biases, because `metrics.jsonl` has all metrics.
@@ -220,5 +221,5 @@ def _wandb_id(directory: Path) -> str:
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl in order, or an empty list if there is no file. An incomplete last row
-    is left out."""
+    is omitted."""
     return read_rows(directory / ROWS, dict[str, Any])

@@ -17,12 +17,13 @@ from baton.files import write_whole
 
 FILE = "predictions.json"
 MEMORY = "trainer memory"
-"""Term whose prediction depends on the largest microbatch of the run, which depends on the lengths of responses."""
+"""The term whose prediction depends on the size of the run's largest microbatch, and therefore on the lengths of
+responses."""
 TOLERANCE = 0.15
-"""A term is off if the measured value differs from the predicted value by more than this fraction, or, for shares, by
-more than this difference."""
+"""A term is off if the measured value differs from the predicted value by more than this fraction. For terms whose unit
+is `share`, this number is the allowed difference instead."""
 WARM_SHARE = 0.2
-"""Share of the train steps at the start of the run that the measured means exclude."""
+"""The measured means exclude this share of the train steps, at the start of the run."""
 
 Row = Mapping[str, float]
 
@@ -45,32 +46,36 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     ),
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
-"""Name → (unit, function of a row of metrics). The function raises KeyError if the row lacks a metric. The response
-length is an input of the predictions: a difference in it explains differences of other terms."""
+"""Name of a term → (unit, function that computes the term from a row of metrics). The function raises KeyError if the
+row lacks a metric. The response length is an input of the predictions: a difference in it explains differences of other
+terms."""
 
 
 MemoryByTokens = tuple[tuple[int, float], ...]
-"""(tokens of the largest microbatch with padding, bytes of the trainer) in ascending order. The last one has the most
-tokens that a microbatch can have."""
+"""Pairs (number of tokens of the largest microbatch, including padding; bytes of memory of the trainer), in ascending
+order. The last pair has the maximum number of tokens that a microbatch of the recipe can have."""
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """A predicted value of one of the TERMS."""
+    """A predicted value of one of the `TERMS`."""
 
     term: str
     value: float
     by_tokens: MemoryByTokens = ()
-    """Of the trainer's memory; `value` is the last one, which assumes responses of the maximum length."""
+    """Only for the term `MEMORY`; empty for other terms. `value` is the number of bytes of the last pair, which assumes
+    responses of the maximum length."""
 
     def at(self, tokens: float | None) -> float:
-        """Return the value if the largest microbatch has so many tokens; None: the most possible."""
+        """Return the predicted value if the largest microbatch has `tokens` tokens. None means the maximum number of
+        tokens."""
         if tokens is None or not self.by_tokens:
             return self.value
         places, values = np.array(self.by_tokens).T
         return float(np.interp(tokens, places, values))
 
     def assumption(self, tokens: float | None) -> str:
-        """Return the assumption of `at` about the largest microbatch in a sentence, or nothing."""
+        """Return a sentence with the assumption that `at` makes about the largest microbatch; empty if it makes
+        none."""
         if not self.by_tokens:
             return ""
         most = f"{self.by_tokens[-1][0]:,} tokens, the most that the recipe allows"
@@ -100,7 +105,7 @@ class Predictions(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The predicted and the measured value of one term; None if unknown."""
+    """The predicted and the measured value of one term. A value that is not known is None."""
 
     term: str
     unit: str
@@ -109,15 +114,17 @@ class Comparison(msgspec.Struct, frozen=True):
     """Mean over train steps; for memory, the maximum."""
 
     error: float | None
-    """Measured value divided by predicted value, minus 1. For shares, and if the prediction is 0: the difference."""
+    """Measured value divided by predicted value, minus 1. For terms whose unit is `share`, and if the predicted value
+    is 0: measured value minus predicted value."""
     is_off: bool
-    """Whether the error exceeds the TOLERANCE."""
+    """Whether the absolute value of `error` exceeds `TOLERANCE`."""
     assumption: str = ""
-    """Assumption of the prediction that depends on the run."""
+    """Sentence with the assumption about the run on which the predicted value depends; empty if there is none."""
 
 
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
-    """Compare predictions with the metrics of a run. Rows of evaluations and the first train steps are excluded."""
+    """Compare predictions with the metrics of a run. Rows of evaluations and the first train steps (`WARM_SHARE`) are
+    excluded."""
     steps = [row for row in rows if "perf/step_time" in row and row["step"] > predictions.after_step]
     steps = steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
     tokens, found = _peak_tokens(steps), []
@@ -134,7 +141,8 @@ def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, 
 
 
 def ratios(predictions: Predictions, row: Row) -> dict[str, float]:
-    """Return the quotient measured / predicted as a metric, for each term that has both values."""
+    """Return a metric `measured_over_predicted/TERM` for each term: its measured value divided by its predicted value.
+    Terms without a measured value, or with the prediction 0, are omitted."""
     tokens = _peak_tokens([row])
     found = ((each.term, each.at(tokens), _measured([row], *TERMS[each.term])) for each in predictions.terms)
     return {
@@ -145,7 +153,7 @@ def ratios(predictions: Predictions, row: Row) -> dict[str, float]:
 
 
 def _peak_tokens(rows: Sequence[Row]) -> float | None:
-    """Return the tokens of the largest microbatch; None in metrics of an earlier version."""
+    """Return the number of tokens of the largest microbatch, or None if the metrics do not contain it."""
     return max((row[key] for row in rows if (key := "perf/trainer_peak_tokens") in row), default=None)
 
 
@@ -162,14 +170,15 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
 
 
 class RunPredictions:
-    """The predictions of an open run. The run does not read changes that others make to the file."""
+    """The predictions of a run that this process executes. Changes that other processes make to predictions.json are
+    not read."""
 
     def __init__(self, directory: Path, current: Predictions | None) -> None:
         self.current = current
         self._directory = directory
 
     def replace(self, predictions: Predictions, after_step: int) -> None:
-        """Write predictions for the train steps after the given one, unless the run already has equal predictions."""
+        """Write predictions for the train steps after `after_step`, unless the run already has equal predictions."""
         old = self.current
         if old is None or (old.source, old.terms) != (predictions.source, predictions.terms):
             self.current = msgspec.structs.replace(predictions, after_step=after_step)
@@ -177,7 +186,7 @@ class RunPredictions:
 
 
 def read_predictions(directory: Path) -> Predictions | None:
-    """Return the predictions of a run; None if it has none. Raises Damaged if they cannot be read."""
+    """Return the predictions of a run, or None if it has none. Raises Damaged if the file cannot be read."""
     file = directory / FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=Predictions) if file.is_file() else None

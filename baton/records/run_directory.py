@@ -46,8 +46,9 @@ from baton.types import Group, plain
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 Source = Literal["batch", "evaluation", "greedy", "skipped"]
-"""Which groups of a train step: its batch; the sampled or greedy responses of the evaluation after the step; or the
-batch that `skip_groups` removed last."""
+"""Selects groups that are recorded for a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled or
+the greedy responses of the evaluation after the step. `skipped`: the batch of the step that `skip_groups` removed
+last."""
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)
@@ -67,7 +68,8 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """lock: the directory's lock, if the caller writes. Without a lock, `check_held` does nothing."""
+        """lock: the directory's lock, which a caller that writes must hold. Without a lock, `check_held` does
+        nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -147,7 +149,7 @@ class RunDirectory:
         make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
-        """Delete incomplete files, and evaluations of steps after `step`. The resumed run writes them again.
+        """Delete incomplete files, and the evaluations of steps after `step`, which the resumed run repeats.
 
         Recorded trajectories stay: the loop replays them, so no trajectory is generated or scored twice.
         """
@@ -230,7 +232,7 @@ class RunDirectory:
         return self._groups_file(step).is_file()
 
     def recorded_steps(self, source: Source = "batch") -> list[int]:
-        """Return the steps of which groups are recorded, in order."""
+        """Return, in ascending order, the steps for which groups from this source are recorded."""
         names = (file.name for file in self._trajectories.glob(f"{_prefix(source)}_*.jsonl.gz"))
         return sorted({int(name.partition("_")[2].partition(".")[0]) for name in names})
 
@@ -302,15 +304,15 @@ def _environment(threads: int) -> dict[str, Any]:
 
 
 def without_none(value: Any) -> Any:
-    """Return a value without the keys whose value is None, because TOML has no null."""
+    """Return `value` without the keys of its tables whose value is None, because TOML has no null."""
     if isinstance(value, dict):
         return {key: without_none(v) for key, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _commit() -> str | None:
-    """Return the commit of Baton's source tree, or None without a repository. `+changes` is appended if files differ
-    from the commit."""
+    """Return the commit of Baton's source tree, or None if it is not in a repository. The suffix `+changes` means that
+    files differ from the commit."""
     root = Path(baton.__file__).parents[1]
     if not (root / ".git").exists():  # an installed package may be inside the repository of another project
         return None

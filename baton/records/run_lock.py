@@ -36,7 +36,7 @@ class LockHolder(msgspec.Struct, frozen=True):
     """The process that holds a run's directory."""
 
     epoch: int
-    """Number of processes that have held the directory so far."""
+    """Number of processes that have held the directory so far, including this one."""
     pid: int
     host: str
     since: str
@@ -44,7 +44,7 @@ class LockHolder(msgspec.Struct, frozen=True):
     is_over: bool = False
     """True if the process has released the directory."""
     outcome: str = ""
-    """How the last run in the directory ended: `finished`, `stopped` or `failed`; empty if no run has ended."""
+    """How the last run in the directory ended: `finished`, `stopped` or `failed`; empty if no run has ended in it."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}: {' '.join(self.command)}"
@@ -96,8 +96,9 @@ class RunLock:
 
     @staticmethod
     def status(directory: Path) -> str:
-        """Return `running` if a process holds the directory. Otherwise return how the last run in it ended: `finished`,
-        `stopped` or `failed`. Return an empty string if an earlier version of Baton ran it."""
+        """Return `running` if a process holds the directory. Otherwise return how the last run in the directory ended:
+        `finished`, `stopped` or `failed`. A process that ended without releasing the directory counts as `failed`.
+        Return an empty string if the outcome was not recorded."""
         with suppress(FileNotFoundError), (directory / "lock").open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -107,8 +108,8 @@ class RunLock:
         return "failed" if found is None or not found.is_over else found.outcome
 
     def release(self, outcome: str | None = None) -> None:
-        """Release the lock. Remove the directory if `take` created it and no run was started in it. May be called
-        twice. outcome: how the run ended; None if no run was started."""
+        """Release the lock. If `take` created the directory and no run was started in it, remove the directory. May be
+        called twice. outcome: how the run ended; None if no run was started."""
         if self._file.closed:
             return
         with suppress(OSError), self._file:

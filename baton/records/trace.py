@@ -30,8 +30,8 @@ from baton.files import append, writing
 ASIDE = -1
 """Lane for the work of an actor that occupies no slot, such as weight transfer."""
 BEGIN, GAP = "begin", "gap"
-"""Names of marks, which are spans without duration. BEGIN: a process started at this time. GAP: spans are missing from
-the trace at this time."""
+"""Names of marks, which are spans without duration. `BEGIN`: a process started at this time. `GAP`: spans are missing
+from the trace at this time."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -44,9 +44,9 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Start of the span in Unix time; in a simulation, in seconds since the simulation's start."""
     end_s: float
     facts: dict[str, Any] = {}
-    """Further values by name. Spans `generate` have group, sample, tokens, version (policy version of the last token)
-    and ended (finish, abort, refused, dropped or lost). If the tokens have several versions, the span also has versions
-    (version → number of tokens). Spans of the trainer have step."""
+    """Further values by name. Spans `generate` have `group`, `sample`, `tokens`, `version` (policy version of the last
+    token) and `ended` (`finish`, `abort`, `refused`, `dropped` or `lost`). If the tokens have several policy versions,
+    the span also has `versions` (policy version → number of tokens). Spans of the trainer have `step`."""
 
 
 class Tracer(Protocol):
@@ -68,8 +68,8 @@ def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
-    """Return the names of all actors except workers, and the names of the workers. Both lists are sorted, with numbers
-    in names compared as numbers; the trainer comes first."""
+    """Return the names of all actors except workers, and the names of the workers. Both lists are sorted by name, and
+    numbers in names are compared as numbers. The trainer comes first."""
     found: dict[str, bool] = {}
     for span in spans:
         found[span.actor] = found.get(span.actor, False) or span.name == "generate"
@@ -83,13 +83,13 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 _PART = "part"
 MAX_PENDING = 200_000
-"""Maximum number of spans that wait for the next flush. Further spans are dropped, and a GAP is recorded."""
+"""Maximum number of spans that wait for the next flush. Further spans are dropped, and a mark `GAP` is recorded."""
 LIMIT_BYTES = 32_000_000
 """Maximum size of a run's trace. If a trace becomes larger, spans in its middle are deleted."""
 
 
 class TraceWriter:
-    """Writes the spans of a live run to the run's directory. Any thread may add spans. Times are given as values of
+    """Writes the spans of a live run to the run's directory. Any thread may add spans. Callers give times as values of
     `time.monotonic`.
 
     Spans are written to trace.jsonl until it has half of the allowed size, then to trace.last.jsonl. When
@@ -145,7 +145,8 @@ class TraceWriter:
         append(self._path, bytes(lines))
 
     def _reopen(self, directory: Path) -> None:
-        """Find the file to which an earlier process last wrote. If its last line is incomplete, terminate it."""
+        """Continue the file to which an earlier process wrote last. If the last line of the file is incomplete, add a
+        line break."""
         first, before, last = trace_files(directory)
         self._path, self._room = (last, self._limit // 4) if last.exists() else (first, self._limit // 2)
         if last.exists():
@@ -170,13 +171,13 @@ class TraceWriter:
 
 
 def trace_files(directory: Path) -> tuple[Path, Path, Path]:
-    """Return the paths of a run's trace, the oldest first."""
+    """Return the paths of the three files of a run's trace, the oldest first."""
     return directory / "trace.jsonl", directory / "trace.before.jsonl", directory / "trace.last.jsonl"
 
 
 def read_trace(directory: Path) -> list[Span]:
-    """Return a run's spans sorted by their ends, with a GAP in place of deleted spans. Return an empty list if there is
-    no trace."""
+    """Return a run's spans in the order in which they were recorded, with a mark `GAP` in place of deleted spans.
+    Return an empty list if there is no trace."""
     spans: list[Span] = []
     part = 0
     for path in trace_files(directory):
@@ -214,8 +215,8 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
-        """Add the duration of the context to a stage. span: name of the span in the trace, if it is not the name of the
-        stage."""
+        """Add the duration of the context to the stage `name`. span: name of the span in the trace; by default, the
+        name of the stage."""
         begin_s = self.now_s()
         try:
             yield
@@ -225,7 +226,7 @@ class StageTimer:
             self.trace.span(span or name, "trainer", 0, begin_s, end_s, step=step)
 
     def take(self) -> dict[str, float]:
-        """Return stage → seconds, and reset all stages to zero."""
+        """Return a dictionary of stage name → seconds since the last call, and reset all stages to zero."""
         taken, self.seconds = self.seconds, {}
         return taken
 

@@ -1,1 +1,2 @@
-"""Workers that generate in separate processes, on any machine, and connect to the trainer over a network."""
+"""The swarm: workers that generate trajectories in separate processes, on any machine, and the hub to which they
+connect over a network."""

@@ -15,8 +15,8 @@ from baton.swarm.auth import Clock, Denied
 logger = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"[A-Za-z0-9_-]{40,}")
-"""Pattern that matches the random part of a token, which has at least 40 characters. Other texts of this form match
-too."""
+"""Pattern that matches the random part of an access token: at least 40 letters, digits, `_` or `-`. Other texts of this
+form match too."""
 _MAX_FIELD_CHARACTERS = 160
 _WINDOW_S = 60.0
 
@@ -27,24 +27,24 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
     at: float
     """Time of the event in Unix seconds, UTC."""
     event: str
-    """Name of the event, for example `denied`, `joined` or `quarantined`. `suppressed` is a line that counts omitted
-    lines."""
+    """Name of the event, for example `denied`, `joined` or `quarantined`. A line with the event `suppressed` counts
+    omitted lines."""
     status: int
     """HTTP status of the response; 0 if no response was sent."""
     reason: str = ""
     peer: str = ""
-    """Network address of the sender."""
+    """Network address of the process that sent the request."""
     route: str = ""
     """Path of the request, without the query."""
     token: str = ""
-    """Name of the token; empty if the token is not known."""
+    """Name of the sender's access token; empty if the token is not known."""
     count: int = 0
     """In a `suppressed` line, the number of omitted lines."""
 
 
 class AuditLog:
-    """Writes an audit file and keeps the previous file. The size of each file is bounded. Only one thread may use a
-    log.
+    """Writes the audit log. When the file has `max_bytes`, it is renamed to `NAME.1`, in place of an earlier `NAME.1`,
+    and a new file is started. Only one thread may use an `AuditLog`.
 
     Refusals (status ≥ 400) and other events have separate budgets of lines per minute, so that many refusals do not
     displace other events. Lines beyond a budget and lines that cannot be written are omitted and counted. No error is
@@ -65,7 +65,8 @@ class AuditLog:
         self.record("denied", denied.status, denied.reason, peer, route, denied.name)
 
     def record(self, event: str, status: int, reason: str, peer: str, route: str, token: str | None = None) -> None:
-        """Write one line without fsync. Secrets are removed from every field."""
+        """Write one line, unless the budget of the current minute is used up. Parts of the texts that match `_SECRET`
+        are replaced by `…`. The line is not flushed to disk."""
         now = self._clock()
         if not 0 <= now - self._window < _WINDOW_S:  # also when the clock was set back
             self._window, self._written = now, {True: 0, False: 0}
@@ -81,7 +82,7 @@ class AuditLog:
             self.num_suppressed += 1
 
     def close(self) -> None:
-        """Write the number of omitted lines to the log."""
+        """Write a line `suppressed` if lines were omitted since the last such line."""
         self._write_num_suppressed(self._clock())
 
     def _write_num_suppressed(self, now: float) -> None:

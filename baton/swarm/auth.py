@@ -1,4 +1,5 @@
-"""Authentication: tokens with a role and an expiry time, stored as hashes and checked at every request.
+"""Authentication with access tokens. Each token has a role and an expiry time. The token file contains only the token's
+hash. The hub checks the token at every request.
 
     baton token create ──▶ token file (hashes) ──read again when it changes──▶ Authenticator.check ──▶ AccessGrant
             └─ the token itself, shown once ──▶ worker ──"Authorization: Bearer …"──┘    └─▶ Denied ──▶ Audit
@@ -46,8 +47,8 @@ _MAX_HEADER_CHARACTERS = 256
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
-"""Seconds from the expiry of a token to its removal from the file. After the removal, the token is refused as
-unknown."""
+"""When a token is created, tokens that expired more than this number of seconds ago are removed from the file. The hub
+then refuses them as unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE | re.ASCII)
@@ -82,8 +83,8 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Expiry time in Unix seconds, UTC. From this time on, the token is refused."""
     is_revoked: bool = False
     is_trusted: bool = False
-    """True for tokens of workers that the run's owner controls. Such workers may keep KV caches across versions, and
-    their reports calibrate tolerances."""
+    """True if the run's owner controls the workers that use this token. Only such workers may keep KV caches across
+    versions. Their reports calibrate the tolerances with which reports of other workers are checked."""
 
     def state(self, now: float) -> Literal["valid", "expired", "revoked"]:
         if self.is_revoked:
@@ -92,7 +93,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A token as printed by `baton token`."""
+    """The fields of a token that `baton token` prints."""
 
     name: str
     role: Role
@@ -101,7 +102,7 @@ class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True):
     """Time of creation in UTC, ISO 8601."""
     expires: str
     state: str
-    """valid, expired or revoked."""
+    """`valid`, `expired` or `revoked`."""
     token: str | None = None
     """Text of the token. Present only in the output of `baton token create` without --out."""
     written_to: str | None = None
@@ -125,10 +126,10 @@ class AccessGrant:
     role: Role
     is_trusted: bool
     digest: str = field(default="", repr=False)
-    """Digest of the token, which identifies the sender. The token's name does not identify the sender, because another
-    token file may contain the same name."""
+    """Digest of the sender's token. The digest identifies the sender. The token's name does not, because another token
+    file may contain the same name."""
     is_own: bool = False
-    """True if the run has started the worker itself."""
+    """True if the sender is a worker that the run itself has started."""
 
     @property
     def label(self) -> str:
@@ -137,8 +138,8 @@ class AccessGrant:
 
 
 class Denied(BatonError):
-    """Raised for a refused request. The reason may be sent to the sender: it reveals the state of a token only to a
-    holder of the token."""
+    """Raised for a refused request. `reason` may be sent to the sender: only a sender that holds a token learns from it
+    whether this token has expired or is revoked."""
 
     def __init__(self, status: Literal[401, 403], reason: str, name: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -155,7 +156,7 @@ def parse_duration(text: str) -> int:
 
 
 def digest_of(token: str) -> str:
-    """Return the hash of a token's text. The token file contains this hash."""
+    """Return the blake3 digest of a token's text, in hex. The token file contains this digest instead of the text."""
     return blake3(token.encode()).hexdigest()
 
 
@@ -258,8 +259,8 @@ class TokenFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold a lock within the context, in which the file is changed. Without a lock, one of two concurrent changes
-        could undo a revocation by the other."""
+        """Hold the file's lock within the context. The file may be changed only within this context: otherwise one of
+        two concurrent changes could undo a revocation that the other made."""
         path = self.path.resolve()
         lock = path.with_name(f".{path.name}.lock")
         try:
@@ -274,21 +275,22 @@ class TokenFile:
 
 
 class Authenticator:
-    """Identifies the sender of a request. Reads the token file again when the file changes."""
+    """Identifies the sender of a request by its access token. Reads the token file again when the file changes."""
 
     def __init__(self, path: Path, clock: Clock = time.time, *, is_own: bool = False) -> None:
-        """Read the token file. Raises UserError if the file is missing or invalid. is_own: whether the tokens are for
-        workers that the run starts itself."""
+        """Read the token file. Raises UserError if the file is missing or invalid. is_own: True if the file contains
+        the tokens of workers that the run itself starts."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
-        """Reason why the token file cannot be used; None if the file is valid. While there is a reason, every request
-        is refused."""
+        """Reason why the token file cannot be used; None if the file is valid. While this is not None, every request is
+        refused."""
         self._tokens: tuple[Token, ...] = ()
         self._stamp = _stamp(path)
         self._tokens = self._file.tokens()
 
     def check(self, header: str | None, wanted: Collection[Role]) -> AccessGrant:
-        """Check an `Authorization` header, whose token must have one of the wanted roles; return what the token grants.
+        """Check the token in an `Authorization` header and return its grant. The token must have one of the roles in
+        `wanted`.
 
         Raises Denied with status 401 if the header is missing or malformed, or if its token is unknown, expired or
         revoked. Raises Denied with status 403 if the token has another role. Raises no other exception for any header.
@@ -351,7 +353,8 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Return metadata that identifies the state of a file; it changes if the file is changed or replaced."""
+    """Return metadata of a file (times, size, inode), or None if it cannot be read. The metadata differ after the file
+    is changed or replaced."""
     try:
         found = path.stat()
     except OSError:

@@ -26,7 +26,7 @@ from baton.weights.store import Store
 
 @dataclass(frozen=True, slots=True)
 class VersionRetention:
-    """Rules that say which versions are retained."""
+    """The versions that are not removed, in addition to those that workers serve."""
 
     fetchable: int
     """Number of the latest versions that workers may fetch."""
@@ -57,7 +57,7 @@ class BackgroundPublisher:
         self._futures.append(self._executor.submit(self._publish, tensors, version, time.monotonic()))
 
     def check(self) -> None:
-        """Raise the error of a background task, if a task has failed."""
+        """If a background task has failed, raise its error."""
         while self._futures and self._futures[0].done():
             self._futures.popleft().result()
 
@@ -78,7 +78,8 @@ class BackgroundPublisher:
         self._hub.members.announce(Want(version, shared=self._shared), only_near=only_near)
 
     def _remove_unused(self) -> None:
-        """Remove versions that are neither retained nor served by a worker. Called in the hub's thread."""
+        """Remove the versions that `VersionRetention` does not retain and that no worker serves. Called in the hub's
+        thread."""
         members, retention = self._hub.members, self._retention
         kept = [members.versions[number] for number in sorted(members.versions)[-retention.fetchable :]]
         held = [peer.heartbeat.serves for peer in members.peers.values() if peer.heartbeat.serves is not None]

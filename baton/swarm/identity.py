@@ -1,4 +1,5 @@
-"""Identifies workers by the digest of a token, and by a key that the hub issues to each worker at its first Hello.
+"""Identifies workers by the digest of their access token, and by a key that the hub issues to each worker at the
+worker's first Hello.
 
     worker ──Hello(key="")──▶ hub ──Admitted(key)──▶ worker ──Hello(key)──▶ hub     after a reconnection or hub restart
 
@@ -29,7 +30,8 @@ class WorkerKeys:
         return f"{nonce}.{self._hash('key', token, nonce)}"
 
     def worker(self, token: str, key: str) -> str | None:
-        """Return the id of the worker with this key, or None if the key was not issued to this token."""
+        """Return the id of the worker that has the key `key`, or None if this key was not issued for the token. token:
+        the digest of the worker's token."""
         nonce, _, told = key.partition(".")
         if not hmac.compare_digest(told.encode(), self._hash("key", token, nonce).encode()):
             return None

@@ -1,5 +1,5 @@
-"""Holds the tokens that belong to the entries of the lease table: the prompt and tokens of each task, and the tokens of
-each lease.
+"""Holds the tokens to which the lease table refers: the prompt and tokens of each task, and the tokens of each lease. A
+task is a trajectory that the controller has requested; a lease is one worker's attempt at a task.
 
     controller ──want, abort──▶ ┌─────────────┐ ──commands: SendToWorker, SendToController, Disconnect, …──▶ hub
     worker ──report, refuse───▶ │ LeaseBroker │ ◀─events / commands─▶ LeaseTable
@@ -26,17 +26,20 @@ from baton.swarm.throughput import ThroughputTracker
 from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked, without_masks
 
 MAX_REFUSALS = 64
-"""Maximum number of consecutive leases that a worker may refuse. One more refusal disconnects the worker."""
+"""Maximum number of leases that a worker may refuse without an accepted report in between. One more refusal disconnects
+the worker."""
 MAX_PROVENANCE = 200_000
-"""Maximum number of trajectories without a lease whose authors are stored, so that the trajectories can be revoked. The
-oldest are removed first."""
+"""Maximum number of trajectories without a lease for which the broker stores the workers that generated their tokens.
+It needs this record to revoke the trajectories. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""Maximum number of replacement trajectories that wait for the controller's next request."""
+"""Maximum number of replacement trajectories that are stored until the controller requests the revoked trajectories
+again."""
 
 Key = tuple[int, int, int]
-"""Noise seed, group id and sample index, which identify a trajectory."""
+"""(noise seed, group id, sample index), which together identify a trajectory."""
 Span = tuple[int, int, int]
-"""(worker, first token, end): a range of tokens that one worker generated."""
+"""(worker number, `first`, `end`): the worker generated the tokens at positions `first` … `end` − 1 after the
+prompt."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
@@ -45,7 +48,7 @@ class ReportCheck(Protocol):
     it."""
 
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
-        """Return a sentence that names the error of a report, or None.
+        """Return a sentence that names the error of a report, or None if the report has no such error.
 
         lease: the lease as the hub granted it. grown: the lease's trajectory before the report.
         """
@@ -85,14 +88,14 @@ class ReportViolation:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTrajectory:
-    """Verify a finished trajectory, or a turn of a multi-turn episode. The broker holds the trajectory's last report
-    until `LeaseBroker.release` or `LeaseBroker.remake` is called."""
+    """Verify a finished trajectory, or a turn of a multi-turn episode. The broker holds back the trajectory's last
+    report until `LeaseBroker.release` or `LeaseBroker.remake` is called."""
 
     lease: Lease
     trajectory: Trajectory
     spans: tuple[Span, ...]
-    """The ranges of tokens that each worker generated. Ranges of earlier turns are absent, because they have been
-    verified."""
+    """The workers that generated the tokens of the trajectory. Tokens of earlier turns are absent, because they have
+    already been verified."""
 
 
 BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation | VerifyTrajectory
@@ -103,9 +106,9 @@ class _Task:
     lease: Lease
     """The lease as the controller sent it."""
     trajectory: Trajectory
-    """The trajectory with the committed tokens."""
+    """The trajectory with the tokens that have been committed so far."""
     spans: list[Span] = field(default_factory=list)
-    """Ranges of the committed tokens, including those of earlier leases, with the worker that generated each range."""
+    """The workers that generated the committed tokens, including the tokens of earlier leases."""
     leases: list[int] = field(default_factory=list)
 
 
@@ -127,11 +130,12 @@ class LeaseBroker:
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
-        """Authors of trajectories without a lease: finished, aborted, or waiting for an environment."""
+        """Trajectory without a lease (finished, aborted, or waiting for its environment) → the workers that generated
+        its tokens."""
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
-        """Trajectory of the controller → (trajectory that replaces it, worker that generated the replacement)."""
+        """Revoked trajectory → (trajectory that replaces it, worker that generated the replacement)."""
         self._refusals: Counter[int] = Counter()
         """Worker → number of leases that it has refused since its last accepted report."""
         self._busy_since_s = 0.0
@@ -144,7 +148,7 @@ class LeaseBroker:
     # ---- from the controller -----------------------------------------------------------------------------------------
 
     def want(self, lease: Lease) -> list[BrokerCommand]:
-        """Request the generation of a trajectory."""
+        """Handle the controller's request to generate a trajectory."""
         task, known, key = lease.lease_id, lease.trajectory, key_of(lease)
         spans = self._provenance.pop(key, ())
         if not known.num_tokens:
@@ -169,7 +173,7 @@ class LeaseBroker:
         )
 
     def abort(self, task: int) -> list[BrokerCommand]:
-        """Abort a trajectory. Has no effect if the trajectory has ended."""
+        """Handle the controller's request to abort a trajectory. Has no effect if the trajectory has ended."""
         return self.handle(ev.TaskAborted(self.clock(), task))
 
     # ---- from workers ------------------------------------------------------------------------------------------------
@@ -207,8 +211,8 @@ class LeaseBroker:
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
         """Compare the leases that a worker lists after a reconnection with the lease table.
 
-        A lease that the worker has lost is granted again. A lease that is no longer valid is dropped. A lease that was
-        recalled is recalled again.
+        If the worker does not list one of its leases, this lease ends and its task is granted again. A listed lease
+        that is no longer valid is dropped. A listed lease that was recalled is recalled again.
         """
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
@@ -270,7 +274,7 @@ class LeaseBroker:
         ]
 
     def tick(self, delay_s: float = 0.0) -> list[BrokerCommand]:
-        """Apply time limits. delay_s: delay of the hub's own tick."""
+        """Apply the time limits. delay_s: delay of the hub's own tick in seconds."""
         return self.handle(ev.LeaseTick(self.clock(), delay_s))
 
     def revoke(self, workers: frozenset[int], cause: str) -> list[BrokerCommand]:
@@ -289,8 +293,8 @@ class LeaseBroker:
         return found
 
     def release(self, key: Key) -> list[BrokerCommand]:
-        """Send the held last report of a trajectory to the controller. Has no effect if the trajectory was revoked in
-        the meantime."""
+        """Send the last report of a trajectory, which was held back for verification, to the controller. Has no effect
+        if the trajectory was revoked in the meantime."""
         last = self._held.pop(key, None)
         if last is None:
             return []
@@ -298,7 +302,7 @@ class LeaseBroker:
         return [SendToController(last)]
 
     def remake(self, key: Key) -> list[BrokerCommand]:
-        """Revoke a held trajectory, so that it is generated again."""
+        """Revoke a trajectory that is held back for verification, so that it is generated again."""
         if self._held.pop(key, None) is None:
             return []
         self._provenance.pop(key, None)
@@ -307,7 +311,8 @@ class LeaseBroker:
     # ---- commands of the lease table ---------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> list[BrokerCommand]:
-        """Pass an event to the lease table, and apply the table's commands."""
+        """Pass an event to the lease table and apply the table's commands. Return the resulting commands for the
+        hub."""
         was_idle = not self.table.num_leases
         commands = self.table.handle(event)
         if was_idle and self.table.num_leases:
@@ -315,7 +320,7 @@ class LeaseBroker:
         return [found for command in commands if (found := self.apply(command)) is not None]
 
     def apply(self, command: ev.Command) -> BrokerCommand | None:
-        """Apply a command of the lease table. Return what the hub must do, if anything."""
+        """Apply a command of the lease table. Return the resulting command for the hub, or None if there is none."""
         match command:
             case ev.GrantLease():
                 return self._grant(command)
@@ -383,8 +388,9 @@ class LeaseBroker:
             self._provenance.popitem(last=False)
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        """Revoke the controller's trajectory and keep its replacement. When the controller requests the trajectory
-        again, `want` sends the replacement immediately.
+        """Revoke the trajectory that the controller has, and store the trajectory of the finished lease as its
+        replacement. When the controller requests the revoked trajectory again, `want` sends the replacement
+        immediately.
 
         A later turn of a multi-turn episode has no replacement, because the turns before it are generated again.
         """
@@ -416,8 +422,8 @@ class LeaseBroker:
     def _contradicted(self, progress: _LeaseProgress) -> list[BrokerCommand]:
         """Revoke a trajectory for which workers of one kind generated different tokens from the same noise.
 
-        Later checks find out which worker is at fault. Tokens are compared only between workers of one kind whose
-        engines use keyed noise.
+        This does not show which of the workers is at fault; later checks of their trajectories show it. Tokens are
+        compared only between workers of one kind whose engines use keyed noise.
         """
         return self._revoke_task(progress.task, "contradicted")
 

@@ -2,9 +2,10 @@
 it may hold as many leases as it has slots.
 
 A worker reports its own number of slots, which may be false. Every `TOKENS_PER_LEASE` delivered tokens earn one more
-lease, so a correct worker reaches its slots after a few reports. A lease that another worker finishes, or that delivers
-no token, costs `LOST_LEASE_TOKENS`. A worker that delivers no tokens is therefore soon granted no lease. After 40 to 50
-s it is granted one lease again. The class uses no clock and does no I/O.
+lease, so after a few reports a correct worker may hold a lease for each of its slots. A lease that another worker
+finishes, or that delivers no token, costs a credit of `LOST_LEASE_TOKENS` tokens. A worker that delivers no tokens is
+therefore soon granted no lease. Its credit recovers, and after at most 50 s it is granted one lease again.
+`LeaseCredit` uses no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ FIRST_LEASES = 8
 TOKENS_PER_LEASE = 16
 LOST_LEASE_TOKENS = 64
 RECOVERED_TOKENS_PER_S = 1.6
-"""Credit that a worker recovers per second, until it may hold one lease. A worker without credit for a lease is granted
-one again after 40 to 50 s."""
+"""Credit, in tokens, that a worker recovers per second until it may hold one lease. This takes at most 50 s."""
 _ONE_LEASE = -TOKENS_PER_LEASE * (FIRST_LEASES - 1)
 _LEAST = _ONE_LEASE - TOKENS_PER_LEASE - LOST_LEASE_TOKENS
 
@@ -27,10 +27,10 @@ class LeaseCredit:
     """The credit of one worker, or of all workers of one token together."""
 
     slots: int
-    """Maximum number of leases that delivered tokens can earn."""
+    """Maximum number of leases that may be held at the same time, whatever the credit."""
     at_s: float
     tokens: float = 0.0
-    """Credit: number of delivered tokens minus the cost of lost leases."""
+    """Credit: number of delivered tokens minus the cost of lost leases, within limits. It may be negative."""
 
     @property
     def num_leases(self) -> int:
@@ -41,17 +41,17 @@ class LeaseCredit:
         self.tokens = min(TOKENS_PER_LEASE * max(0, self.slots - FIRST_LEASES), self.tokens + num_tokens)
 
     def resize(self, by: int) -> None:
-        """Change the number of slots when workers join or leave. After workers have left, the credit is limited to what
-        the remaining slots can use."""
+        """Add `by` to the number of slots, because workers have joined or left. After workers have left, the credit is
+        limited to what the remaining slots can use."""
         self.slots += by
         self.earn(0)
 
     def lose(self) -> None:
-        """Subtract the cost of a lease that had no result."""
+        """Subtract the cost of a lost lease."""
         self.tokens = max(_LEAST, self.tokens - LOST_LEASE_TOKENS)
 
     def recover(self, now_s: float) -> None:
-        """Add the credit that is recovered in the time since the last call, until the credit allows one lease."""
+        """Add the credit that has recovered since the last call, at most until the credit allows one lease."""
         if self.tokens < _ONE_LEASE:
             self.tokens = min(_ONE_LEASE, self.tokens + RECOVERED_TOKENS_PER_S * max(0.0, now_s - self.at_s))
         self.at_s = now_s

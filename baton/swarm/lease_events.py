@@ -17,8 +17,8 @@ class WorkerJoined(TimedEvent, frozen=True, tag="WorkerJoined"):
     slots: int
     """Number of trajectories that the worker generates concurrently."""
     weight: float = 1.0
-    """Expected speed of one slot of the worker, divided by the mean over all workers. It comes from a plan, never from
-    the worker."""
+    """Expected speed of one slot of the worker, divided by the mean over all workers. This value comes from a plan,
+    never from the worker."""
     kind: str | None = ""
     """Kind of the worker. Workers of the same kind generate the same tokens from the same noise. None means that the
     worker's engine uses its own noise and generates different tokens each time."""
@@ -35,7 +35,7 @@ class WorkerWeightChanged(TimedEvent, frozen=True, tag="WorkerWeighed"):
 
 
 class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
-    """A worker has sent a message. `LeaseProgressed` implies this event."""
+    """A worker has sent a message. A `LeaseProgressed` counts as such a message, too."""
 
     worker: int
     version: int | None
@@ -46,7 +46,7 @@ class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
 
 
 class WorkerLeft(TimedEvent, frozen=True, tag="WorkerLeft"):
-    """A worker has left. The tokens that it has not reported are lost."""
+    """A worker has left. Tokens that it has generated but not reported are lost."""
 
     worker: int
     cause: str
@@ -63,10 +63,10 @@ class TaskSubmitted(TimedEvent, frozen=True, tag="TaskWanted"):
     max_tokens: int
     """Maximum number of tokens after the prompt."""
     start: int = 0
-    """Number of tokens that no worker generates again: those before the current turn of a multi-turn episode."""
+    """Number of tokens before the current turn of a multi-turn episode. No worker generates these tokens again."""
     preferred: int | None = None
-    """Worker that should get the first lease if it has a free slot, because it may have the keys and values of the
-    earlier turns."""
+    """Worker that should get the first lease if it has a free slot, because its KV cache may still contain the earlier
+    turns."""
 
 
 class TaskAborted(TimedEvent, frozen=True, tag="TaskAborted"):
@@ -158,7 +158,7 @@ class DropLease(msgspec.Struct, frozen=True, tag="Drop", gc=False):
 
 
 class CommitTokens(msgspec.Struct, frozen=True, tag="Commit", gc=False):
-    """Append tokens of a lease to the trajectory, which then has `length` tokens."""
+    """Append tokens of a lease to the trajectory, which then has `length` tokens after its prompt."""
 
     task: int
     lease: int
@@ -166,21 +166,21 @@ class CommitTokens(msgspec.Struct, frozen=True, tag="Commit", gc=False):
 
 
 class FinishTask(msgspec.Struct, frozen=True, tag="Finish", gc=False):
-    """Finish a task. All tokens of its lease have been committed."""
+    """Finish a task. All tokens of the finished lease have been committed."""
 
     task: int
     lease: int
 
 
 class ReplaceTokens(msgspec.Struct, frozen=True, tag="Replace", gc=False):
-    """Finish a task. The tokens of a lease replace all committed tokens."""
+    """Finish a task. The tokens of the finished lease replace all committed tokens."""
 
     task: int
     lease: int
 
 
 class ReturnTask(msgspec.Struct, frozen=True, tag="PutDown", gc=False):
-    """Report that an aborted task has no lease any more."""
+    """Tell the controller that an aborted task has no lease any more."""
 
     task: int
 

@@ -1,7 +1,7 @@
 """Assigns trajectories to workers, and decides when a lease ends and which worker then continues the trajectory.
 
-The table receives events and returns commands. It reads no clock, does no I/O and holds no tokens, so the live hub and
-the simulator use the same class. A task is a trajectory that the scheduler has requested. A lease is one worker's
+`LeaseTable` receives events and returns commands. It reads no clock, does no I/O and holds no tokens, so the live hub
+and the simulator use the same class. A task is a trajectory that the controller has requested. A lease is one worker's
 attempt at a task:
 
     TaskSubmitted ─▶ waiting ──GrantLease──▶ leased ──LeaseFinished──▶ FinishTask
@@ -12,14 +12,17 @@ attempt at a task:
 Reported tokens stay in the trajectory when the worker leaves, and the next lease starts after these tokens. With
 `restarts` (mode `sync`), the next lease starts at the prompt and generates the same tokens again, because sampling is
 deterministic. In a multi-turn episode, the next lease starts at the current turn (`TaskSubmitted.start`), because an
-observation cannot be generated again. Only tokens beyond the committed tokens are then new. A straggler gets a backup
-lease. Without `restarts`, the two leases of a task generate different tokens from the same prefix. No tokens are
-committed until one lease finishes, and the tokens of the other lease are then discarded.
+observation cannot be generated again. Of the tokens that are generated again, only those after the committed tokens are
+new.
+
+If the lease of a task is slow, the task gets a second lease, the backup lease. Without `restarts`, the two leases of a
+task generate different tokens from the same prefix. No further tokens are committed until one of the two leases
+finishes or ends. If one finishes, the tokens of the other are discarded.
 
 With `restarts`, workers of different kinds (`WorkerJoined.kind`) generate different tokens from the same noise.
 Therefore a task that has committed tokens keeps them, and a lease on a worker of another kind commits nothing until it
-finishes. The lease that finishes first determines the tokens. If a worker of another kind generated the committed
-tokens, the tokens of this lease replace them (`ReplaceTokens`).
+finishes. The lease that finishes first determines the trajectory. If a worker of another kind generated the committed
+tokens, the tokens of the finished lease replace them (`ReplaceTokens`).
 """
 
 from __future__ import annotations
@@ -44,20 +47,21 @@ class LeaseRules:
     """Options and time limits of the lease table. Time limits are in seconds."""
 
     restarts: bool = False
-    """True (mode `sync`): after a lost lease, the next lease starts at the current turn. False: it starts
-    after the last reported token."""
+    """True (mode `sync`): after a lost lease, the task's next lease starts at the current turn (in a single-turn task,
+    at the prompt). False: the next lease starts after the last reported token."""
     heartbeat_timeout_s: float = 30.0
-    """A worker that sends no message for this time is considered dead."""
+    """A worker that sends no message for this number of seconds is considered dead."""
     progress_timeout_s: float = 60.0
-    """A worker that holds leases is considered stuck if its engine's token counter does not change for this time."""
+    """A worker that holds leases is considered stuck if its engine's token counter does not change for this number of
+    seconds."""
     starve_s: float = 600.0
-    """A lease without new tokens for this time ends, and its task is granted to another worker, even if the worker is
-    active."""
+    """A lease that has no new tokens for this number of seconds ends, even if its worker is active. Its task is then
+    granted again."""
     backup_lease_factor: float = 2.0
     """Start a backup lease if a lease's expected remaining time exceeds this multiple of the time that a free worker
     would need. 0 disables backup leases."""
     backup_lease_after_s: float = 5.0
-    """Minimum age of a lease whose task may get a backup lease."""
+    """Minimum age, in seconds, of a lease whose task may get a backup lease."""
     prefetch: float = 0.25
     """If no worker has a free slot, a worker may hold more leases than it has slots. This is the maximum number of
     these additional leases, as a fraction of the worker's slots. The worker queues them."""
@@ -102,7 +106,7 @@ class TrackedTask:
     leases: list[TrackedLease] = field(default_factory=list)
     """Valid leases of the task: none while the task waits, two while it has a backup lease."""
     origin: str | None = None
-    """Origin of the lease that generated the committed tokens after `start`; None without such tokens."""
+    """Origin of the lease that generated the committed tokens after `start`; None if there are no such tokens."""
     returned: list[TrackedLease] = field(default_factory=list)
     """Leases that were returned while another lease of the task was still valid."""
     is_aborting: bool = False
@@ -121,7 +125,8 @@ class TrackedTask:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Order in which waiting tasks are granted: the next turns of episodes first, then by age."""
+        """Sort key of waiting tasks, which are granted in ascending order: tasks that continue an episode come first,
+        and older tasks come before newer tasks."""
         return not self.start, self.number
 
 
@@ -202,7 +207,8 @@ class LeaseTable:
         return self._leases[lease].recalled_s is not None
 
     def is_comparable(self, lease: int) -> bool:
-        """Return whether a correct worker generates, under this lease, the tokens that are committed for its task."""
+        """Return whether a correct worker generates, under this lease, the same tokens as those that are committed for
+        the lease's task."""
         return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -266,7 +272,7 @@ class LeaseTable:
             yield ev.RecallLease(lease.worker, lease.number)
 
     def _on_task_revoked(self, event: ev.TaskRevoked) -> Iterator[ev.Command]:
-        """Remove a task. The table counts the tokens that are not committed as discarded; the caller accounts for the
+        """Remove a task. Its tokens that are not committed are counted as discarded here. The caller counts its
         committed tokens."""
         task = self._tasks.pop(event.task, None)
         if task is None:
@@ -343,7 +349,8 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Commit the tokens of the longest returned lease, and discard the tokens of all other returned leases."""
+        """Commit the tokens of the longest of the ended lease `lease` and the task's returned leases. Discard the
+        tokens of the others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -355,8 +362,9 @@ class LeaseTable:
                 yield from self._discard_tokens(task, other, prefix)
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
-        """Count the tokens of a lease as discarded, except the prefix that equals the committed tokens. With
-        `restarts`, count all tokens if the lease has another origin than the committed tokens."""
+        """Count the tokens of a lease as discarded, except the first `prefix` tokens of the trajectory, which equal the
+        committed tokens. With `restarts`, if the origin of the lease differs from that of the committed tokens, count
+        all tokens of the lease."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
@@ -365,8 +373,9 @@ class LeaseTable:
         return not self.rules.restarts or task.origin in (None, lease.origin)
 
     def _commits(self, task: TrackedTask, lease: TrackedLease) -> bool:
-        """Return whether a lease's tokens are committed when they are reported: if no other lease can generate
-        different tokens."""
+        """Return whether the tokens of a lease are committed as soon as they are reported. With `restarts`, this is the
+        case if they equal the committed tokens at all common positions. Without `restarts`, it is the case if the task
+        has no other lease, neither running nor returned."""
         if self.rules.restarts:
             return self._is_consistent(task, lease)
         return len(task.leases) + len(task.returned) == 1
@@ -411,8 +420,8 @@ class LeaseTable:
             self._offer_owner(owner)
 
     def _charge(self, lease: TrackedLease) -> None:
-        """Subtract the cost of a lease without result from the worker's credit, unless the lease was still queued in
-        the worker."""
+        """Subtract the cost of a lost lease from its worker's credit, unless the lease was still queued in the
+        worker."""
         worker = self.workers[lease.worker]
         # Workers run leases in the order of the lease numbers, so a lease that is not among the first `slots` leases
         # never ran.
@@ -435,7 +444,8 @@ class LeaseTable:
         heapq.heappush(self._waiting.setdefault(task.ask, []), task.order)
 
     def _grant_all(self, at_s: float) -> Iterator[ev.Command]:
-        """Grant waiting tasks in their order to workers that have a free slot and a suitable version."""
+        """Grant waiting tasks, in the order of `TrackedTask.order`, to workers that have a free slot and a suitable
+        version."""
         if not self._may_grant:
             return
         self._may_grant = False
@@ -467,12 +477,12 @@ class LeaseTable:
         return first
 
     def _preferred(self, task: TrackedTask) -> Worker | None:
-        """Return a task's preferred worker, if it has a free slot and a suitable version."""
+        """Return a task's preferred worker if this worker has a free slot and a suitable version, otherwise None."""
         worker = None if task.preferred is None else self.workers.get(task.preferred)
         return worker if worker is not None and worker.has_slot and worker.serves(*task.ask) else None
 
     def _base(self, task: TrackedTask) -> int:
-        """Return how many tokens of a task are complete when its next lease starts."""
+        """Return the number of tokens that a task's next lease continues from."""
         return task.start if self.rules.restarts else task.committed
 
     def _grant(self, task: TrackedTask, worker: Worker, at_s: float) -> Iterator[ev.Command]:
@@ -527,11 +537,12 @@ class LeaseTable:
         yield from self._remove(worker)
 
     def _grant_backups(self, now_s: float) -> Iterator[ev.Command]:
-        """Start backup leases for the tasks of the slowest leases, on the fastest free workers first, if a backup lease
-        may finish earlier.
+        """Start backup leases for the tasks of the slowest leases on the fastest free workers, where a backup lease is
+        expected to finish sufficiently earlier than the running lease.
 
         Called after waiting tasks have been granted, so no waiting task could use these slots. The final length of a
-        trajectory is unknown, so both workers are compared by their time to generate the maximum number of tokens.
+        trajectory is unknown. The running lease and the backup lease are therefore compared by the time that each needs
+        to generate the maximum number of tokens.
         """
         free = self._index.free()
         if not free:
@@ -548,8 +559,8 @@ class LeaseTable:
                 yield from self._grant(task, worker, now_s)
 
     def _stragglers(self, now_s: float, fastest: Worker) -> list[tuple[float, TrackedTask]]:
-        """Return (expected remaining seconds, task) of each task that a backup lease on the worker `fastest` would
-        probably finish earlier."""
+        """Return (expected remaining seconds, task) for each task that a backup lease on the worker `fastest` is
+        expected to finish sufficiently earlier."""
         found = []
         for lease in self._leases.values():
             task, age_s = self._tasks[lease.task], now_s - lease.granted_s

@@ -1,9 +1,9 @@
 """The address at which the hub listens, and its URLs. Without `--insecure`, no secret is sent over a network
 unencrypted.
 
-A process that reads a token on the network can impersonate its sender, and prompts and adapters may be confidential.
-Hub and worker therefore require TLS for connections between machines. `--insecure` disables this requirement, for a
-private network or a tunnel.
+A process that reads an access token on the network can impersonate the token's sender, and prompts and adapters may be
+confidential. Hub and worker therefore require TLS for connections between machines. `--insecure` disables this
+requirement, for a private network or a tunnel.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class ListenAddress:
         return _base(self.scheme, host, port)
 
     def join_command(self, port: int) -> str:
-        """Return the command with which a worker joins. If this process does not know the machine's name in the
-        network, the command contains HOST in place of the name."""
+        """Return the command with which a worker joins. If the hub listens on all addresses, the machine's name in the
+        network is not known, and the command contains HOST in its place."""
         if self._is_any:
             return f"baton worker {self.scheme}://HOST:{port} --token-file FILE, where HOST is this machine's address"
         return f"baton worker {self.url(port)} --token-file FILE"

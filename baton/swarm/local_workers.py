@@ -20,7 +20,7 @@ from baton.swarm.listen import ListenAddress
 
 RESTARTS = RestartRule(first_wait_s=0.4, longest_wait_s=10.0)
 GRACE_S = 5.0
-"""Seconds after which workers that have not ended are killed."""
+"""Maximum seconds for the workers to end before they are killed."""
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class LocalWorkers:
     ) -> None:
         """Start a worker for each token file. The token file's name is also the name of the worker and of its log file.
 
-        listen, port: address of the hub. directory: directory of the log files. environments: variables that each
-        worker has in addition to those of this process.
+        listen, port: address of the hub. directory: directory of the log files. environments: environment variables of
+        each worker, in the order of the token files, in addition to those of this process.
         """
         fingerprint = listen.fingerprint()
         self._command = [

@@ -13,7 +13,8 @@
       ◀────────────────────── HeartbeatAck      shows that the hub is alive; the worker reconnects if messages stop
       ── Leaving · Fault ─────────────────▶
 
-These messages have the hub's lease ids. Each id is granted once and never reused. Weights and model files use HTTP.
+The lease ids in these messages are assigned by the hub. Each id is granted once and never reused. Weights and model
+files use HTTP.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
 PROTOCOL = 3
-"""Protocol version. A change of the messages that an older worker could misunderstand increments it."""
+"""Protocol version. It is incremented when the messages change in a way that an older worker could misunderstand."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """Maximum length of a frame in bytes; a longer frame ends the connection. A report of 100,000 tokens is shorter than
 this."""
@@ -50,9 +51,10 @@ class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
     protocol: int
     run: str
     incarnation: str
-    """Identifier of the hub's process; leases of an earlier process are invalid."""
+    """Identifier of the hub process. Leases from an earlier hub process, which had another identifier, are invalid."""
     model_digest: str
-    """blake3 digest of the model's files without weights, which the route /model serves."""
+    """blake3 digest of the files that the route /model serves: the model's configuration and tokenizer, without
+    weights."""
     is_adapter: bool
     """True if versions are adapters on a base model."""
     base: PolicyVersion | None
@@ -83,13 +85,14 @@ class Want(msgspec.Struct, frozen=True, tag="Want"):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="Dropped"):
-    """A lease is no longer valid. The worker may stop it and need not send further reports."""
+    """A lease is no longer valid. The worker may stop generating its tokens and need not send further reports."""
 
     lease_id: int
 
 
 class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """The hub has received all tokens of a lease up to this length. For an ended lease, it has received all tokens."""
+    """The hub has received the first `length` tokens of a lease. If `has_ended` is set, the lease has ended, and none
+    of its reports needs to be sent again."""
 
     lease_id: int
     length: int
@@ -116,7 +119,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="Rejected"):
 
     reason: str
     is_final: bool
-    """True if the worker need not try again, because another attempt cannot succeed."""
+    """True if the worker must not connect again, because another attempt cannot succeed."""
 
 
 # ---- from the worker -------------------------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """Class of the worker, which determines its rounding errors. Tolerances are calibrated for each class
     separately."""
     model_digest: str
-    """Digest of the files from which the worker built its engine."""
+    """Digest of the model files from which the worker built its engine, as in `Welcome.model_digest`."""
     slots: int
     serves: PolicyVersion | None
     leases: tuple[int, ...] = ()

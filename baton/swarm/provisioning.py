@@ -39,8 +39,8 @@ class Provisioning:
 
     @property
     def slack_s(self) -> float | None:
-        """Spare seconds of the workers per publish period. Negative if the trainer must wait; None without
-        measurements."""
+        """Seconds by which the workers finish earlier than the trainer in each period of `publish_every` train steps.
+        Negative if the trainer must wait; None before the first trajectory is measured."""
         if not self.trajectories_per_s:
             return None
         generating_s = self.publish_every * self.trajectories_per_step / self.trajectories_per_s
@@ -48,7 +48,8 @@ class Provisioning:
 
     @property
     def idle_share(self) -> float | None:
-        """Predicted fraction of the time that the trainer spends waiting; None without measurements."""
+        """Predicted fraction of the time that the trainer waits for trajectories; None before the first trajectory is
+        measured."""
         slack_s = self.slack_s
         if slack_s is None:
             return None

@@ -1,8 +1,8 @@
 """Runs functions in the background, one after another, in a thread that ends whenever the queue is empty.
 
-The thread must end: a thread that has computed with torch keeps OpenMP's helper threads until it ends. If more such
-threads than cores exist, OpenMP lets waiting threads sleep instead of spin, and a train step of a small model takes
-twice as long.
+The thread must end, because a thread that has computed with torch keeps OpenMP's worker threads until it ends. If there
+are more OpenMP threads than cores, OpenMP lets waiting threads sleep instead of spin. A train step of a small model
+then takes twice as long.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SerialExecutor:
         self._is_closed = False
 
     def submit(self, action: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run a function after all functions that were submitted earlier; return its future. After `close`, the
-        function is not run and the future is cancelled."""
+        """Submit a function and return its future. The function runs after all functions that were submitted earlier.
+        After `close`, the function is not run and the future is cancelled."""
         future: Future[Any] = Future()
         with self._lock:
             if self._is_closed:

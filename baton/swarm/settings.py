@@ -27,11 +27,11 @@ class SwarmSettings(Settings):
     """True: other machines may connect without TLS (`--insecure`). Tokens, prompts and weights are then readable on the
     network."""
     publish_every: int = Field(default=1, ge=1)
-    """Number of train steps between two published versions. A value above 1 is allowed only in mode `async`, and
-    publish_every + max_lag - 1 is at most max_staleness."""
+    """Number of train steps between two published versions. A value above 1 is allowed only in mode `async`.
+    `publish_every` + `max_lag` - 1 must be at most `max_staleness`."""
     max_lag: int | None = Field(default=None, ge=0)
     """In mode `async`, a worker is granted leases only if its version is at most this number of versions behind the
-    latest published version. The default is `publish_every` if max_staleness allows this, otherwise 0."""
+    latest published version. The default is `publish_every` if `max_staleness` allows this, otherwise 0."""
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
     """A worker that sends no message for this number of seconds is considered dead. Its leases are then granted to
     other workers."""
@@ -40,13 +40,13 @@ class SwarmSettings(Settings):
     disconnected."""
     no_worker_timeout_s: float = Field(default=3600.0, ge=0)
     """Maximum number of seconds that a run waits while no worker is connected; then the run ends with an error.
-    Messages on the terminal show that the run waits. Must be at least rollout.stall_timeout_s."""
+    Messages on the terminal show that the run waits. Must be at least `rollout.stall_timeout_s`."""
     backup_lease_factor: float = Field(default=2.0, ge=0)
     """Start a backup lease if a lease's expected remaining time exceeds this multiple of the time that an idle worker
     would need. 0 disables backup leases."""
     report_every_s: float = Field(default=2.0, gt=0)
-    """Maximum seconds between two reports of a worker that has new tokens, even if they are fewer than
-    engine.report_every_tokens."""
+    """Maximum seconds between two reports of a worker that has new tokens. After this time, the worker sends a report
+    even if it has fewer than `engine.report_every_tokens` new tokens."""
 
     @property
     def is_on(self) -> bool:

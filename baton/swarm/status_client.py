@@ -16,8 +16,8 @@ MAX_BYTES = 16 * 1024 * 1024
 
 
 def fetch_status(base: str, token: str, tls: SSLContext | None) -> HubStatus:
-    """Return the status of the hub at a URL that `check_url` has checked. Raises UserError if the hub refuses the
-    request or no hub answers."""
+    """Return the status of the hub at the URL `base`, which `check_url` has checked. Raises UserError if the hub
+    refuses the request or no hub answers."""
     request = urllib.request.Request(f"{base}/status", headers={"Authorization": f"Bearer {token}"})
     try:
         with urllib.request.urlopen(request, timeout=DEADLINE_S, context=tls) as response:

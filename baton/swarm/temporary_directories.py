@@ -11,8 +11,8 @@ from baton.files import write_whole
 
 
 class TemporaryDirectories:
-    """Creates directories and records their paths in a file. With this file, weights in shared memory can be removed
-    even after a kill."""
+    """Creates directories and records their paths in a file. If the process is killed, the next process reads this file
+    and removes the directories, such as weights in shared memory."""
 
     def __init__(self, notes: Path) -> None:
         """Remove the directories that an earlier process of the run has left. notes: file that records the paths, one

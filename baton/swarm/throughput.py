@@ -1,4 +1,4 @@
-"""Measures how many trajectories are finished per second, and how long a version takes to reach all workers."""
+"""Measures how many trajectories the workers finish per second, and how long a version takes to reach all workers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ThroughputTracker:
         return len(gaps) / max(1e-6, sum(gaps)) if len(gaps) > 1 else 0.0
 
     def serve(self, now_s: float, served: Iterable[int | None]) -> None:
-        """Update the broadcast time. served: version number of each connected worker, None for a worker that serves no
-        version."""
+        """Update `broadcast_s`. served: number of the version that each connected worker serves, None for a worker that
+        serves no version."""
         slowest = min((-1 if number is None else number for number in served), default=-1)
         for number in [n for n in self.announced if n <= slowest]:
             self.broadcast_s = now_s - self.announced.pop(number)

@@ -28,14 +28,14 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SILENCE_S = 30.0
 """A transfer fails if no data arrive for this number of seconds."""
 _SLOWEST_BYTES_PER_S = 10_000.0
-"""A transfer fails if its average rate is below this value."""
+"""A transfer fails if its average rate in bytes per second is below this value."""
 
 T = TypeVar("T")
 
 
 class HttpSource:
-    """A source that requests weights from the hub or from a relay. Its methods block the calling thread while the event
-    loop executes the requests."""
+    """A source of weights: the hub or a relay. Its methods block the calling thread while the event loop executes the
+    HTTP requests."""
 
     def __init__(
         self,
@@ -100,7 +100,8 @@ async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[st
 
 
 async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
-    """Fetch the packed model files of a hub. Raises WeightsFault unless they have the digest that the hub announced."""
+    """Fetch the model files of a hub, packed as by `pack_model`. Raises WeightsFault unless they have the digest that
+    the hub announced."""
     packed = await get_bounded(session, URL(url) / "model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
     if model_digest(packed) != digest:
         raise WeightsFault(f"the model's files at {url} do not have the digest that the hub announced")

@@ -31,7 +31,7 @@ from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 _NAMED = 6
 """Maximum number of workers whose names a message lists."""
 FIRST_MESSAGE_S = 30.0
-"""Number of seconds without a worker after which the user gets the first message."""
+"""Number of seconds without a worker after which the first message about this is printed."""
 
 
 class SwarmTransport:
@@ -72,7 +72,7 @@ class SwarmTransport:
 
     @property
     def sockets(self) -> tuple[()]:
-        """None: messages come from the hub's thread."""
+        """Empty, because messages come from the hub's thread through a queue."""
         return ()
 
     def send(self, message: FromHub) -> None:
@@ -141,7 +141,7 @@ class SwarmTransport:
         self._scratch.close()
 
     def _check_health(self) -> None:
-        """Raise the errors of other threads, and restart local workers that have ended."""
+        """Raise an error that another thread has recorded. Restart local workers that have ended."""
         self.hub.check()
         self._publication.check()
         for workers in self._workers:
@@ -149,7 +149,8 @@ class SwarmTransport:
         self._report_no_workers()
 
     def _report_no_workers(self) -> None:
-        """Print that the run waits for workers: after `FIRST_MESSAGE_S`, then at doubling intervals."""
+        """Print that the run waits for workers: after `FIRST_MESSAGE_S` seconds without a worker, then each time this
+        number of seconds has doubled."""
         now_s = time.monotonic()
         if self.slots:
             if self._next_message_s > FIRST_MESSAGE_S:

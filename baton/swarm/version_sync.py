@@ -35,7 +35,8 @@ class Fetched(TimedEvent, frozen=True, tag="Fetched"):
 
 
 class FetchFailed(TimedEvent, frozen=True, tag="FetchFailed"):
-    """The fetch of a version has failed: the version was not available, or did not match its digest."""
+    """The fetch of a version has failed, for example because the version was not available or did not match its
+    digest."""
 
     version: PolicyVersion
     cause: str
@@ -69,7 +70,7 @@ class Activate(msgspec.Struct, frozen=True, tag="Activate", gc=False):
 
 
 class SetTimer(msgspec.Struct, frozen=True, tag="WakeAt", gc=False):
-    """Start a timer that sends `TimerFired` at this time."""
+    """Start a timer that sends `TimerFired` at the time `at_s`."""
 
     at_s: float
 
@@ -140,16 +141,16 @@ class VersionSync:
         self.want, self.failures, self._retry_s = version, 0, None
 
     def _is_useful(self, version: PolicyVersion) -> bool:
-        """Return whether to activate a fetched version. The version must be newer than the served version, but it need
-        not be the newest version."""
+        """Return whether to activate a fetched version. The version must be of the wanted lineage and newer than the
+        served version, but it need not be the wanted version."""
         have, want = self.have, self.want
         assert want is not None, "a version was fetched that was not wanted"
         is_newer = have is None or have.lineage != version.lineage or have.number < version.number
         return version.lineage == want.lineage and is_newer
 
     def _fetch_wanted(self) -> list[Command]:
-        """Fetch the wanted version, unless a fetch or a delay is running. A running fetch is not cancelled, so that
-        frequent publications cannot prevent every fetch from completing."""
+        """Fetch the wanted version, unless a fetch, an activation or a delay before a retry is in progress. A fetch is
+        never cancelled, so frequent publications cannot prevent every fetch from completing."""
         idle = self.fetching is None and self.activating is None and self._retry_s is None
         if not idle or self.want is None or self.want == self.have:
             return []

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from baton.swarm.lease_credit import LeaseCredit
 
 _SPEED_MEMORY = 0.9
-"""Factor by which a worker's earlier tokens and seconds are multiplied at each report."""
+"""Factor by which `Worker.grown_tokens` and `Worker.grown_s` are multiplied at each report, before the report's values
+are added."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +21,7 @@ class TokenOwner:
     num_held: int = 0
     """Total number of leases that the owner's workers hold."""
     entries: dict[int, list[_Entry]] = field(default_factory=dict)
-    """The entries of the owner's workers, like those of the index."""
+    """Version → heap of the entries of the owner's workers. The entries have the same form as those of the index."""
 
     @property
     def has_lease(self) -> bool:
@@ -45,7 +46,7 @@ class Worker:
     grown_tokens: float = 0.0
     """Number of recently generated tokens, with exponential decay."""
     grown_s: float = 0.0
-    """Seconds in which these tokens were generated, summed over leases, with the same decay."""
+    """Seconds in which `grown_tokens` were generated, summed over leases, with the same decay."""
     leases: set[int] = field(default_factory=set)
     credit: LeaseCredit | None = None
     """Credit that limits the worker's leases; None if the worker may fill all its slots immediately."""
@@ -60,12 +61,12 @@ class Worker:
 
     @property
     def pace(self) -> float | None:
-        """Speed / `weight` (the expected speed); None before the first report."""
+        """`speed` divided by `weight`, which is the expected relative speed; None before the first report."""
         return None if self.speed is None else self.speed / self.weight
 
     @property
     def room(self) -> int:
-        """Number of slots that may be used: all, or fewer if the worker's credit is lower."""
+        """Number of slots that the worker may use: all, or fewer if its credit allows fewer leases."""
         return self.slots if self.credit is None else min(self.slots, self.credit.num_leases)
 
     @property
@@ -84,7 +85,8 @@ class Worker:
 
 
 _Entry = tuple[bool, float, int, Worker]
-"""(True if no slot is free, load that the worker would have with one more lease, stamp, worker)"""
+"""Entry of a heap: (True if the worker has no free slot, load that it would have with one more lease, stamp,
+worker)."""
 
 
 class WorkerIndex:
@@ -96,7 +98,7 @@ class WorkerIndex:
         self._prefetch = prefetch
         self._stamp = 0
         self._num_paces, self._sum_paces = 0, 0.0
-        """Number of workers whose speed is known, and sum of their paces (speed / weight)."""
+        """Number of workers whose pace is known, and the sum of their paces (`Worker.pace`)."""
         self._entries: dict[int, list[_Entry]] = {}
         """Version → heap of the entries of workers without an owner, and of the first entry of each owner that may hold
         one more lease. Outdated and repeated entries stay in the heap and are skipped."""
@@ -139,8 +141,8 @@ class WorkerIndex:
             self.offer_owner(owner)
 
     def offer_owner(self, owner: TokenOwner) -> None:
-        """Enter the owner's least loaded worker of each version, if the owner may hold one more lease. Call this after
-        the owner's limit, leases or workers have changed."""
+        """Add the owner's least loaded worker of each version to the index, if the owner may hold one more lease. Must
+        be called after the owner's limit, leases or workers have changed."""
         for version, entries in list(owner.entries.items()) if owner.has_lease else ():
             top = self._first(entries)
             if top is None:
@@ -199,13 +201,15 @@ class WorkerIndex:
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
-        """Return the first entry of a heap of the index whose worker may be granted a lease."""
+        """Remove the entries of owners that may hold no further lease from the start of a heap of the index. Return the
+        first entry that remains, or None."""
         while (top := self._first(entries)) is not None and not top[3].owner_allows:
             heapq.heappop(entries)  # `offer_owner` enters the owner again when it is below its limit
         return top
 
     def _first(self, entries: list[_Entry]) -> _Entry | None:
-        """Return the first entry that is not outdated. At its limit an owner keeps its entries."""
+        """Remove outdated entries from the start of a heap. Return the first entry that remains, or None. Entries of
+        owners that may hold no further lease are not removed."""
         while entries and entries[0][3].stamp != entries[0][2]:
             heapq.heappop(entries)
         return entries[0] if entries else None

@@ -27,7 +27,7 @@ from baton.swarm.auth import write_private
 GRACE_S: Final = 20.0
 """Maximum seconds for a worker to report its tokens before it is killed."""
 MAX_LOG_BYTES: Final = 2000
-"""Number of bytes from the end of a worker's log that are reported after its end."""
+"""When a worker has ended, this number of bytes from the end of its log is reported."""
 
 
 class WorkerArguments(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     threads: int
     device: str
     options: tuple[str, ...] = ()
-    """Passed as `baton worker --engine-option`."""
+    """Engine options, each passed as `baton worker --engine-option`."""
 
 
 def own_directory(what: str) -> Path:
@@ -89,7 +89,7 @@ class WorkerActor:
         return f"ended with exit code {code}" + (f"; its last output: {lines}" if lines else "")
 
     def leave(self) -> None:
-        """Ask the process to report its tokens and end; kill it after `GRACE_S`."""
+        """Ask the process to report its tokens and to end. Kill it if it has not ended after `GRACE_S` seconds."""
         self._process.terminate()
         try:
             self._process.wait(GRACE_S)

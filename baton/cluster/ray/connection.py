@@ -1,7 +1,7 @@
 """The connection to a Ray cluster: its nodes and placement groups. Ray is imported only when it is needed.
 
-Ray unpickles the data that it receives, so anyone who can reach the ports of a cluster can run code on it. Use Ray only
-on trusted networks and with trusted users; the hub does not need this trust.
+Ray unpickles the data that it receives, so anyone who can reach the ports of a cluster can run code on the cluster. Use
+Ray only on trusted networks and with trusted users. Baton's hub does not have this restriction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
 NAMESPACE: Final = "baton"
 GET_S: Final = 60.0
-"""Maximum seconds to fetch a result that is ready, because its machine may have failed."""
+"""Maximum seconds to fetch a result that is ready. The limit is needed because the machine that holds the result may
+have failed."""
 
 
 class RayCluster:
@@ -68,7 +69,7 @@ class RayCluster:
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row of facts about each node, as Ray reports them."""
+        """Return one row per node with the facts that Ray reports about the node."""
         found: list[dict[str, Any]] = self.ray.nodes()
         return found
 
@@ -90,8 +91,8 @@ class RayCluster:
                 return
 
     def reserve(self, bundles: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
-        """Request a placement group with bundles of (node id, resources). Ray grants all bundles together, possibly
-        never."""
+        """Request a placement group with bundles of (node id, resources). Ray grants all bundles together. If resources
+        are missing, it grants them later or never."""
         from ray.util import placement_group
 
         return placement_group(
@@ -110,7 +111,8 @@ class RayCluster:
     def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
         """Return the options of an actor in a bundle of a placement group.
 
-        An actor that requests no `GPU` still sees the machine's GPUs, because it may request them by another resource.
+        An actor that requests no `GPU` still sees the machine's GPUs, because it may have requested a GPU by another
+        resource.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -150,7 +152,7 @@ def import_ray() -> Any:
 
 
 def check_address(address: str) -> None:
-    """Raise UserError if the text is not an address."""
+    """Raise UserError if the text does not have the form of a Ray cluster's address."""
     if not _ADDRESS.fullmatch(address):
         hint = "; ray:// is not supported, run the command on a machine of the cluster" if "://" in address else ""
         raise UserError(f"--ray: got {address!r}; allowed is HOST:PORT, or auto for this machine's cluster{hint}")

@@ -37,7 +37,7 @@ class RayRanks:
     """Implements `Ranks` with Ray actors. Ray reports the end of an actor at once."""
 
     def __init__(self, cluster: RayCluster, specs: Sequence[ProcessSpec], machines: Mapping[str, Machine]) -> None:
-        """Start the actors. machines: machines by name in the plan. Raises RankLost if an actor cannot start."""
+        """Start the actors. machines: name in the plan → machine. Raises RankLost if an actor cannot start."""
         self._cluster, self._specs = cluster, list(specs)
         self._is_here = machines[specs[0].machine].id == cluster.here
         self._actors: list[Any] = []
@@ -104,8 +104,8 @@ class RayRanks:
                 )
 
     def _gather(self, futures: list[Any], what: str, timeout_s: float) -> list[Any]:
-        """Return the answers of all ranks. Close all actors and raise, as `Ranks.ask`, if a rank is lost, does not
-        answer or reports a fault."""
+        """Return the answers of all ranks. If a rank is lost, does not answer or reports a fault, close all actors and
+        raise the same errors as `Ranks.ask`."""
         ray, deadline_s = self._cluster.ray, time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         try:

@@ -53,9 +53,9 @@ def train_on_ray(order: RayRun, observer: Observer, stop: StopRequest) -> Loop:
     """Run until the last step or a stop request; return the closed loop.
 
     After the loss of a rank or a trainer machine, the run restarts from its last checkpoint with a plan for the
-    remaining machines. Raises Stopped if stopped before the loop exists, UserError if the plan does not fit the
-    machines or the recipe, RankLost after too many restarts, EngineFault if no worker is left, and the errors of
-    `Loop.train`.
+    remaining machines. Raises Stopped if the stop request arrives before the loop exists. Raises UserError if the plan
+    does not fit the machines or the recipe, RankLost after `MAX_RESTARTS` restarts, EngineFault if no worker is left,
+    and the errors of `Loop.train`.
     """
     plan = read_plan(order.plan)
     for note in check_plan(plan, order.load([]), order.plan):
@@ -78,10 +78,10 @@ class _RayAttempts:
         self.has_begun = False
         """True if an attempt of this command has started the run; the next attempt then resumes it."""
         self.names: dict[str, str] = {}
-        """Names of the machines in the plan, by id."""
+        """Machine id → name of the machine in the plan."""
 
     def run(self) -> Loop:
-        """Attempt the run until it is complete; return its loop."""
+        """Start attempts until one of them ends without the loss of a rank; return the loop of this attempt."""
         restarts = 0
         while True:
             try:
@@ -97,7 +97,9 @@ class _RayAttempts:
                 self._replan(lost)
 
     def _replan(self, lost: RankLost) -> None:
-        """Make a plan for the remaining machines if the cluster lost one. Raises RankLost if there is no such plan."""
+        """If the cluster has lost a machine of the plan, make a plan for the remaining machines. If there is no such
+        plan, continue with the current plan without the lost workers. Raises RankLost if the trainer used a lost
+        machine, or no worker is left, so that this is not possible either."""
         remaining = self._machines(self.names)
         missing = machines_of(self.planner.plan) - {machine.name for machine in remaining}
         if not missing:
@@ -188,7 +190,8 @@ class _RayAttempts:
     def _own_trainer(self, placement: Placement, machines: dict[str, Machine]) -> Any:
         """Reserve resources for a trainer in this process; return None if the ranks are actors.
 
-        The trainer runs in this process if it has one rank, on this machine, that requests no GPU from Ray.
+        The trainer runs in this process if it has exactly one rank, and this rank is on this machine and requests no
+        GPU from Ray.
         """
         rank = placement.ranks[0]
         is_here = machines[rank.machine].id == self.cluster.here

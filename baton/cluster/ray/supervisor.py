@@ -5,7 +5,7 @@
 | supervisor | ends of actors, nodes, the clock | events; starts and ends | an actor's end | Ray, or half a second |
 | planner    | machines, the current plan       | the next plan           | the solver     | its time limit        |
 
-The threads of the hub and the controller only read weights and the recorded fault.
+The threads of the hub and the controller only read worker weights (`WorkerJoined.weight`) and the recorded fault.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RayWorkerSupervisor:
         self._cluster, self._planner, self._log = cluster, planner, log
         self._supervision = sv.Supervision(placement, rules)
         self._names = dict(placement.names)
-        """Names of the current machines, by id."""
+        """Machine id → name, for the current machines."""
         self._known = self._current_machines()
         self._weights = {spec.name: spec.weight for spec in placement.workers}
         self._tokens: dict[str, str] = {}
@@ -76,7 +76,7 @@ class RayWorkerSupervisor:
         self._leaving: list[tuple[_RunningActor, Any, float]] = []
         """Actors that are leaving: (actor, Ray future of its `leave`, deadline)."""
         self.pids: dict[str, int] = {}
-        """Process ids of the workers, by name."""
+        """Worker name → process id."""
         self._plan: Future[ReplanResult] | None = None
         self._hub: HubAccess | None = None
         self._fault: Exception | None = None

@@ -1,6 +1,6 @@
-"""Access control of a hub's HTTP requests and connections: tokens, quarantine, rate limits.
+"""Access control for the HTTP requests and WebSocket connections of a hub: access tokens, quarantine, rate limits.
 
-Used by the workers' WebSocket (`hub.py`) and the HTTP routes (`http_routes.py`), in the hub's thread.
+`hub.py` (WebSockets of workers) and `http_routes.py` use it in the hub's thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from baton.swarm.identity import WorkerKeys
 from baton.swarm.verification.quarantine import Quarantine
 
 REQUESTS_PER_S = 4000.0
-"""Messages and requests per second of one token. Requests beyond this rate are delayed."""
+"""Maximum number of messages and requests per second of all senders that use the same access token. Messages and
+requests beyond this rate are delayed."""
 BURST = 8000.0
 
 
@@ -43,8 +44,8 @@ class AccessControl(WorkerAccess):
         """Number of refused requests."""
 
     def admit(self, request: web.Request, roles: Collection[Role]) -> AccessGrant:
-        """Return the grant of a request. Raises HTTPUnauthorized or HTTPForbidden, and writes the refusal to the audit
-        log."""
+        """Return the grant of a request. If the request is refused, write the refusal to the audit log and raise
+        HTTPUnauthorized or HTTPForbidden."""
         header = request.headers.get("Authorization")
         refusals: list[Denied] = []
         for authenticator in self.authenticators:
@@ -69,8 +70,8 @@ class AccessControl(WorkerAccess):
         raise kind(text=denied.reason)
 
     def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
-        """Return why a connected worker must be disconnected, or None. The worker's token may have expired or been
-        revoked, or the worker may be quarantined."""
+        """Return the reason why a connected worker must be disconnected, or None if it may stay connected. Reasons are
+        an expired or revoked access token, and quarantine."""
         reason = super().recheck(grant, worker, address)
         denied = Denied(401, "the token is no longer valid", grant.label)
         if reason is not None:
@@ -84,5 +85,5 @@ class AccessControl(WorkerAccess):
         return denied.reason
 
     def delay_s(self, grant: AccessGrant) -> float:
-        """Return the delay in seconds of a message or request that was sent with a token."""
+        """Return the number of seconds by which a message or request of this sender must be delayed."""
         return self._rate.delay_s(grant.digest, time.monotonic())

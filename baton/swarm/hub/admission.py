@@ -1,12 +1,14 @@
-"""Decides which connections a listening process keeps, and limits the use by one caller. Uses no socket and no clock.
+"""Decides which connections a listening process keeps, and limits the number of connections and the request rate of
+each caller. The module uses no socket and no clock.
 
     accept ──▶ stranger ──valid token──▶ known caller ──▶ closed
                   └──▶ evicted: too many strangers, or no token in time
 
-Connections without a token ("strangers") have a separate limit. At the limit, the oldest stranger of the address with
-the most strangers is evicted. A caller that opens many connections therefore loses its own connections, and callers
-without a token cannot block callers with a token. Each token may use a share of the connections with a token. Only the
-run's owner (admins, trusted workers) may use the last quarter.
+Connections that have not presented a valid access token ("strangers") have a separate limit. When a connection arrives
+at this limit, the oldest stranger of the network address with the most strangers is closed. A caller that opens many
+connections therefore loses its own connections, and callers without a token cannot block callers with a token. All
+untrusted tokens together may use half of all connections, and each of them at most a quarter. A further quarter is only
+for the run's owner (admins, trusted workers).
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from ipaddress import IPv6Address, ip_address
 
 MAX_CONNECTIONS = 4096
 MAX_RESERVE = 1024
-"""Upper bound on the file descriptors reserved for the process's own use."""
+"""Maximum number of file descriptors that are reserved for the process's own files."""
 AUTHENTICATE_S = 30.0
-"""Seconds after which a connection without a valid token is closed, including the TLS handshake and the headers."""
+"""A connection that presents no valid token within this number of seconds is closed. The TLS handshake and the transfer
+of the HTTP headers count towards this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +31,15 @@ class ConnectionLimits:
 
     strangers: int
     untrusted: int
-    """Connections with a valid token that is not the owner's."""
+    """Maximum for all connections with a valid token, except those of the run's owner."""
     untrusted_per_token: int
     known: int
-    """Connections with any valid token."""
+    """Maximum for all connections with a valid token."""
 
     @classmethod
     def of(cls, file_limit: int) -> ConnectionLimits:
-        """Divide the file descriptors that a process may open (RLIMIT_NOFILE), except a reserve for the process's own
-        files."""
+        """Return the limits for a process that may open `file_limit` files (RLIMIT_NOFILE). Some of these are reserved
+        for the process's own files."""
         total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
         quarter = total // 4
         return cls(quarter, 2 * quarter, quarter, 3 * quarter)
@@ -48,15 +51,16 @@ class Admission:
 
     places: ConnectionLimits
     _strangers: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Address → connection → arrival time; the oldest first."""
+    """Network address → connection → arrival time in seconds. The oldest connection is first."""
     _addresses: dict[int, str] = field(default_factory=dict)
-    """Address of each stranger, by connection."""
+    """Connection of a stranger → its network address."""
     _known: dict[int, str] = field(default_factory=dict)
-    """Key of the untrusted token of each connection; empty for the owner's connections."""
+    """Connection with a valid token → key of this token. The key is empty for connections of the run's owner."""
     _per_token: Counter[str] = field(default_factory=Counter)
 
     def arrive(self, connection: int, address: str, now_s: float) -> int | None:
-        """Add a connection. Return the stranger that must be evicted for it, or None."""
+        """Add a connection. Return the stranger that the caller must close to make room for the connection, or None if
+        there is room."""
         address, evicted = network_of(address), None
         if len(self._addresses) >= self.places.strangers:
             most = max(self._strangers.values(), key=lambda ones: (len(ones), -next(iter(ones.values()))))
@@ -68,8 +72,8 @@ class Admission:
         return evicted
 
     def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
-        """Count a connection towards its token. Return why the connection is refused, or None. A refused connection
-        stays a stranger."""
+        """Count a connection towards its token. Return the reason if the connection is refused, otherwise None. A
+        refused connection stays a stranger."""
         if connection in self._known:
             return None
         if not is_owner and self._per_token[key] >= self.places.untrusted_per_token:
@@ -99,33 +103,35 @@ class Admission:
                 del self._per_token[key]
 
     def oldest_stranger(self) -> int | None:
-        """Return the connection to evict when the process has no file descriptor left."""
+        """Return the stranger to close when the process has no file descriptor left, or None if there is no
+        stranger."""
         return min(self._addresses, key=lambda one: self._strangers[self._addresses[one]][one], default=None)
 
     def overdue(self, now_s: float) -> list[int]:
-        """Return the connections that have not presented a valid token in time."""
+        """Return the connections that have presented no valid token within `AUTHENTICATE_S` seconds."""
         since = ((one, at_s) for ones in self._strangers.values() for one, at_s in ones.items())
         return [one for one, at_s in since if now_s - at_s > AUTHENTICATE_S]
 
 
 @dataclass(slots=True)
 class RateLimit:
-    """A token bucket for each key. Requests beyond the rate are delayed, not refused, so no request is lost."""
+    """A rate limit for each key, implemented as a token bucket. Requests beyond the rate are delayed, not refused."""
 
     per_s: float
     burst: float
     _full_s: dict[str, float] = field(default_factory=dict)
-    """Time at which each key's bucket is full again."""
+    """Key → time in seconds at which the key's bucket is full again."""
 
     def delay_s(self, key: str, now_s: float) -> float:
-        """Take one token from a bucket. Return the seconds to wait before the request may proceed."""
+        """Count one request of a key. Return the number of seconds to wait before the request may proceed."""
         full_s = max(self._full_s.get(key, now_s), now_s) + 1 / self.per_s
         self._full_s[key] = full_s
         return max(0.0, full_s - now_s - self.burst / self.per_s)
 
 
 def network_of(address: str) -> str:
-    """Return the network of one subscriber: an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the network that one subscriber usually has: an IPv4 address itself, or the /64 network of an IPv6
+    address. Text that is not an address is returned unchanged."""
     try:
         found = ip_address(address.partition("%")[0])
     except ValueError:

@@ -9,8 +9,9 @@
 | sender     | a worker's queue  | frames                       | the socket      | its deadline          |
 | ticker     | the clock         | ticks                        | the next second | the clock             |
 
-All tasks run in one event loop in a separate thread. They need no locks, and a long train step does not block them. The
-controller's thread uses `call`. Delays of the loop do not count against the workers.
+All tasks run in one event loop in a separate thread, so they need no locks, and a long train step does not block them.
+With `Hub.call`, the controller's thread submits functions that run in this thread. When the event loop is delayed, the
+delay does not count towards the workers' time limits.
 """
 
 from __future__ import annotations
@@ -72,20 +73,22 @@ class Hub:
         return self._port
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run an action in the hub's thread, in the order of the calls. An error of the action ends the hub.
+        """Submit an action to the hub's thread, which runs all actions in the order of their submission. An error of an
+        action ends the hub.
 
-        Raises the error that ended the hub, if any.
+        If an error has already ended the hub, raise this error.
         """
         self.check()
         self._loop.call_soon_threadsafe(self._do, action)
 
     def check(self) -> None:
-        """Raise the error that ended the hub, if any."""
+        """If an error has ended the hub, raise this error."""
         if self._fault is not None:
             raise self._fault
 
     def stop(self, *, is_over: bool = False) -> None:
-        """Disconnect all workers and end the thread. May be called twice. is_over: as in `WorkerTransport.close`."""
+        """Disconnect all workers and end the thread. May be called twice. is_over: True if the run is complete, so that
+        workers do not reconnect."""
         with suppress(RuntimeError):  # the loop has already ended
             if is_over:
                 self._loop.call_soon_threadsafe(self._do, self.members.announce_end)

@@ -28,8 +28,8 @@ from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, ConnectionLimit
 from baton.swarm.listen import ListenAddress
 
 KEEP_ALIVE_S = 30.0
-"""Seconds after which an idle connection with a token is closed. A stranger's connection is closed after each
-response."""
+"""Seconds after which an idle connection with a valid token is closed. A connection without a valid token is closed
+after each response."""
 ACCEPTED_AT_ONCE = 4
 """Number of connections accepted before other tasks run. The number is small, so that a new connection can authenticate
 before later connections evict it."""
@@ -50,9 +50,9 @@ class HubListener:
         """Number of connections closed because of a limit, or because they presented no valid token in time."""
         self._admission = Admission(ConnectionLimits.of(raised_file_limit()))
         self._connections: dict[int, _Connection] = {}
-        """Connections by file descriptor, which identifies connections throughout this module."""
+        """File descriptor → connection. This module identifies every connection by its file descriptor."""
         self._transports: dict[int, asyncio.Transport] = {}
-        """Transports of the connections that have finished TLS."""
+        """File descriptor → transport, for connections that have finished the TLS handshake."""
         self._controller: web.AppRunner | None = None
         self._listening: list[socket.socket] = []
         self._acceptors: list[asyncio.Task[None]] = []
@@ -91,8 +91,8 @@ class HubListener:
             await asyncio.wait(self._greeters, timeout=1.0)
 
     def identify(self, request: web.Request, key: str, *, is_owner: bool = False) -> None:
-        """Count a request's connection towards a token. Raises HTTPServiceUnavailable if the token has reached its
-        limit."""
+        """Count a request's connection towards the access token `key`. Raises HTTPServiceUnavailable if no further
+        connection with a token, or with this token, is allowed."""
         fd = _fd_of(request)
         refusal = None if fd is None else self._admission.identify(fd, key, is_owner=is_owner)
         if refusal is not None:
@@ -202,7 +202,8 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def raised_file_limit() -> int:
-    """Raise the limit on open files of this process as far as the hard limit allows, and return it."""
+    """Raise this process's soft limit on open files to the hard limit, but at most to `MAX_FILES`. Return the soft
+    limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

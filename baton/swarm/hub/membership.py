@@ -1,11 +1,12 @@
-"""The workers of a hub: which are connected, which version each serves, and which of the broker's commands it gets.
+"""The workers of a hub: which workers are connected, and which version each worker serves. Executes the broker's
+commands.
 
     HubSession ─▶ join, on_message, connection_lost ────────┐      ┌─▶ Outgoing queue of a worker
     background_publisher ─▶ announce ───────────────────────┼─▶ Membership ─▶ inbox of the controller
     VerificationService ─▶ release, remake, quarantined ────┘      └─▶ LeaseBroker, VerificationService
 
-All methods must be called in the hub's thread. Membership uses no socket and no thread, and only the broker's clock, so
-the live hub and the simulator use the same class.
+All methods must be called in the hub's thread. `Membership` uses no socket and no thread, and its only clock is the
+broker's. Therefore the live hub and the simulator use the same class.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class HubCounters:
     bytes_out: int = 0
     malformed: int = 0
     loop_delay_s: float = 0.0
-    """Maximum delay of the event loop since the start."""
+    """Maximum delay of the event loop since the start, in seconds."""
     by_route: dict[str, int] = field(default_factory=dict)
 
     def sent(self, route: str, num_bytes: int) -> None:
@@ -67,7 +68,8 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """weight: returns the weight of the run's own workers that use the token with a given name."""
+        """weight: function of the name of an access token; returns the weight of the run's own workers that use this
+        token (`WorkerJoined.weight`)."""
         self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
         self._access, self._weight = access, weight
         self.counters = HubCounters()
@@ -78,12 +80,12 @@ class Membership:
         """Number of slots of all connected workers; read by the controller's thread."""
         self.want: messages.Want | None = None
         self.versions: dict[int, PolicyVersion] = {}
-        """Published versions that workers may still serve, by number."""
+        """Number → published version that workers may still serve."""
         self.relays = RelayList(broker.clock)
         self._authors: dict[int, SegmentAuthor] = {}
-        """Author records by worker number, including workers that have left."""
+        """Worker number → author record, including workers that have left."""
         self._by_worker: dict[str, int] = {}
-        """Number of each worker, by worker id."""
+        """Worker id → worker number."""
         self._next_worker = 0
         self._switched_s: float | None = None
         """Time at which a worker last switched versions; None if no worker has switched since the last tick."""
@@ -95,8 +97,8 @@ class Membership:
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
         """Execute the broker's commands in order.
 
-        A command can cause further commands, such as a disconnection because a queue is full. They are executed after
-        the waiting commands.
+        A command can cause further commands, such as a disconnection because a queue is full. The further commands are
+        executed after all commands that already wait.
         """
         self._commands.extend(commands)
         if self._is_executing:
@@ -132,12 +134,12 @@ class Membership:
         self.execute(self.broker.release(key))
 
     def remake(self, key: Key) -> None:
-        """Revoke a held trajectory, so that it is generated again."""
+        """Revoke a trajectory that is held back for verification, so that it is generated again."""
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
-        """Remove a quarantined worker, or all workers of a quarantined token, and revoke their untrained
-        trajectories."""
+        """Remove a quarantined worker, or all workers that use a quarantined access token. Revoke their trajectories
+        that have not been trained on."""
         self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
         reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -148,7 +150,8 @@ class Membership:
     # ---- versions and relays -----------------------------------------------------------------------------------------
 
     def announce(self, want: messages.Want, *, only_near: bool = False) -> None:
-        """Send a published version to all workers or, if `only_near`, to workers that find it in shared memory."""
+        """Announce a published version to all workers. If `only_near` is set, announce it only to the workers on the
+        hub's machine, which find the version in shared memory."""
         want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.want = self.want if only_near else want
         self.versions[want.version.number] = want.version
@@ -158,7 +161,7 @@ class Membership:
                 self.send(peer.number, want)
 
     def relay_announced(self, url: str) -> None:
-        """Add a relay, and announce a new relay to the workers at once."""
+        """Record that a relay has announced itself. If it is a new relay, send its URL to the workers at once."""
         if self.relays.announce(url):
             self.say(f"relay {url} joined")
             if self.want is not None:
@@ -167,7 +170,8 @@ class Membership:
     # ---- workers that join and leave ---------------------------------------------------------------------------------
 
     def join(self, hello: messages.Hello, grant: AccessGrant, address: str, outgoing: Outgoing) -> Peer:
-        """Register a worker, or restore its registration after a reconnection. Raises Malformed and Unwanted."""
+        """Register a worker, or restore its registration after a reconnection. Raises Malformed if the worker was built
+        for another model, and Unwanted if it may not take part in the run."""
         if hello.model_digest != self.welcome.model_digest:
             raise messages.Malformed(f"the worker was built for another model ({hello.model_digest[:12]})")
         worker, key = self._access.identify(hello, grant)
@@ -203,8 +207,8 @@ class Membership:
         return peer
 
     def connection_lost(self, peer: Peer, *, is_stopping: bool) -> None:
-        """Handle the end of a connection. The worker gets no new leases. It keeps its leases until its heartbeat
-        timeout."""
+        """Handle the end of a connection. The worker gets no new leases. If it does not reconnect, its leases end at
+        its heartbeat timeout."""
         peer.outgoing = None
         self._count_slots()
         # a removed worker's end has already been reported
@@ -215,7 +219,8 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, None, peer.stats.decoded_tokens))
 
     def remove(self, worker: int, cause: str, *, is_final: bool = False) -> None:
-        """Disconnect a worker and end its leases. Unless `is_final`, it may join again as a new worker."""
+        """Disconnect a worker and end its leases. Unless `is_final` is set, the worker may join again as a new
+        worker."""
         self._disconnect(worker, cause, is_final=is_final)
         self.execute(self.broker.leave(worker, cause))
 
@@ -236,18 +241,18 @@ class Membership:
             self.remove(worker, sentence, is_final=True)
 
     def remove_own(self, name: str, cause: str) -> None:
-        """Remove the run's own workers with a token, because they have ended."""
+        """Remove the run's own workers that use the access token `name`, because these workers have ended."""
         for worker in self._own_workers(name):
             self.remove(worker, cause)
 
     def weigh_own(self, name: str, weight: float) -> None:
-        """Change the weight of the run's own workers with a token."""
+        """Change the weight of the run's own workers that use the access token `name`."""
         for worker in self._own_workers(name):
             self.execute(self.broker.weigh(worker, weight))
 
     def _own_workers(self, name: str) -> list[int]:
-        """Return the numbers of the run's own workers that use a token. Tokens of other owners may have the same
-        name."""
+        """Return the numbers of the run's own workers that use the access token `name`. Workers that the run did not
+        start are excluded, even if their token has the same name."""
         grants = ((peer.number, peer.grant) for peer in self.peers.values())
         return [number for number, grant in grants if grant.is_own and grant.name == name]
 
@@ -257,7 +262,7 @@ class Membership:
             self.send(peer.number, messages.RunOver())
 
     def tick(self, delay_s: float) -> None:
-        """Check tokens, quarantine and time limits of all workers. delay_s: delay of this tick."""
+        """Check tokens, quarantine and time limits of all workers. delay_s: delay of this tick in seconds."""
         for peer in list(self.peers.values()):
             reason = self._access.recheck(peer.grant, peer.worker, peer.address)
             if reason is not None:
@@ -304,7 +309,8 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """Return the version's number if this process has published it with the same digest, else None."""
+        """Return the number of a version if this hub process has published exactly this version and workers may still
+        serve it. Otherwise return None."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _count_slots(self) -> None:

@@ -13,7 +13,7 @@ from baton.swarm.verification.policy import QuarantineRecord
 
 
 class HubOverview:
-    """Source of `baton status`. Runs in the hub's thread."""
+    """Collects the values that `baton status` shows. Runs in the hub's thread."""
 
     def __init__(self, hub: Hub, publication: BackgroundPublisher, progress: TrainingProgress, lineage: str) -> None:
         self._access, self._members = hub.access, hub.members

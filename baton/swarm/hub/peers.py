@@ -15,17 +15,18 @@ from baton.swarm.messages import FromHub, Heartbeat, Hello, encode
 from baton.swarm.verification.verify import WorkerClass
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""Number of unsent bytes at which a worker is disconnected."""
+"""Maximum number of unsent bytes for one worker. A worker whose messages would exceed it is disconnected."""
 FRAME_OVERHEAD = 128
 """Bytes of memory that a queued frame takes in addition to its content."""
 RATE_WINDOW_S = 30.0
 FORGET_AFTER_S = 90.0
-"""Seconds after which the hub no longer sends a relay's URL to workers if the relay has not announced itself again."""
+"""If a relay has not announced itself for this number of seconds, the hub no longer sends the relay's URL to
+workers."""
 MAX_RELAYS = 256
 
 
 class Outgoing(Protocol):
-    """Sends messages to one worker: the queue of a connection, or a simulated network."""
+    """Interface that sends messages to one worker. A connection's queue and the simulated network implement it."""
 
     def put(self, message: FromHub) -> bool:
         """Queue a message. Return False if the queue is full."""
@@ -40,7 +41,7 @@ class FrameQueue(Outgoing):
 
     frames: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     num_bytes: int = 0
-    """Bytes of memory of the queued frames, including `FRAME_OVERHEAD`."""
+    """Bytes of memory that the queued frames take, including `FRAME_OVERHEAD` for each frame."""
 
     def put(self, message: FromHub) -> bool:
         frame = encode(message)
@@ -54,7 +55,7 @@ class FrameQueue(Outgoing):
         self.frames.put_nowait(None)
 
     async def take(self) -> bytes | None:
-        """Wait for the next frame and return it; None at the end."""
+        """Wait for the next frame and return it. Return None after `close`."""
         frame = await self.frames.get()
         if frame is not None:
             self.num_bytes -= len(frame) + FRAME_OVERHEAD
@@ -63,7 +64,7 @@ class FrameQueue(Outgoing):
 
 @dataclass(slots=True)
 class Peer:
-    """A worker that has joined, kept across reconnections."""
+    """A worker that has joined. The object stays the same when the worker reconnects."""
 
     number: int
     grant: AccessGrant
@@ -79,9 +80,10 @@ class Peer:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     heard_s: float = 0.0
     served: int | None = None
-    """Number of the version that the worker serves; None if this run has not published it."""
+    """Number of the version that the worker serves. None if it serves no version, or one that this hub process does not
+    know."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
-    """(time in seconds, decoded tokens) of the last heartbeats."""
+    """(time in seconds, value of the engine's token counter) at each of the last heartbeats."""
 
     @property
     def name(self) -> str:
@@ -90,12 +92,12 @@ class Peer:
 
     @property
     def worker_class(self) -> WorkerClass:
-        """Class that determines the worker's rounding."""
+        """Class that determines the worker's rounding errors."""
         return self.hello.worker_class
 
     @property
     def is_near(self) -> bool:
-        """Whether the run has started this worker on its own machine."""
+        """Whether the run itself has started this worker on the hub's machine."""
         return self.grant.is_own and is_loopback(self.address)
 
     @property
@@ -113,7 +115,7 @@ class Peer:
             self.rates.popleft()
 
     def tokens_per_s(self) -> float:
-        """Return the decoded tokens per second over the last `RATE_WINDOW_S`."""
+        """Return the decoded tokens per second over the last `RATE_WINDOW_S` seconds."""
         if len(self.rates) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self.rates[0], self.rates[-1]
@@ -128,7 +130,8 @@ class RelayList:
         self._seen: dict[str, float] = {}
 
     def announce(self, url: str) -> bool:
-        """Add or renew a relay. Return whether it is new."""
+        """Record that a relay has announced itself. Return True if the relay is new and was added. At `MAX_RELAYS`
+        relays, a new relay is ignored."""
         is_new = url not in self.urls()
         if is_new and len(self._seen) >= MAX_RELAYS:
             return False
@@ -136,7 +139,7 @@ class RelayList:
         return is_new
 
     def urls(self) -> tuple[str, ...]:
-        """Return the URLs of the relays that have announced themselves within `FORGET_AFTER_S`."""
+        """Return the URLs of the relays that have announced themselves within the last `FORGET_AFTER_S` seconds."""
         now_s = self._clock()
         self._seen = {url: at_s for url, at_s in self._seen.items() if now_s - at_s <= FORGET_AFTER_S}
         return tuple(self._seen)

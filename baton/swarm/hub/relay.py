@@ -2,10 +2,10 @@
 
     hub ──chunk, once──▶ relay ──chunk──▶ worker, worker, worker …
 
-A relay fetches a chunk from the hub when a worker requests it, verifies the chunk, caches it up to a limit, and sends
-it. A worker verifies every chunk from any source against its digest, so a relay can withhold weights but cannot forge
-them. The hub sends workers the URLs of its relays and a secret for their requests to relays. A relay therefore never
-receives a worker's token.
+When a worker requests a chunk, the relay fetches the chunk from the hub, verifies it, writes it to a cache of limited
+size, and sends it to the worker. Workers verify every chunk against the chunk's digest, so a relay can withhold weights
+but cannot forge them. The hub sends workers the URLs of its relays and a secret for their requests to relays. A relay
+therefore never receives a worker's token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RETRY_S = 2.0
 MAX_URL = 256
 MAX_MANIFESTS = 64
 MAX_FETCHES = 16
-"""Number of chunks fetched at once; each is in memory until it is verified."""
+"""Maximum number of chunks that a relay fetches at the same time. Each chunk is in memory until it is verified."""
 T = TypeVar("T")
 
 
@@ -61,7 +61,7 @@ class RelayOptions:
     headers: dict[str, str]
     listen: ListenAddress
     public_url: str | None
-    """URL that workers use; None for the listening address."""
+    """URL at which workers reach the relay; None if this is the listening address."""
     cache: Path
     cache_bytes: int
     ssl: Any = None
@@ -76,9 +76,10 @@ class Relay:
         self._cache = ChunkCache(options.cache, options.cache_bytes)
         self._manifests: dict[PolicyVersion, bytes] = {}
         self._verified: set[str] = set()
-        """Digests of chunks that were correct when they were written to disk. Workers verify them again."""
+        """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify these chunks
+        again."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """Running fetches by key; further requests for the same object wait for the same fetch."""
+        """Key → running fetch. Further requests with the same key wait for this fetch."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._listener, self._downloads = HubListener(options.listen), Downloads()
         self._secret = ""
@@ -86,7 +87,7 @@ class Relay:
         self.url = ""
 
     async def run(self, until: asyncio.Event) -> None:
-        """Serve until an event is set. Raises UserError if the address is not available or the hub refuses the
+        """Serve until the event `until` is set. Raises UserError if the address is not available or the hub refuses the
         token."""
         app = web.Application()
         app.router.add_get(MANIFEST_ROUTE, self._manifest)
@@ -127,8 +128,8 @@ class Relay:
                     await until.wait()
 
     def _admit(self, request: web.Request) -> str:
-        """Check a request. Return the key under which downloads are limited: the caller's network, because all workers
-        present the same secret."""
+        """Check the secret of a request. Return the key by which downloads are limited. The key is the caller's
+        network, because all workers present the same secret."""
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not self._secret or not hmac.compare_digest(shown.encode(), self._secret.encode()):
             raise web.HTTPUnauthorized(text="this relay serves the workers of its hub")
@@ -156,7 +157,8 @@ class Relay:
             return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
 
     async def _find_chunk(self, digest: str) -> ByteReader:
-        """Return a verified chunk; its content stays on disk if the cache has room for it."""
+        """Return a reader of a verified chunk. The chunk is read from disk if the cache has room for it, otherwise from
+        memory."""
         if digest in self._verified:
             with suppress(OSError):  # the chunk was evicted from the cache
                 return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")

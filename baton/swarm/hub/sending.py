@@ -1,7 +1,7 @@
-"""Sends weights to callers in pieces, as fast as the receiver reads.
+"""Sends weights to callers in pieces, as fast as each caller reads.
 
-The memory of all downloads together is bounded, and a download without progress is aborted. Each token has a limited
-share of the downloads, so that a slow receiver does not block other callers.
+The memory of all downloads together is bounded, and a download without progress is aborted. Each access token may use a
+limited number of the downloads, so that a slow caller does not block other callers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from baton.weights.storage import ByteReader
 MAX_DOWNLOADS = 256
 MAX_DOWNLOADS_PER_TOKEN = 64
 QUEUE_S = 20.0
-"""Seconds that a request waits for a download slot before it gets HTTP 503."""
+"""Maximum seconds that a request waits for a download slot. After this time, the response is HTTP 503."""
 PIECE_BYTES = 2**18
 READ_S = 180.0
-"""Seconds after which a read from a store or cache is abandoned. This is longer than the deadlines of a remote store
-for a piece."""
+"""Seconds after which a read from a store or cache is abandoned. This is longer than a remote store's own deadlines for
+reading a piece."""
 STALL_S = 30.0
-"""Seconds after which a connection is reset if its receiver does not accept a piece."""
+"""A connection is reset if its receiver does not accept a piece within this number of seconds."""
 
 
 class Downloads:
@@ -39,7 +39,8 @@ class Downloads:
 
     @asynccontextmanager
     async def place(self, key: str) -> AsyncIterator[None]:
-        """Wait for a download slot of a token and hold it. Raises HTTPServiceUnavailable after `QUEUE_S`."""
+        """Wait for one of the download slots of the caller `key`, and hold the slot within the context. Raises
+        HTTPServiceUnavailable if no slot becomes free within `QUEUE_S` seconds."""
         share = self._shares.setdefault(key, asyncio.Semaphore(MAX_DOWNLOADS_PER_TOKEN))
         taken: list[asyncio.Semaphore] = []
         try:
@@ -57,8 +58,8 @@ class Downloads:
                 one.release()
 
     async def send(self, request: web.Request, body: ByteReader) -> tuple[web.StreamResponse, int]:
-        """Send a body. Return the response and the number of bytes sent. If only a part was sent, reset the
-        connection."""
+        """Send a body. Return the response and the number of bytes sent. If an error occurs while the body is sent,
+        reset the connection."""
         response, sent_bytes = web.StreamResponse(), 0
         response.content_type, response.content_length = "application/octet-stream", body.size
         transport = request.transport

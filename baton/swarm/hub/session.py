@@ -1,8 +1,9 @@
-"""The hub's decisions about one connection of a worker: the effect of each message, and why the connection ends.
+"""Decides what the hub does with each message of one worker connection, and when the connection ends.
 
     preparing: Heartbeat, Fault ──Hello──▶ member: every other message ──▶ over
 
-Uses no socket and no thread, so the live hub and the simulator use the same class. Replies go to `Outgoing`.
+`HubSession` uses no socket and no thread, so the live hub and the simulator use the same class. It sends replies to
+`Outgoing`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class ReceiveTimeout(Exception):
 
 
 class HubSession:
-    """One connection, from its start to its end. The driver of the connection calls every method."""
+    """One connection, from its start to its end. Its driver, which is `Hub` or the simulator, receives the worker's
+    messages and calls every method."""
 
     def __init__(self, members: Membership, grant: AccessGrant, address: str, outgoing: Outgoing) -> None:
         self.peer: Peer | None = None
@@ -38,12 +40,13 @@ class HubSession:
 
     @property
     def silence_s(self) -> float:
-        """Seconds without a message after which the driver calls `fail` with ReceiveTimeout."""
+        """If no message arrives for this number of seconds, the driver calls `fail` with ReceiveTimeout."""
         return PREPARE_SILENCE_S if self.peer is None else SILENT_HEARTBEATS * self._members.welcome.heartbeat_s
 
     @property
     def is_over(self) -> bool:
-        """True if no further message is read: the session has ended, or the worker was removed or has reconnected."""
+        """True if further messages are ignored, because the session has ended, the hub has removed the worker, or the
+        worker has a newer connection."""
         return self._has_ended or not (self.peer is None or self._is_joined)
 
     @property
@@ -98,6 +101,6 @@ class HubSession:
                 return "fault", 500
 
     def close(self, *, is_stopping: bool) -> None:
-        """Handle the end of the connection. is_stopping: whether the hub ends it because it stops."""
+        """Handle the end of the connection. is_stopping: True if the connection ends because the hub stops."""
         if self.peer is not None and self.peer.outgoing is self._outgoing:
             self._members.connection_lost(self.peer, is_stopping=is_stopping)

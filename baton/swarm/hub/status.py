@@ -39,9 +39,9 @@ class QuarantineStatus(msgspec.Struct, frozen=True):
     trained_steps: tuple[int, ...]
     """Train steps whose batches contain trajectories of the worker."""
     num_trained: int
-    """Number of the worker's trajectories in these batches."""
+    """Number of the worker's trajectories in the batches of `trained_steps`."""
     num_revoked: int
-    """Number of trajectories that are generated again."""
+    """Number of the worker's trajectories that are generated again."""
 
 
 class HubStatus(msgspec.Struct, frozen=True):
@@ -57,21 +57,22 @@ class HubStatus(msgspec.Struct, frozen=True):
     """Number of completed train steps."""
     workers: tuple[WorkerStatus, ...]
     tasks: int
-    """Number of trajectories that are neither finished nor aborted."""
+    """Number of requested trajectories that are neither finished nor aborted (tasks)."""
     waiting: int
     """Number of tasks without a lease."""
     wasted_tokens: Mapping[str, int]
-    """Number of discarded tokens, by cause."""
+    """Cause → number of discarded tokens."""
     staleness: Mapping[str, float]
-    """Share of the last batch's tokens, by staleness in versions."""
+    """Staleness in versions → share of the last batch's tokens that have this staleness."""
     publication: Mapping[str, float]
-    """Bytes, density and seconds of the last published version."""
+    """The last published version: its size in bytes, its density (fraction of elements that differ from the previous
+    version), and the seconds that publishing took."""
     bytes_out: Mapping[str, int]
-    """Bytes sent, by route."""
+    """Route → number of bytes sent."""
     provisioning: str
-    """Result of the provisioning rule as a sentence."""
+    """Result of the provisioning rule (`provisioning.py`) as a sentence."""
     rule: Mapping[str, float]
-    """Quantities of the provisioning rule."""
+    """Quantities of the provisioning rule, by name."""
     quarantine: tuple[QuarantineStatus, ...]
     denied: int
     """Number of requests without a valid token."""
@@ -124,7 +125,8 @@ def prometheus(status: HubStatus) -> str:
 
 
 def _gauge(name: str, meaning: str, samples: Mapping[str, float] | float, label: str = "") -> Metric:
-    """Return a gauge. samples: one value, or values by label value."""
+    """Return a Prometheus gauge. samples: one value or, if the gauge has the label `label`, a mapping from values of
+    this label to values of the gauge."""
     if not isinstance(samples, Mapping):
         return GaugeMetricFamily(f"baton_{name}", meaning, value=samples)
     gauge = GaugeMetricFamily(f"baton_{name}", meaning, labels=[label])

@@ -31,7 +31,7 @@ class TracedLeaseBroker(LeaseBroker):
         self._trace = trace
         self._names: dict[int, str] = {}
         self._served: dict[int, tuple[int | None, float]] = {}
-        """(version, time since which it is served), by worker."""
+        """Worker → (version that it serves, time since which it serves this version)."""
 
     def join(
         self,

@@ -1,5 +1,5 @@
-"""Decides which workers may take part in a run: their quarantine, their keys, and the run's requirements. Uses no
-socket and no clock, so the live hub and the simulator use the same class."""
+"""Decides which workers may take part in a run, from their quarantine, their keys, and the run's requirements.
+`WorkerAccess` uses no socket and no clock, so the live hub and the simulator use the same class."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from baton.swarm.verification.verify import Calibration, unseen_draws
 
 
 class Unwanted(Exception):
-    """Raised for a worker with a valid token that does not meet the run's requirements."""
+    """Raised for a worker that has a valid access token, but is quarantined or does not meet the run's requirements."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequirements:
-    """The requirements of a run for a worker, in addition to a token."""
+    """The requirements that a worker of a run must meet, in addition to a valid access token."""
 
     dtype: str
     """Dtype of the worker's engine."""
@@ -28,7 +28,7 @@ class WorkerRequirements:
     calibration: Calibration
 
     def refusal(self, hello: Hello, grant: AccessGrant) -> str | None:
-        """Return why a worker cannot be used for the run, or None."""
+        """Return the reason why a worker does not meet the requirements, or None if it does."""
         if self.on_new_version == "keep" and not grant.is_trusted:
             made = "create their token with baton token create --role worker --trusted"
             return f'on_new_version = "keep" is only for trusted workers: {made}'
@@ -40,7 +40,7 @@ class WorkerRequirements:
 
 
 class WorkerAccess:
-    """Admits workers whose token is valid."""
+    """Decides whether a worker whose access token is valid may take part."""
 
     def __init__(
         self, quarantine: Quarantine, keys: WorkerKeys, requirements: WorkerRequirements | None = None
@@ -49,11 +49,12 @@ class WorkerAccess:
         self._requirements = requirements
 
     def recheck(self, grant: AccessGrant, worker: str, address: str) -> str | None:
-        """Return why a connected worker must be disconnected, or None."""
+        """Return the reason why a connected worker must be disconnected, or None if it may stay connected."""
         return self.quarantine.reason(grant, worker)
 
     def identify(self, hello: Hello, grant: AccessGrant) -> tuple[str, str]:
-        """Return a worker's id and key. A worker that presents no known key gets a new one. Raises Unwanted."""
+        """Return a worker's id and key. A worker that presents no known key gets a new key. Raises Unwanted if the
+        worker does not meet the requirements."""
         refusal = None if self._requirements is None else self._requirements.refusal(hello, grant)
         if refusal is not None:
             raise Unwanted(refusal)

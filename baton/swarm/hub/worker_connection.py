@@ -37,8 +37,8 @@ class WorkerConnection:
     async def hold(self, conversation: Coroutine[Any, Any, None]) -> None:
         """Send queued frames until the conversation or the queue ends; then close the connection.
 
-        If the worker closes the connection first, the conversation reads the messages that have arrived: the last one
-        may be a Fault. The server cancels this call when the connection is lost.
+        If the worker closes the connection first, the conversation still reads the messages that have arrived, because
+        the last message may be a Fault. The server cancels this call when the connection is lost.
         """
         sender, reader = asyncio.create_task(self._send_all()), asyncio.create_task(conversation)
         try:
@@ -63,7 +63,8 @@ class WorkerConnection:
                 self._transport.abort()  # the peer does not read
 
     async def read_unless_silent(self, timeout_s: float) -> FromWorker | None:
-        """Return the worker's next message, or None when the connection has ended. Raises Malformed and ReceiveTimeout.
+        """Return the worker's next message, or None when the connection has ended. Raises Malformed if the message is
+        invalid, and ReceiveTimeout if no message arrives within `timeout_s` seconds.
 
         The wait consists of slices with separate timeouts. A pause of this process therefore counts as one slice, and
         the next slice reads the messages that arrived during the pause.

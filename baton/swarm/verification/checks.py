@@ -1,9 +1,9 @@
-"""Checks the shapes, value ranges, versions, token budgets and endings of a report. These checks need no model.
+"""Checks the shapes, value ranges, versions, numbers of tokens and endings of a report. These checks need no model.
 
 The checks are pure functions. Every engine that follows `rollout/engines/slot_table.py` passes the checks. After a
-network failure, a correct worker may send repeated or late reports. The lease broker drops these by their offset, so it
-checks only reports that it is about to append. The cheapest checks come first, so an oversized report costs only the
-check of its length.
+network failure, a correct worker may send repeated or late reports. The lease broker recognises these by their token
+offset and drops them. It therefore checks only reports whose tokens it is about to append. The cheapest checks come
+first, so an oversized report costs only the check of its length.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ class ReportLimits:
     end_ids: tuple[int, ...] = ()
     """Token ids that end a trajectory, in addition to the lease's stop_token_ids."""
     routing_bytes: int = 0
-    """Number of bytes of routing per token; 0 if the engines report no routing."""
+    """Number of bytes per token in which engines report the routing (the experts that processed the token); 0 if the
+    engines report no routing."""
     num_experts: int = 0
-    """Number of experts of each router. An expert is one byte, or two with more than 256 experts."""
+    """Number of experts of each router. In a report, an expert takes one byte, or two bytes if there are more than 256
+    experts."""
     max_segments: int = 64
     """Maximum number of segments of a report. A report has one segment for each version that the worker has served
     since the last report."""
@@ -56,7 +58,7 @@ def check_report(
     """Return a sentence that names the violation in a report, or None if a correct worker may have sent the report.
 
     grown: the lease's trajectory before the report. newest_version: number of the newest published version. text:
-    converts ids to text with special tokens; called only if the lease has stop strings.
+    function that decodes token ids to text that includes special tokens; called only if the lease has stop strings.
     """
     budget = max_length(lease, limits)
     num_new = sum(len(segment.token_ids) for segment in report.segments)
@@ -134,7 +136,8 @@ def _wrong_values(segment: Segment, limits: ReportLimits, place: int) -> str | N
 
 
 def _wrong_masks(segment: Segment, limits: ReportLimits, place: int, max_kept: int) -> str | None:
-    """Check that each mask has 1 … max_kept different ids of the vocabulary in ascending order, and the token's own."""
+    """Check that each sampling mask contains 1 to `max_kept` different token ids in ascending order, including the id
+    of its own token. Return a sentence that names the first error, or None if there is none."""
     needed, dtype = len(segment.token_ids) if max_kept else 0, np.dtype(kept_dtype(limits.vocabulary))
     if len(segment.kept) != needed:
         return f"the segment at token {place} has the sampling masks of {len(segment.kept)} tokens; it needs {needed}"
@@ -192,8 +195,8 @@ def _wrong_end(lease: Lease, report: Report, limits: ReportLimits, length: int, 
 def _wrong_stop(
     lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Search for stop strings token by token, as an engine does. The first token that completes a stop string must be
-    the last token of the trajectory."""
+    """Search for stop strings token by token, as an engine does. Return an error unless the first token that completes
+    a stop string is the last token of the trajectory."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)

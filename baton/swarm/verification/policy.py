@@ -1,5 +1,5 @@
-"""Decides which finished trajectories are checked, and what follows from the results. Receives events and returns
-commands.
+"""Decides which finished trajectories are checked, and which workers are quarantined because of the results. Receives
+events and returns commands.
 
     TrajectoryFinished ─┬─▶ not selected: nothing
                         └─▶ CheckTrajectory ─▶ held ──TrajectoryJudged──▶ ReleaseTrajectory, QuarantineWorker
@@ -10,7 +10,7 @@ The worker is then undetected after n trajectories with probability (1 − p·c)
 trajectories are checked, because the draw depends on a secret.
 
 Each turn of a multi-turn episode counts as a finished trajectory: the policy draws, holds and counts each turn, and the
-check compares only the tokens of the turn. A trajectory with several authors is listed for each author.
+check compares only the tokens of the turn. A trajectory with several authors counts for each of them.
 
 A held trajectory is not used for training before the result of its check, so a trajectory that fails its check is never
 trained on. If a trajectory cannot be checked, it is generated again, at most `MAX_REMADE` times. Afterwards, or if all
@@ -39,20 +39,21 @@ PATIENCE_S, PATIENCE_S_PER_TOKEN = 120.0, 0.02
 MAX_REMADE = 2
 """Maximum number of times that an uncheckable trajectory is generated again."""
 REMEMBERED_REMADE = 10_000
-"""Maximum number of trajectories whose number of repeated generations is stored. The number is kept after a release,
-because a later turn of the same trajectory may fail too."""
+"""Maximum number of trajectories for which the policy stores how often they were generated again. This count is kept
+after a release, because a later turn of the same trajectory may be uncheckable too."""
 REMEMBERED_OPEN = 100_000
 """Maximum number of finished trajectories of a worker that the policy tracks until they are trained on."""
 REMEMBERED_TRAINED = 10_000
-"""Maximum number of a worker's trained trajectories that its quarantine record lists."""
+"""Maximum number of trajectories in `QuarantineRecord.trained`."""
 AFTER_SUSPECT = 16
 """After a suspect trajectory, this number of the worker's next trajectories are all checked."""
 EVALUATED_TOGETHER = 64
-"""The results of this number of a worker's newest checked trajectories are evaluated together."""
+"""After each check of a worker, the results of its newest checked trajectories, at most this number, are also evaluated
+together."""
 
 
 class InspectionSettings(Settings):
-    """[inspection] Checks of workers: which share of their trajectories is scored again."""
+    """[inspection] Checks of workers: which of their finished trajectories are scored again."""
 
     share: float = Field(default=0.05, ge=0, le=1)
     """Share of each untrusted worker's finished trajectories that is checked."""
@@ -60,7 +61,8 @@ class InspectionSettings(Settings):
     """Share of each trusted worker's finished trajectories that is checked. The results calibrate the tolerances of the
     worker's class."""
     first: int = Field(default=8, ge=0)
-    """The first finished trajectories of a new worker, up to this number, are all checked."""
+    """All of a new worker's first finished trajectories, up to this number, are checked. For later trajectories,
+    `share` or `trusted_share` applies."""
     own: bool = False
     """True: workers that the run itself started, with `--workers` or on a cluster, are also checked."""
     device: str = "cpu"
@@ -108,7 +110,7 @@ class SegmentAuthor(msgspec.Struct, frozen=True):
 
 
 Part = tuple[SegmentAuthor, int, int]
-"""(author, first token, end): a range of tokens that one worker generated."""
+"""(author, `first`, `end`): the author generated the tokens at positions `first` … `end` − 1 after the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +141,7 @@ class TrajectoryFinished(msgspec.Struct, frozen=True):
     claim: Claim
     parts: tuple[Part, ...]
     banned: frozenset[str] = frozenset()
-    """Ids of the authors that are quarantined themselves or by their token."""
+    """Ids of the authors that are quarantined, or whose access token is quarantined."""
 
 
 class TrajectoryJudged(msgspec.Struct, frozen=True):
@@ -150,7 +152,8 @@ class TrajectoryJudged(msgspec.Struct, frozen=True):
     """(author, result, tolerance of the author's class) for each part. This tolerance also applies when the author's
     newest results are evaluated together."""
     is_whole: bool = True
-    """True if all tokens could be scored, whatever their version."""
+    """True if all tokens could be scored. False if the weights of some versions are no longer kept, so that the tokens
+    of these versions were not scored."""
 
 
 class CheckFailed(msgspec.Struct, frozen=True):
@@ -249,7 +252,7 @@ class _CheckedWorker:
 
 
 class VerificationPolicy:
-    """Decides about the checks of one run."""
+    """Selects the trajectories of one run that are checked, and decides on the results."""
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
         """secret: random bytes that belong to the run and that workers do not know. After a restart with the same
@@ -268,7 +271,7 @@ class VerificationPolicy:
         """Trajectory → number of times that it was generated again because it could not be checked."""
 
     def restore(self, workers: Iterable[str]) -> None:
-        """Restore the quarantine from before a restart. Called before the first event."""
+        """Record the ids of workers that were quarantined before a restart. Must be called before the first event."""
         self._quarantined.update(workers)
 
     def handle(self, event: VerificationEvent) -> list[VerificationCommand]:
@@ -352,8 +355,8 @@ class VerificationPolicy:
         )
 
     def _is_held(self, case: Case) -> bool:
-        """Return whether the result of this check still counts. It does not count if the trajectory was generated
-        again, because it then has a new check."""
+        """Return whether the trajectory is still held back for this check. If not, the result of the check is ignored:
+        the trajectory has been released, or was generated again and has a new check."""
         held = self._held.get(case.key)
         return held is not None and held[0] is case
 
@@ -364,14 +367,15 @@ class VerificationPolicy:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _concerns(self, grant: AccessGrant) -> bool:
-        """Return whether the workers of a token are checked. The run's own workers are checked only if `own` is set."""
+        """Return whether the trajectories of workers with this grant are checked. Those of the run's own workers are
+        checked only if the key `own` is set."""
         return self._settings.own or not grant.is_own
 
     def _is_drawn(self, author: SegmentAuthor, name: str, turn: int) -> bool:
         """Count a finished trajectory, and return whether to check it.
 
-        turn: offset of the trajectory's last turn. Each turn has its own draw, because a worker may notice that a turn
-        is held back.
+        turn: number of tokens before the trajectory's last turn. Each turn has its own draw, because a worker may
+        notice that a turn is held back.
         """
         account = self._of(author.worker)
         self._owners.setdefault(name, {})[author.worker] = None

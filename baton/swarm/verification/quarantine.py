@@ -23,8 +23,8 @@ from baton.swarm.verification.policy import QuarantineRecord
 logger = logging.getLogger(__name__)
 
 MAX_QUARANTINED = 3
-"""If a token has this number of quarantined workers, the token itself is quarantined. Otherwise a worker could discard
-its key and join again as a new worker any number of times."""
+"""If this number of workers with the same access token are quarantined, the token itself is quarantined. Otherwise a
+worker could discard its key and join again as a new worker any number of times."""
 
 
 class LiftRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,8 +64,8 @@ class Quarantine:
         self._size += self._append(record)
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End quarantines, and return the ids of the workers. name: id or label of one worker, or name of a token,
-        which means all its workers.
+        """End quarantines, and return the ids of the workers. name: id or label of one worker, or name of an access
+        token, which stands for all its workers.
 
         at: Unix seconds. Raises UserError if no quarantined worker has this name.
         """
@@ -111,8 +111,8 @@ def _names(one: QuarantineRecord) -> tuple[str, ...]:
 
 
 def unquarantine(run: Path, name: str) -> tuple[str, ...]:
-    """End the quarantine of the workers with this name in a run, record this in the audit log, and return the ids of
-    the workers.
+    """End the quarantine of workers of a run, record this in the audit log, and return the ids of the workers. name: as
+    in `Quarantine.lift`.
 
     Raises UserError if the run has no quarantined workers with this name.
     """

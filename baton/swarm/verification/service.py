@@ -4,8 +4,8 @@
       finished ─▶ VerificationPolicy ─▶ queue ─▶ score, judge ─▶ VerificationPolicy ─▶ release, remake, quarantine
 
 The service keeps the latest versions, and scores each segment under the policy version that generated it. With
-`on_new_version = "keep"`, weights change while a trajectory runs and its KV cache is kept, so the tokens do not follow
-from a single version. In that case only trusted workers are admitted, and no trajectory is scored.
+`on_new_version = "keep"`, weights change while a trajectory runs and its KV cache is kept, so no single version
+determines the tokens. In that case only trusted workers are admitted, and no trajectory is scored.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAX_BATCH = 64
 
 
 class LogprobScorer(Protocol):
-    """Scores claims under one version at a time."""
+    """Computes the logprobs and draws of reported tokens (claims) again, under one version at a time."""
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
         """Load a version's weights."""
         ...
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """Return scores of the tokens that the loaded version has generated."""
+        """Return, for each claim, the scores of the tokens that were generated under the loaded version."""
         ...
 
 
@@ -87,8 +87,9 @@ class VerificationService:
         noise_seed: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """make_scorer: function that the service's thread calls before the first check. keep_versions: number of
-        versions kept for scoring; 0 disables scoring. noise_seed: the seed of training batches."""
+        """make_scorer: function that creates the scorer; the service's thread calls it before the first check.
+        keep_versions: number of versions kept for scoring; 0 disables scoring. noise_seed: the seed of training
+        batches."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.counters = VerificationCounters()
         self._make_scorer, self._keep, self._noise_seed, self._clock = make_scorer, keep_versions, noise_seed, clock
@@ -146,7 +147,8 @@ class VerificationService:
         return next((command.record for command in found if isinstance(command, policy.QuarantineWorker)), None)
 
     def tick(self, delay_s: float = 0.0) -> None:
-        """Apply the deadlines of checks, and quarantines that a user has ended. delay_s: delay of the hub's tick."""
+        """Apply the deadlines of checks, and end the quarantines that a user has lifted in the meantime. delay_s: delay
+        of the hub's tick in seconds."""
         if lifted := self.quarantine.follow():
             self._handle_event(policy.QuarantineLifted(lifted))
         self._handle_event(policy.VerificationTick(self._clock(), delay_s))

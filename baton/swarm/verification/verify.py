@@ -28,14 +28,16 @@ from baton.rollout.engine import OWN_NOISE
 from baton.rollout.rescoring import Rescored
 
 HEADROOM = 1.5
-"""A calibrated tolerance is this multiple of the observed quantile."""
+"""A calibrated bound of a tolerance is a quantile of the observed values multiplied by this number."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""A trajectory is classified as suspect or bad if a correct trajectory has as many tokens beyond a tolerance with at
-most this probability."""
+"""Let p be the probability that, in a trajectory of a correct worker, as many tokens exceed a tolerance. The result is
+SUSPECT if an upper bound on p is below the first number, and BAD if it is below the second number."""
 _MAX_FACTOR = 10.0
-"""A calibrated tolerance is at most this factor larger or smaller than the default for its dtype."""
+"""A calibrated `Tolerance.logprob` or `Tolerance.draw_gap` differs from the default for its dtype at most by this
+factor."""
 _FLOAT32_ROUNDING = 1e-6
-"""Difference between two float32 logprobs, in nats, that rounding alone can cause."""
+"""Lower bound on a calibrated `Tolerance.typical`: rounding alone can cause such a difference, in nats, between two
+float32 logprobs."""
 _TYPICAL_QUANTILE = 0.8
 """`Tolerance.typical` is this quantile of the logprob differences of correct workers, multiplied by `HEADROOM`."""
 
@@ -67,10 +69,11 @@ class Tolerance:
     in nats."""
 
     logprob: float
-    """Bound on |behavior − rescored logprob|. At most the share `beyond` of a correct worker's tokens exceeds it."""
+    """Bound on |behavior − rescored logprob|. At most the share `beyond` of a correct worker's tokens exceeds the
+    bound."""
     draw_gap: float
-    """Bound on a token's draw gap, which is its distance from the token that the draw selects. At most the share
-    `beyond` of a correct worker's tokens exceeds it."""
+    """Bound on a token's draw gap (`Rescored.draw_gaps`), which is 0 if the keyed noise selects the token. At most the
+    share `beyond` of a correct worker's tokens exceeds the bound."""
     typical: float = math.inf
     """Second bound on |behavior − rescored logprob|. Less than the share `often` of a correct worker's tokens exceeds
     it. The bound depends on the exact order of sums, so it is infinite (the test is disabled) until the worker's class
@@ -80,13 +83,13 @@ class Tolerance:
     often: float = 0.4
     """Share of a correct worker's tokens that may exceed `typical`."""
     wild: float = 5.0
-    """Rounding cannot explain a token that exceeds this multiple of a tolerance."""
+    """If a token's deviation exceeds this multiple of `logprob` or `draw_gap`, rounding cannot explain it."""
     judges_draws: bool = True
     """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must be the most likely tokens
     in any case."""
     tail: float = 1e-9
-    """Minimum tail mass (`Rescored.tail_masses`) of a token if the draw selects another token. The tail mass of a
-    correct worker's token is below this minimum with probability `tail`."""
+    """If the draw selects another token, the reported token must have at least this tail mass (`Rescored.tail_masses`).
+    A correct worker generates a token of smaller tail mass with at most this probability."""
 
 
 DEFAULTS = {
@@ -107,12 +110,15 @@ class CheckOutcome(StrEnum):
 
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
-"""The test that was decisive. unlikely: a token has very low probability and the draw does not select it. typical: too
-many logprobs differ slightly, which slightly different weights would cause."""
+"""The test that was decisive. `logprob`, `draw`: a value exceeds `Tolerance.logprob` or `Tolerance.draw_gap` too often
+or by too much. `unlikely`: a token has very low probability and the draw does not select it. `typical`: too many
+logprobs differ slightly, as they do under slightly different weights. `report`: the report violates a rule of
+`checks.py`."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
-    """The result for one trajectory, or for several trajectories together, with the numbers from which it follows."""
+    """The result for one trajectory, or for several trajectories together, with the numbers that determine the
+    result."""
 
     outcome: CheckOutcome
     reason: str
@@ -132,10 +138,10 @@ class VerificationResult(msgspec.Struct, frozen=True):
 def judge(
     scores: Sequence[Rescored], tolerance: Tolerance, *, first: int = 0, end: int | None = None
 ) -> VerificationResult:
-    """Check one trajectory. scores: its rescored tokens, one element per policy version.
+    """Check one trajectory. scores: the rescored tokens of the trajectory, one element per policy version.
 
-    first, end: only the tokens at positions first … end − 1 are checked, because other workers generated the other
-    tokens.
+    first, end: only the tokens at the positions `first` … `end` − 1 are checked, because other workers generated the
+    other tokens. Without `end`, all tokens from `first` on are checked.
     """
     num_tokens = beyond_logprob = beyond_draw = beyond_typical = 0
     for rescored in scores:
@@ -156,8 +162,8 @@ def judge(
 
 
 def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> VerificationResult:
-    """Check several trajectories of one worker together. Differences that are not significant in one may be significant
-    in several."""
+    """Check several trajectories of one worker together. Differences that are not significant in one trajectory may be
+    significant in several."""
     found = list(verdicts)
     return _decided(
         f"{len(found)} trajectories together",
@@ -280,7 +286,8 @@ class Calibration:
     def observe(
         self, worker_class: WorkerClass, scores: Iterable[Rescored], *, first: int = 0, end: int | None = None
     ) -> None:
-        """Add the rescored tokens at positions first … end − 1 of a trusted worker."""
+        """Add the rescored tokens of a trusted worker at the positions `first` … `end` − 1. Without `end`, add all
+        tokens from `first` on."""
         seen = self._seen.setdefault(worker_class, _Seen())
         judges_draws = worker_class.engine not in OWN_NOISE
         for rescored in scores:
@@ -302,12 +309,13 @@ class Calibration:
             seen.differences[place], seen.gaps[place] = difference, gap
 
     def tolerance(self, worker_class: WorkerClass) -> Tolerance:
-        """Return the tolerance of a class. Until `min_tokens` tokens have been observed, this is the default for its
-        dtype. Afterwards it is a calibrated value, which differs from the default by a limited factor.
+        """Return the tolerance of a class of workers. Until `min_tokens` tokens have been observed, this is the default
+        for the class's dtype. Afterwards its bounds are calibrated: `logprob` and `draw_gap` differ from the default at
+        most by the factor `_MAX_FACTOR`.
 
-        The calibrated tolerance is `HEADROOM` times the (1 − `beyond`) quantile of the observed values. A draw gap is
-        measured between two bounds that rounding may move in opposite directions, so the tolerance of the draw gap is
-        at least twice the tolerance of the logprob.
+        Both are `HEADROOM` times the (1 − `beyond`) quantile of the observed values, within this limit. A draw gap is
+        measured between two bounds that rounding may move in opposite directions, so `draw_gap` is at least twice
+        `logprob`.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
         default = replace(default, judges_draws=worker_class.engine not in OWN_NOISE)
@@ -329,13 +337,14 @@ class Calibration:
         return self._seen[worker_class].num_tokens if worker_class in self._seen else 0
 
     def mismatch_kl(self, worker_class: WorkerClass) -> float | None:
-        """Return KL(behavior ‖ rescored) in nats per token at staleness 0, or None if no token has been observed."""
+        """Return the estimate of KL(behavior ‖ rescored) in nats per token, or None if no token of the class has been
+        observed. Both logprobs of a token are of the same policy version, so the staleness is 0."""
         seen = self._seen.get(worker_class)
         return seen.sum_mismatch / seen.num_tokens if seen is not None and seen.num_tokens else None
 
     def refusal(self, worker_class: WorkerClass) -> str | None:
-        """Return the reason why a class of workers is refused, or None. A class is refused if the policy of its trusted
-        workers differs too much from the trained policy."""
+        """Return the reason why a class of workers is refused, or None if it is accepted. A class is refused if its
+        trusted workers, with the same weights, have a policy that differs too much from the trainer's."""
         mismatch = self.mismatch_kl(worker_class)
         if mismatch is None or self.num_tokens(worker_class) < self._min_tokens or mismatch <= self._max_mismatch_kl:
             return None
@@ -346,8 +355,8 @@ class Calibration:
 
 
 def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
-    """Return the reason why untrusted workers of a class are refused, or None. They are refused if the draws of their
-    engine cannot be checked.
+    """Return the reason why untrusted workers of a class are refused, or None if they are accepted. They are refused if
+    the draws of their engine cannot be checked.
 
     kind: the recipe's engine.kind. If the recipe itself names such an engine, its draws are accepted unchecked.
     """
@@ -360,6 +369,6 @@ def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
 
 
 def _near(value: float, default: float) -> float:
-    """Limit the factor between a value and the default, so that no outlier or faulty class makes a tolerance
-    useless."""
+    """Limit `value` to the range from `default` / `_MAX_FACTOR` to `default` · `_MAX_FACTOR`, so that no outlier and no
+    faulty class makes a tolerance useless."""
     return min(max(value, default / _MAX_FACTOR), default * _MAX_FACTOR)

@@ -93,15 +93,16 @@ class EngineDriver:
         return reports
 
     def _submit(self, lease: Lease) -> None:
-        """Submit a lease. With `resume` it requires the engine's version, so no older keys and values are used."""
+        """Submit a lease. With `resume`, the submitted lease requires exactly the engine's version, so the engine uses
+        no keys and values of older versions."""
         number = self._engine.version.number
         if self._resumes and lease.version <= number:
             lease = msgspec.structs.replace(lease, version=lease.version if lease.is_exact else number, is_exact=True)
         self._engine.submit(lease)
 
     def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Report the tokens of aborted leases. The reports of leases that this worker resumes are not marked as
-        aborted."""
+        """Return reports of the tokens of aborted leases. carried: leases that this worker resumes; their reports are
+        not marked as aborted."""
         reports: list[FromWorker] = []
         for said in self._engine.step():
             if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:
@@ -139,7 +140,7 @@ class EngineThread:
     ) -> None:
         """Both callbacks run in the engine's thread."""
         self.driver: EngineDriver | None = None
-        """The driver, created and used by actions only."""
+        """The driver; None until an action has created it. Only actions use it."""
         self.report_every_s = report_every_s
         self._on_reports, self._on_fault = on_reports, on_fault
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -147,7 +148,7 @@ class EngineThread:
         self._thread.start()
 
     def do(self, action: Callable[[], None]) -> None:
-        """Run an action in the engine's thread, in the order of the calls."""
+        """Submit an action to the engine's thread, which runs all actions in the order of their submission."""
         self._actions.put(action)
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -156,7 +157,7 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def report(self, reports: list[FromWorker]) -> None:
-        """Send reports. Called by actions."""
+        """Pass reports to `on_reports`. Called by actions."""
         if reports and self.driver is not None:
             self._on_reports(reports, self.driver.stats)
 
@@ -180,7 +181,7 @@ class EngineThread:
                 self.driver.close()
 
     def _act(self) -> bool:
-        """Run the submitted actions. Wait for an action only if no lease is running. Return False at the end."""
+        """Run the submitted actions. Wait for an action only if no lease is running. Return False after `close`."""
         while True:
             is_idle = self.driver is None or not self.driver.is_busy
             try:

@@ -13,7 +13,7 @@ from baton.swarm.worker.session import ConnectionLost
 
 SEND_DEADLINE_S = 30.0
 FAULT_DEADLINE_S = 10.0
-"""Seconds in which the hub should read a Fault and close the connection."""
+"""Maximum seconds for the hub to read a Fault and to close the connection."""
 LOST = (ConnectionLost, WeightsFault, DeadlineExceeded, aiohttp.ClientError, OSError)
 """Errors after which the worker reconnects."""
 
@@ -30,7 +30,8 @@ class HubConnection:
         self._outgoing.put_nowait(message)
 
     async def receive(self, deadline_s: float) -> FromHub:
-        """Return the hub's next message. Raises ConnectionLost."""
+        """Return the hub's next message. Raises ConnectionLost if the connection has ended, the message is invalid, or
+        no message arrives within `deadline_s` seconds."""
         message = None
         # wait in slices, as in `swarm/hub/worker_connection.py`: a pause of this process counts as one slice
         for _ in range(SILENT_HEARTBEATS):
@@ -48,8 +49,8 @@ class HubConnection:
             raise ConnectionLost(f"the hub sent an invalid message: {error}") from error
 
     async def send_all(self) -> None:
-        """Send queued messages until cancelled. Raises ConnectionLost if the hub does not close the connection after a
-        Fault, which is the last message of a worker."""
+        """Send queued messages until cancelled. A Fault is the last message of a worker. Raises ConnectionLost if the
+        hub does not close the connection after a Fault."""
         while True:
             message = await self._outgoing.get()
             async with asyncio.timeout(SEND_DEADLINE_S):

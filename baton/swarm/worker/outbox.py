@@ -13,7 +13,7 @@ class Outbox:
 
     @property
     def leases(self) -> tuple[int, ...]:
-        """Ids of the leases that are running, or that have ended without confirmation by the hub."""
+        """Ids of the running leases, and of the ended leases whose end the hub has not confirmed."""
         return tuple(self._unconfirmed)
 
     def open(self, lease_id: int) -> None:
@@ -40,13 +40,13 @@ class Outbox:
         self._unconfirmed.clear()
 
     def again(self) -> list[Report]:
-        """Return the reports to be sent again."""
+        """Return the unconfirmed reports, which are sent again after a reconnection."""
         return [report for reports in self._unconfirmed.values() for report in reports]
 
 
 def _is_within(report: Report, length: int) -> bool:
-    """Return whether all tokens of a report are within a length. Return False for the last report of a lease, because
-    it also ends the lease."""
+    """Return whether all tokens of a report are among the first `length` tokens of its lease. Return False for the last
+    report of a lease, because a length does not confirm the end of the lease."""
     if report.finish_reason is not None or report.is_aborted:
         return False
     return report.token_offset + sum(len(segment.token_ids) for segment in report.segments) <= length

@@ -1,11 +1,11 @@
-"""The decisions of a worker: the effect of each message of the hub and of each report of its engine.
+"""Decides what a worker does with each message of the hub and with each report of its engine.
 
     hub ──Welcome──▶ Prepare ─▶ driver ──ready──▶ Hello, unconfirmed reports ─▶ hub
     hub ──Lease, Abort, Dropped──▶ engine ──reported──▶ Report, Retry ─▶ hub
     hub ──Want──▶ Fetch, Activate, SetTimer ─▶ driver ──handle──▶ Heartbeat ─▶ hub
 
-Uses no socket, no thread and no clock, so the live worker and the simulator use the same class. Commands for the engine
-and messages to the hub are returned to the caller.
+`WorkerSession` uses no socket, no thread and no clock, so the live worker and the simulator use the same class.
+Commands for the engine and messages to the hub are returned to the caller.
 
 The session survives its connections. Reports are kept until the hub confirms them. A restarted hub has another
 incarnation, and leases of the old incarnation are discarded.
@@ -63,7 +63,7 @@ class WorkerSession:
         jitter: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """url: address of the hub. first_wait_s: delay before the first attempt to reconnect. reconnect_timeout_s: as
-        in `WorkerOptions`. jitter: returns a random factor of each delay."""
+        in `WorkerOptions`. jitter: function that returns a random factor; each delay is multiplied by it."""
         self.key = ""
         """Key that the hub has issued; kept in memory until the process ends."""
         self.welcome: messages.Welcome | None = None
@@ -129,8 +129,8 @@ class WorkerSession:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def receive(self, message: messages.FromHub, now_s: float) -> Sequence[Command]:
-        """Handle a message of the hub. Raises ConnectionLost. Raises UserError if a new connection cannot succeed
-        either."""
+        """Handle a message of the hub. Raises ConnectionLost if the connection cannot be used any more. Raises
+        UserError if a new connection cannot succeed either."""
         if isinstance(message, messages.Rejected):
             if message.is_final:
                 raise UserError(f"the hub refuses this worker: {message.reason}")
@@ -172,7 +172,7 @@ class WorkerSession:
         return self.heartbeat(), Prepare(welcome, is_new_hub)
 
     def reported(self, reports: Sequence[FromEngine]) -> Sequence[FromEngine]:
-        """Handle reports of the engine. Return those to send."""
+        """Handle reports of the engine. Return the reports to send now: none before Hello has been sent."""
         for report in reports:
             if isinstance(report, Report):
                 self._outbox.add(report)
@@ -181,7 +181,7 @@ class WorkerSession:
         return reports if self.is_ready else ()
 
     def handle(self, event: vs.Event) -> Sequence[Command]:
-        """Handle an event of the weights."""
+        """Handle an event of `version_sync`, such as a completed fetch. Return the resulting commands."""
         commands: list[Command] = [*self._sync.handle(event)]
         if isinstance(event, vs.Activated) and self.is_ready:
             commands.append(self.heartbeat())

@@ -54,20 +54,20 @@ that builds the engine."""
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The address of the hub and the options of the worker."""
+    """The options of a worker, including the address of the hub."""
 
     url: str
     token: str
     ssl: SSLContext | aiohttp.Fingerprint | None = None
     """Verification of the hub's certificate: by an authority, or against one fingerprint."""
     slots: int | None = None
-    """Number of slots; None uses the recipe's engine.slots."""
+    """Number of slots; None uses the recipe's key `engine.slots`."""
     store: str | None = None
-    """The run's weights.store (a directory or a bucket), if this machine can read it directly."""
+    """The run's `weights.store` (a directory or a bucket) if this machine can read it directly, otherwise None."""
     device: str = "cpu"
-    """Name of the device, shown to users. It is part of the worker class, within which logprobs are compared."""
+    """Name of the device, which is shown to users and is part of the worker class (`WorkerClass.device`)."""
     engine: str | None = None
-    """Kind of engine, also part of the worker class; None uses the recipe's kind."""
+    """Kind of engine, which is also part of the worker class; None uses the recipe's key `engine.kind`."""
     reconnect_timeout_s: float | None = None
     """Seconds without a hub after which the worker ends with DeadlineExceeded; None for no limit."""
     say: Callable[[str], None] = say
@@ -90,7 +90,7 @@ class SwarmWorker:
         self._engine: EngineThread | None = None
 
     async def run(self) -> None:
-        """Serve the hub until `leave` is called or the hub refuses this worker (UserError).
+        """Generate for the hub until `leave` is called, the run is complete or the hub refuses this worker (UserError).
 
         Raises EngineFault if the engine has failed, and DeadlineExceeded if no hub is reachable for too long.
         """
@@ -133,8 +133,8 @@ class SwarmWorker:
                         await in_thread(self._engine.close, GOODBYE_S, timeout_s=3 * GOODBYE_S, who="the engine")
 
     def leave(self) -> None:
-        """Report the tokens of all leases, discard the leases, and end within `GOODBYE_S`. Called from the event
-        loop."""
+        """Report the tokens of all leases, discard the leases, and end the connection within `GOODBYE_S` seconds. Must
+        be called in the event loop."""
         if self._running is not None and not self._is_leaving.is_set():
             self._loop.call_later(GOODBYE_S if self._connection is not None else 0.0, self._running.cancel)
         self._is_leaving.set()
@@ -181,7 +181,7 @@ class SwarmWorker:
                 await asyncio.gather(*tasks, leaving, return_exceptions=True)
 
     def _check_engine(self) -> None:
-        """Raise the error that ended the engine, if any, because a new connection could not succeed."""
+        """If an error has ended the engine, raise it, because a new connection could not succeed."""
         if self._fault is not None:
             raise EngineFault(f"the engine has failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
@@ -230,7 +230,7 @@ class SwarmWorker:
     # ---- commands of the session -------------------------------------------------------------------------------------
 
     def _source(self, relay: str | None) -> HttpSource:
-        """Return the source for a relay's URL, or the hub's source for None."""
+        """Return the source of the weights at a relay's URL or, for None, at the hub."""
         if relay is None:
             return HttpSource(self._http, self._loop, self._options.url, self._options.token)
         welcome = self.session.welcome
@@ -238,7 +238,7 @@ class SwarmWorker:
         return HttpSource(self._http, self._loop, relay, secret, distance=0)
 
     def _run_commands(self, commands: Sequence[Command]) -> None:
-        """Execute commands other than `Prepare`."""
+        """Execute commands of the session, except `Prepare`."""
         for command in commands:
             match command:
                 case Lease():
