@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton.swarm.hub.relay import Relay
 
 RELAY_GRACE_S = 2.0
-"""Seconds between a signal and the cancellation of the relay."""
+"""Time in seconds from a stop signal to the cancellation of the relay."""
 
 
 def relay(

@@ -20,18 +20,18 @@ from baton.rewards.settings import RewardSettings
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A file or dataset by name, or rows: a list of dicts, or a `datasets.Dataset`."""
 Reward = str | Callable[..., Any]
-"""A kind of [[reward]], the path of a function or a URL, or a function; see docs/rewards.md#functions."""
+"""A function, or a string: a kind of [[reward]], the path of a function, or a URL. See docs/rewards.md#functions."""
 KINDS = get_args(RewardSettings.model_fields["kind"].annotation)
 
 
 def task_section(
     data: Rows, rewards: Sequence[Mapping[str, Any]], directory: Path, played: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the [[task]] section of `data` with the environment's keys in `played`. Rows are written to a file in
-    `directory`. The file is named after a digest of the rows, so a resumed run reads the same rows.
+    """Return the [[task]] section for `data`. It includes `played`, the keys of the environment.
 
-    Rows without reference answers get `scorer = "none"` if no reward needs a reference. Raises UserError for rows that
-    are not dicts of JSON values.
+    Rows are written to a file in `directory`. The file name contains a digest of the rows, so a resumed run reads the
+    same rows. Rows without reference answers get `scorer = "none"` if no reward needs a reference. Raises UserError for
+    rows that are not dicts of JSON values.
     """
     if isinstance(data, (str, Path)):
         return {"name": Path(data).stem, "path": str(data), **played}
@@ -111,7 +111,7 @@ def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
 
 
 def _passed(function: Callable[..., Any], taken: set[str]) -> dict[str, Any]:
-    """Register a function, and return its [[reward]] section. The path is the function's import path if it has one."""
+    """Return the [[reward]] section of a function, and register the function under the path in this section."""
     own = getattr(function, "__qualname__", type(function).__qualname__).rpartition(".")[2].strip("<>")
     name = next(n for k in count(1) if (n := own if k == 1 else f"{own}_{k}") not in taken)
     path = f"{getattr(function, '__module__', None) or '__main__'}:{name}"

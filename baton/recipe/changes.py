@@ -27,7 +27,7 @@ REMOVED = {
     "sft.weight_decay": "a warm start always has a weight decay of 0.05",
     "sft.max_grad_norm": "a warm start always clips the gradient to norm 1",
 }
-"""Keys of earlier recipes that no longer exist, each with the reason."""
+"""Key of earlier recipes that no longer exists → the reason why."""
 
 RENAMED = {
     "swarm.silence_s": "swarm.heartbeat_timeout_s",
@@ -36,7 +36,7 @@ RENAMED = {
     "swarm.relief": "swarm.backup_lease_factor",
     "weights.anchor_every": "weights.keyframe_every",
 }
-"""Keys of earlier recipes, each with its new name. Only the recipe of an old run may contain an old name."""
+"""Key of earlier recipes → its new name. Only the recipe of an old run may contain an old name."""
 
 
 MAY_CHANGE = (
@@ -65,7 +65,8 @@ MAY_CHANGE = (
 )
 """Keys, and whole sections, that a resumed run may change without any effect on its results."""
 MUST_NOT_CHANGE = "environments.max_observation_chars"
-"""The only key of these sections that affects the results: it determines which observations are shortened."""
+"""The only key of the sections in `MAY_CHANGE` that affects the results: it determines which observations are
+shortened."""
 
 
 FROM_NEXT_STEP = (

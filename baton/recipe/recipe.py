@@ -185,7 +185,7 @@ class Recipe(Settings):
 
     @property
     def deterministic(self) -> bool | None:
-        """Whether torch uses deterministic algorithms; None means only without CUDA."""
+        """Whether torch uses deterministic algorithms. With None, torch uses them only without CUDA."""
         asked = self.run.deterministic
         return True if asked is None and self.rollout.mode == "sync" else asked
 

@@ -24,8 +24,8 @@ class RunSettings(Settings):
     threads: int = Field(default=0, ge=0)
     """Number of torch threads on the CPU; 0 uses all cores."""
     deterministic: bool | None = None
-    """Use torch's deterministic algorithms, which are slower on CUDA. The default is true in `sync`, so that equal runs
-    give equal bits. In the other modes it is true only without CUDA."""
+    """Use torch's deterministic algorithms, which are slower on CUDA. In the mode `sync`, the default is true, so that
+    equal runs give equal bits. In the other modes, the default is true only without CUDA."""
 
     @property
     def path(self) -> Path:

@@ -25,7 +25,8 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether each pair of non-default values of this axis and of another crossed axis needs a test."""
+    """Whether each non-default value of this axis needs a test with each non-default value of every other crossed
+    axis."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

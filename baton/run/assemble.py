@@ -175,7 +175,10 @@ def train_here(
     overwrite: bool,
     predictions: Predictions | None = None,
 ) -> Loop:
-    """Run a recipe from this process until the run ends or `stop` is requested; return the closed loop."""
+    """Run a recipe from this process until the run ends or `stop` is requested.
+
+    Close the run's `Loop`, and return it.
+    """
     with _memory_errors(recipe):
         with stop.interrupting():
             loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
@@ -291,7 +294,8 @@ def _build_loop(
 def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, observer: Observer) -> list[Prompt]:
     """Exclude prompts that are too long from the tasks, and return the held-out prompts.
 
-    Tell the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held out.
+    Report to the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held
+    out.
     """
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
@@ -446,11 +450,11 @@ def evaluate_model(
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
 
-    samples: responses to each prompt. By default, the recipe determines the number for a test set; otherwise it is 1.
-    write_to: file for the responses, one JSON object per line.
+    samples: number of responses to each prompt. The default is the number that the recipe states for the test set, or 1
+    if it states none. write_to: file for the responses, one JSON object per line.
 
-    `path` is a run's directory (its latest checkpoint is evaluated), a checkpoint, any model directory, or
-    `models/quickstart`, which is shipped. Without `recipe_path`, the tasks are those of the run. Raises UserError if
+    `path` is a run's directory (the run's latest checkpoint is evaluated), a checkpoint, any model directory, or the
+    shipped `models/quickstart`. Without `recipe_path`, the tasks come from the recipe of the run. Raises UserError if
     there is no recipe or no checkpoint, and for several greedy samples, which would be equal.
     """
     if not temperature and (samples or 1) > 1:
@@ -506,7 +510,7 @@ def evaluate_recipe(
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """An engine with a model that generates responses outside of a training, and the scorers of the responses."""
+    """An engine that generates responses with a model that is not being trained, and the scorers of these responses."""
 
     prompts: Sequence[Prompt]
     samples: Mapping[str, int]
@@ -516,8 +520,9 @@ class Sampler:
     rollout: EvalRollout
 
     def sample(self, sampling: SamplingParams, samples: int | None) -> tuple[list[Evaluation], list[Group]]:
-        """Generate and score responses to each prompt; return the results of each task, and the groups. samples:
-        responses per prompt, by default the test set's number or 1. Greedy decoding generates one response."""
+        """Generate and score responses to each prompt; return the results of each task, and the groups. samples: number
+        of responses per prompt. The default is the number of the test set in `self.samples`, or 1. Greedy decoding
+        generates one response."""
         return evaluate(
             self.rollout,
             self.judge,
@@ -531,14 +536,14 @@ class Sampler:
 
 
 EVAL = PolicyVersion("eval", 0)
-"""Version of a model that is not trained."""
+"""Policy version of a model that is only evaluated, not trained."""
 
 
 @contextmanager
 def open_sampler(
     recipe: TaskRecipe | Recipe, model_path: str, choose: Callable[[TaskMixture], Sequence[Prompt]]
 ) -> Iterator[Sampler]:
-    """Load a model, and open the tasks and scorers of a recipe. choose: selects the prompts."""
+    """Load a model, and open the tasks and scorers of a recipe. choose: function that selects the prompts."""
     set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))

@@ -1,4 +1,4 @@
-"""Switch one device between trainer and engine, which use it alternately (`rollout.placement = "colocated"`).
+"""Switch one device between trainer and engine, which use the device alternately (`rollout.placement = "colocated"`).
 
       engine  ████████████ generate, evaluate ░ sleep ░░░░░░░░░░░░░░ ████████
       trainer ░ sleep ░░░░░░░░░░░░░░░░░░░░░░░ ████████ train step ██ ░ sleep ░ → publish, save: from host memory
@@ -28,7 +28,7 @@ class Resident(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Current device memory of the part, bytes."""
+        """Device memory that the part uses now, in bytes."""
         ...
 
 
@@ -36,8 +36,10 @@ class DeviceOwner(Resident, Protocol):
     """A part that can also measure the memory of its device."""
 
     def take_peak_bytes(self) -> int | None:
-        """Return the peak device memory of this process since the last call, bytes; None on devices that do not measure
-        it."""
+        """Return the peak device memory of this process since the last call, in bytes.
+
+        None on devices that do not measure it.
+        """
         ...
 
 

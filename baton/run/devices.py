@@ -58,7 +58,7 @@ def divide(
 
 
 def layout_of(recipe: Recipe) -> DeviceLayout | None:
-    """Return the GPUs of a run whose trainer is on this machine; None if it runs on the CPU. Raises UserError."""
+    """Return the GPUs of a run whose trainer is on this machine; None if the run uses the CPU. Raises UserError."""
     import torch
 
     from baton.policy.load import torch_device
@@ -90,8 +90,10 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
 
 
 def direct_backend(layout: DeviceLayout | None) -> DirectBackend:
-    """Return the backend of direct transfers from the trainer to the run's engine. It is `ipc` if both use the same
-    GPU, because NCCL refuses two processes on one GPU."""
+    """Return the backend of direct transfers from the trainer to the run's engine.
+
+    The backend is `ipc` if both use the same GPU, because NCCL refuses two processes on one GPU.
+    """
     if layout is None:
         return "gloo"
     return "ipc" if set(layout.trainer) & set(layout.engines[0]) else "nccl"

@@ -193,7 +193,7 @@ class _Files:
 
     run: Path
     scratch: Path
-    """Directory that is removed when this process exits."""
+    """Directory for temporary files. It is removed when this process exits."""
     shared: Path | None
     """Directory in shared memory; None on machines without shared memory."""
 
@@ -357,7 +357,8 @@ def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
 
 
 def _num_fetchable(recipe: Recipe) -> int:
-    """Return the number of published versions to keep: every version that an unfinished trajectory may contain.
+    """Return the number of published versions to keep: all versions that may have sampled tokens of an unfinished
+    trajectory.
 
     Verification needs the same versions.
     """

@@ -120,8 +120,8 @@ class Loop:
     trainer: Trainer
     predictions: RunPredictions
     save_checkpoint: Callable[[LoopState], Callable[[], SavedCheckpoint]]
-    """Function that takes a snapshot of the trainer and the given state, and returns a function that writes it
-    atomically."""
+    """Function that takes a snapshot of the trainer and the given state. It returns a function that writes the snapshot
+    as a checkpoint, atomically."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings
@@ -132,7 +132,7 @@ class Loop:
     samples_of: Mapping[str, int] = field(default_factory=dict)
     """Test set → number of sampled responses per prompt, if it differs from eval.samples."""
     episodes: EpisodeSetup | None = None
-    """Set if a task is multi-turn."""
+    """Setup of multi-turn episodes; None if no task is multi-turn."""
     publish_every: int = 1
     """Train steps between publications; above 1 only with a swarm."""
     stop: StopRequest = field(default_factory=StopRequest)
@@ -151,7 +151,7 @@ class Loop:
     newest_group_id: int = -1
     """Largest group id in the batches that this process has recorded or replayed."""
     saved_step: int = field(init=False)
-    """Train step of the last checkpoint, which may be unwritten."""
+    """Train step of the last checkpoint. The checkpoint may still be waiting to be written (`unwritten`)."""
     writer: SerialExecutor = field(default_factory=lambda: SerialExecutor("checkpoint"))
     """Thread that writes checkpoints with `checkpoint.background`."""
     unwritten: tuple[int, Future[SavedCheckpoint]] | None = None
@@ -237,7 +237,7 @@ class Loop:
         return results
 
     def _evaluated(self) -> list[Evaluation]:
-        """Evaluate the current version, and save a checkpoint if its accuracy is the best so far."""
+        """Evaluate the current policy version, and save a checkpoint if the accuracy is the best so far."""
         best = self.state.best_step
         results = self.evaluate()
         if self.state.best_step != best:
@@ -425,7 +425,7 @@ class Loop:
         self.clock.trace.span("checkpoint", "trainer", 0, begin_s, self.clock.now_s(), step=step)
 
     def _finish_saving(self) -> None:
-        """Wait until the unwritten checkpoint, if there is one, is on disk. Raises the error of writing it."""
+        """Wait until the unwritten checkpoint, if there is one, is on disk. If writing failed, raise the error."""
         if self.unwritten is None:
             return
         (step, future), self.unwritten = self.unwritten, None

@@ -21,7 +21,7 @@ SAMPLES = 4
 
 
 class Preview(msgspec.Struct, frozen=True):
-    """Responses of a policy before training, and the findings from them and from the dry run."""
+    """Responses of a policy before training, and the findings from these responses and from the dry run."""
 
     responses: tuple[ReadableTrajectory, ...]
     """`SAMPLES` responses to each prompt, prompt by prompt."""
@@ -30,7 +30,7 @@ class Preview(msgspec.Struct, frozen=True):
 
     @property
     def warnings(self) -> list[str]:
-        """The findings that name a problem, without the prefix."""
+        """The findings that name a problem, without the prefix `warning:`."""
         return [line.removeprefix("warning: ") for line in self.findings if line.startswith("warning: ")]
 
 

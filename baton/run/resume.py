@@ -112,7 +112,8 @@ def _as_recorded(path: str | None, old: str | None) -> str | None:
 def checkpoint_writer(
     recipe: Recipe, run: RunDirectory, trainer: Trainer
 ) -> Callable[[LoopState], Callable[[], SavedCheckpoint]]:
-    """Return a function that takes a snapshot of the run, and returns a function that writes it as a checkpoint.
+    """Return a function that takes a snapshot of the run, and returns a function that writes this snapshot as a
+    checkpoint.
 
     The second function writes a sealed checkpoint atomically and removes the checkpoints that are not kept. With
     `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory. The second function may then

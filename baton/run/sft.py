@@ -77,7 +77,8 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError if `output` is a model and `overwrite` is False, or any other file or directory."""
+    """Raise UserError if `output` is a model and `overwrite` is False, or if `output` is a file or directory but no
+    model."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():

@@ -64,8 +64,8 @@ class RunReport(msgspec.Struct, frozen=True):
     predictions: tuple[Comparison, ...] = ()
     """Each predicted term, with its measured value."""
     warnings: tuple[str, ...] = ()
-    """Responses without a reward, steps in which all rewards of each group were equal, predictions that cannot be
-    read."""
+    """Warnings about responses without a reward, steps in which all rewards of each group were equal, and predictions
+    that cannot be read."""
 
 
 def summarise(run: RunDirectory) -> RunReport:

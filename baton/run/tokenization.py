@@ -14,13 +14,15 @@ from baton.tasks.stream import ProblemSettings, PromptStream
 from baton.types import Message, Prompt, ScoredTrajectory, Trajectory
 
 MAX_SPAN_S = 1.0
-"""Maximum length of a span of scoring, seconds. A longer period is written as several spans, so that a killed process
-loses only the end of the period."""
+"""Maximum length in seconds of a trace span of scoring. A longer period is written as several spans, so that a killed
+process loses only the end of the period."""
 
 
 class PromptEncoder:
-    """Converts prompts to token ids. In prompts and observations of multi-turn tasks, only the template adds special
-    tokens."""
+    """Converts prompts to token ids.
+
+    In prompts and observations of multi-turn tasks, only the chat template adds special tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, tasks: Sequence[ProblemSettings] = ()) -> None:
         """Raises UserError if a task is multi-turn and the chat template does not allow turns."""
@@ -30,7 +32,7 @@ class PromptEncoder:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the chat template writes tools; None if it is unknown or if no task is multi-turn."""
+        """Format in which the chat template writes tools; None if the format is unknown or if no task is multi-turn."""
         return None if self.bridge is None else self.bridge.tool_format
 
     def ids(self, prompt: Prompt) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from baton.types import Author, Exchange, Group, ScoredTrajectory, Segment, Traj
 
 ORDERS = ("best", "worst", "longest")
 NUM_EXAMPLES = 2
-"""Number of examples for each order and train step."""
+"""Number of examples for each order (best, worst, longest) and train step."""
 
 
 class TextPiece(msgspec.Struct, frozen=True):
@@ -32,9 +32,10 @@ class ShownTurn(msgspec.Struct, frozen=True):
     turn: int
     """Number of the turn in its episode, from 1."""
     path: int
-    """Index of the path that the turn belongs to. If the previous turn has another index, a new path begins here."""
+    """Index of the path that the turn belongs to. If the previous turn has another path index, a new path begins with
+    this turn."""
     path_prompt_tokens: int
-    """Tokens of the path's prompt."""
+    """Number of tokens of the path's prompt."""
     text: str
     num_tokens: int
     policy_versions: tuple[int, int]
@@ -51,7 +52,7 @@ class ShownTurn(msgspec.Struct, frozen=True):
     reward: float | None
     tool: str | None
     latency_s: float | None
-    """Seconds that the environment took."""
+    """Time in seconds that the environment took."""
 
     @property
     def heading(self) -> str:
@@ -89,7 +90,10 @@ class Sibling(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A trajectory with decoded texts, reward and metadata. Tokens and logprobs are the policy's."""
+    """A trajectory with decoded texts, reward and metadata.
+
+    Token counts and logprobs concern only the policy's tokens.
+    """
 
     step: int
     group_id: int
@@ -209,7 +213,7 @@ def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory
 def _ordered(
     members: Sequence[tuple[Group, ScoredTrajectory]], order: str | None
 ) -> list[tuple[Group, ScoredTrajectory]]:
-    """Return trajectories sorted by reward (unscored trajectories last) or by length.
+    """Return trajectories sorted by reward, with unscored trajectories last, or by length.
 
     Trajectories with equal rewards are sorted by sample index, so that trajectories of one prompt are not adjacent.
     """
@@ -288,8 +292,8 @@ def _turn(
     places: tuple[int, int, int],
     exchange: Exchange | None,
 ) -> tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]:
-    """Decode a turn. places: start of the turn's segments, end of the policy's tokens, end of the observation's
-    tokens."""
+    """Decode a turn. places: indices in its path where the turn starts, the policy's part ends, and the observation
+    ends."""
     start, middle, end = places
     sampled = _by_policy(path.segments_between(start, middle))
     token_ids = [token for segment in sampled for token in segment.token_ids]
@@ -358,7 +362,7 @@ def _by_policy(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def _versions_and_mean(sampled: Sequence[Segment]) -> tuple[tuple[int, int], float]:
-    """Return the oldest and newest version and the mean logprob of the policy's segments."""
+    """Return the oldest and newest policy version, and the mean logprob, of the policy's segments."""
     logprobs = list(chain.from_iterable(segment.behavior_logprobs for segment in sampled))
     return (sampled[0].policy_version, sampled[-1].policy_version), sum(logprobs) / len(logprobs)
 

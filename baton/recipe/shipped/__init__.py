@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent
 
 
 def shipped(path: str | Path) -> Path | None:
-    """Return the shipped file or directory that a relative path means; None if there is none, or if `path` exists.
+    """Return the shipped file or directory that a relative path means. None if it means none, or if `path` exists.
 
     `recipes/quickstart.toml` and `quickstart` mean the recipe, `models/quickstart` means the model.
     """
@@ -23,7 +23,7 @@ def shipped(path: str | Path) -> Path | None:
 
 
 def find(path: str | Path) -> Path:
-    """Return the shipped file or directory that a path means, or the path."""
+    """Return the shipped file or directory that a path means, or the path itself if it means none."""
     return shipped(path) or Path(path)
 
 

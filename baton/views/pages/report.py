@@ -53,7 +53,7 @@ class Section(msgspec.Struct, frozen=True):
     charts: Sequence[Chart]
     note: str = ""
     is_wide: bool = False
-    """Show each chart in the full width of the page."""
+    """Show each chart at the full width of the page."""
 
 
 class MetricRange(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Draw a trace as slots over time, coloured by policy version.
+"""Draw a trace as engine slots over time, coloured by policy version.
 
 Rows are slots, and bars are leases. The colour of a bar is its policy version, from dark (old) to light (new). The
 trainer's activity is above the slots, and the number of busy slots below them. The spans are from a live run or from a
@@ -33,7 +33,8 @@ COLOURS = {
     "checkpoint": "--s5,#56b4e9",
     "prefill": "--s5,#56b4e9",
 }
-"""Colours of activities other than generation: a CSS variable of the page, and its value outside of pages."""
+"""Activity other than generation → its colour: a CSS variable of the page, and the value of this variable outside of
+pages."""
 _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
 """RGB colours from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
 

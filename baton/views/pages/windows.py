@@ -19,7 +19,7 @@ class TracedStep:
 
     number: int
     begin_s: float
-    """Start of the wait for the step's batch. If the trace has no such wait: end of the previous step."""
+    """Start of the wait for the step's batch. If the trace contains no such wait, end of the previous step."""
     train_s: float
     """Start of training."""
     end_s: float

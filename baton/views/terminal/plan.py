@@ -146,7 +146,7 @@ def replicas_by_shape(plan: Plan) -> list[list[Replica]]:
 
 
 def memory(part: Stage | Replica) -> str:
-    """Return the needed and the available memory per GPU, GB; `as measured` if the plan is from measured rates.
+    """Return the needed and the available memory per GPU in GB; `as measured` for a plan from measured rates.
 
     Measured rates (`--rates`) have no memory model.
     """
