@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 
 _HEADER = struct.Struct("!Q")
 _MAX_RECEIVE_BYTES = 4 * 1024**2
-"""Maximum bytes per read: while a frame of gigabytes arrives, the parent must also serve its other children."""
+"""Maximum number of bytes per read. Reads are short, because the parent must serve its other children while a frame of
+gigabytes arrives."""
 
 
 class FrameSocket:

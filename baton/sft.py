@@ -29,9 +29,9 @@ def sft(
 
     Args:
         recipe: recipe file of a warm start, or the name of a shipped recipe.
-        config: keys to change, such as `{"sft.steps": 100}`.
+        config: keys of the recipe to change, such as `{"sft.steps": 100}`.
         overwrite: whether an existing run and output are replaced.
-        console: where progress is printed.
+        console: console on which progress is printed.
 
     Raises UserError for an invalid recipe or data, before anything is written.
     """

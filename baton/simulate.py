@@ -57,8 +57,8 @@ def simulate(
 ) -> Result | ParameterSweep:
     """Simulate a recipe on this machine, or a plan, in virtual time. With `sweep`, simulate several settings.
 
-    The arguments are the options of `baton simulate`, which `baton simulate --help` explains; `config` has keys to
-    change, such as `{"rollout.mode": "partial"}`. `log`, `trace` and `html` are files to write.
+    The arguments are the options of `baton simulate`, which `baton simulate --help` explains; `config` has the keys of
+    the recipe to change, such as `{"rollout.mode": "partial"}`. `log`, `trace` and `html` are files to write.
 
     Raises UserError for invalid arguments, and for a run that makes no progress.
     """

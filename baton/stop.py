@@ -54,7 +54,10 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request a stop in the same way as a signal with this number, or without a signal if it is 0."""
+        """Request a stop in the same way as a signal with this number.
+
+        A `number` of 0 means that no signal was received.
+        """
         if self.signal is None:
             self.signal = number
             self._say(

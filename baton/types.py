@@ -37,7 +37,8 @@ class TokenColumn(Sequence[_T]):
     def appended(self, values: Sequence[_T]) -> TokenColumn[_T]:
         """Return a view of these values followed by `values`.
 
-        The buffer is copied only if it already has values after this view, because a longer view needs them.
+        The buffer is copied only if it already has values after this view, because another, longer view uses these
+        values.
         """
         buffer, start = self._buffer, self._start
         if self._stop < len(buffer):
@@ -89,7 +90,10 @@ def id_column(ids: Sequence[int]) -> TokenColumn[int]:
 
 
 def plain(value: object) -> list[Any]:
-    """Return the values of a `TokenColumn` as a list: the `enc_hook` of every msgspec encoder of trajectories."""
+    """Return the values of a `TokenColumn` as a list.
+
+    Every msgspec encoder of trajectories uses this function as `enc_hook`.
+    """
     if isinstance(value, TokenColumn):
         return list(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
@@ -357,12 +361,12 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def token_ids(self) -> list[int]:
-        """[L]"""
+        """[L] Id of each token after the prompt."""
         return list(chain.from_iterable(s.token_ids for s in self.segments))
 
     @property
     def behavior_logprobs(self) -> list[float]:
-        """[L]"""
+        """[L] Behavior logprob of each token."""
         return list(chain.from_iterable(s.behavior_logprobs for s in self.segments))
 
     @property
@@ -603,7 +607,7 @@ class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
 FromHub = Lease | Abort
 FromWorker = Report | Retry
 FromPort = FromWorker | WorkLost | WorkRevoked
-"""Messages that the controller receives. Only a swarm sends `WorkLost` and `WorkRevoked`."""
+"""Messages that the controller receives from its worker transport. Only a swarm sends `WorkLost` and `WorkRevoked`."""
 
 
 def ends_lease(message: FromWorker) -> bool:

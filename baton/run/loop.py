@@ -438,7 +438,7 @@ class Loop:
         self._written(step, saved)
 
     def _written(self, step: int, saved: SavedCheckpoint) -> None:
-        """Release the groups of batches that a checkpoint on disk contains."""
+        """Delete from the journal the groups of batches that a checkpoint on disk contains."""
         self.last_checkpoint = saved.path
         self.journal.checkpointed(step, saved.oldest_step)
 

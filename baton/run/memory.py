@@ -36,7 +36,7 @@ changed)."""
 
 
 class MemoryPart(msgspec.Struct, frozen=True):
-    """One use of memory."""
+    """An item of a process's memory, such as its weights."""
 
     name: str
     num_bytes: int
@@ -147,9 +147,9 @@ def processes_of(
 ) -> tuple[ProcessMemory, ...]:
     """Return the processes of the recipe that run on this machine's devices, with their memory.
 
-    layout: this machine's GPUs; None on a CPU, and on other machines. On other machines every process has a GPU of its
-    own, except the engine of a single trainer. Only engines of kind `embedded` are counted. Other engines take a fixed
-    share of their device. most_tokens: as in `rank_phases_of`.
+    layout: this machine's GPUs; None on a CPU, and on other machines. On other machines, every process has its own GPU,
+    except that the engine of a single trainer shares the trainer's GPU. Only engines of kind `embedded` are counted,
+    because other engines take a fixed share of their device. most_tokens: as in `rank_phases_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
     phases = rank_phases_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
@@ -219,7 +219,7 @@ def _process(
 
 
 def gib(num_bytes: float) -> str:
-    """Return a size for the user."""
+    """Return a size in bytes as text for the user, such as `1.5 GiB`."""
     return f"{num_bytes / 2**30:.3g} GiB"
 
 

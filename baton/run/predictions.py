@@ -16,7 +16,7 @@ from baton.specs.plan import Plan
 DECODE_SHARES = "decode", "decode_compute", "prefill"
 DECODE_TIMES = "step_overhead_s", "row_overhead_s", "prefill_overhead_s", "trajectory_overhead_s", "handover_s"
 FACTORS = 0.1, 10.0
-"""Range of the factors by which measured rates correct an efficiency."""
+"""Smallest and largest factor by which measured rates may correct an efficiency."""
 
 
 def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Predictions:
@@ -37,7 +37,7 @@ def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Pred
 
 
 def predictions(source: str, values: Mapping[str, float | None], memory: MemoryByTokens) -> Predictions:
-    """Return predictions without the terms that are unknown."""
+    """Return the predictions in `values` that are not None."""
     found = [Prediction(term, value) for term, value in values.items() if value is not None]
     if memory:
         found.append(Prediction(MEMORY, memory[-1][1], memory))
@@ -47,8 +47,8 @@ def predictions(source: str, values: Mapping[str, float | None], memory: MemoryB
 def measured_rates(
     known: Efficiencies, plan: Plan, told: Predictions | None, run: Path
 ) -> tuple[Efficiencies, tuple[str, ...]]:
-    """Correct the efficiencies of a plan's GPU types by the measurements of a run, if the run has predictions of this
-    plan. Return the efficiencies, and a line for each correction.
+    """Correct the efficiencies of a plan's GPU types by the measurements of a run, if the run's predictions come from
+    this plan. Return the efficiencies, and a line for each correction.
 
     told: the run's predictions. Times per token are compared, because responses may be longer or shorter than planned.
     All GPU types that train are corrected by one factor, and all that generate by another.
@@ -61,7 +61,7 @@ def measured_rates(
         if each.predicted and each.measured
     }
     generated = trained = 1.0
-    """Measured number of tokens, relative to the plan."""
+    """Measured numbers of generated and of trained tokens, relative to the plan."""
     if "response length" in values and plan.work is not None:
         predicted, measured = values["response length"]
         generated = measured / predicted

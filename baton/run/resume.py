@@ -149,7 +149,8 @@ def checkpoint_writer(
 
 
 def _staging(run: RunDirectory) -> Path:
-    """Empty and return the directory in host memory for a run's unwritten checkpoint."""
+    """Return the directory in host memory for a run's unwritten checkpoint, after removing the directory if it
+    exists."""
     memory = memory_directory()
     if memory is None:
         raise UserError("checkpoint.background: got true, but this system has no /dev/shm; allowed is false")

@@ -1,4 +1,7 @@
-"""Select recorded trajectories of a run, and decode them for output. The texts are untrusted and not escaped yet."""
+"""Select recorded trajectories of a run, and decode them for output.
+
+The decoded texts are untrusted; the code that prints them must escape them.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class ValueSums(NamedTuple, Generic[Scalar]):
     clipped: Scalar
     """Number of tokens whose gradient the clip removed."""
     error: Scalar
-    """Squared error of the values at the start of the step."""
+    """Squared errors of the values at the start of the train step."""
     total: Scalar
     """Sum of the returns."""
     square: Scalar

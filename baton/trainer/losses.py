@@ -46,9 +46,9 @@ class LossInputs:
     behavior_logprobs: torch.Tensor
     """[B, K] log-probabilities under the policy that sampled each token, without gradient."""
     advantages: torch.Tensor
-    """[B, K]"""
+    """[B, K] advantage of each token."""
     mask: torch.Tensor
-    """[B, K] bool"""
+    """[B, K] bool: True at trained tokens."""
     episode_tokens: torch.Tensor | None = None
     """[B] number of trained tokens of each row's episode, over all paths of the episode; None if each row is a whole
     episode."""

@@ -104,8 +104,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update. A moment of
-    8 bits is two tensors, `<moment>.codes` and `<moment>.scale`."""
+    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update.
+
+    A moment in 8 bits has two tensors, `<moment>.codes/<parameter name>` and `<moment>.scale/<parameter name>`.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         for key, tensor in optimizer.state.get(parameter, {}).items():

@@ -46,9 +46,9 @@ class TrainingSample:
     """[L] 1 if the token gets a gradient: the policy wrote the token, the version that sampled it is not too old, and
     `is_filtered` is False. Otherwise 0."""
     behavior_logprobs: Sequence[float]
-    """[L]"""
+    """[L] Behavior logprob of each token."""
     policy_versions: Sequence[int]
-    """[L]"""
+    """[L] Number of the version that sampled each token."""
     reward: float
     """Reward of the whole episode. With `turns`, only the part of the reward that belongs to no turn."""
     path: int = 0
