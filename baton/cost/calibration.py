@@ -29,13 +29,14 @@ class AchievedSettings(Settings):
     """A value of the catalogue of achieved rates."""
 
     value: float
-    """The value that plans use, in the unit of its table."""
+    """The value that plans use. In the table of a GPU type, the efficiencies in `PEAKS` are stated as absolute
+    rates."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]
     """`derived`: computed from measurements of other models or GPU types."""
     source: str
-    """Publication and place in it."""
+    """Publication, and table or figure of the publication."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -77,9 +78,10 @@ class GpuCalibration(msgspec.Struct, frozen=True):
 
     gpus: tuple[str, ...]
     parameters: tuple[Parameter, ...]
-    """Parameters of all types come first; those of single types replace them."""
+    """Parameters of all GPU types come first. Parameters of a single GPU type replace them for this type."""
     own: Efficiencies
-    """A user's measurements, which have no range. They replace the parameters of their GPU types."""
+    """A user's measurements, which have no range. These measurements replace the parameters of the GPU types that they
+    name."""
 
     def at(self, pick: Callable[[Parameter], float] = lambda parameter: parameter.value) -> Efficiencies:
         """Return the efficiencies with the value that `pick` selects for each parameter. A CPU gets the default of

@@ -51,9 +51,9 @@ class Efficiency(Settings):
     """Achieved share of link bandwidth in weight publication. AReaL-Hex (2511.00796) table 2: 0.17 between GPU types,
     0.25 to 0.5 within a type."""
     publish_latency_s: float = Field(default=1.0, ge=0)
-    """Fixed time of one publication, independent of its size. AReaL-Hex table 2: 1.4 to 2.0 s."""
+    """Fixed time of one publication, independent of the size of the weights. AReaL-Hex table 2: 1.4 to 2.0 s."""
     train_overhead_s: float = Field(default=0.0, ge=0)
-    """Fixed time of one train step, independent of its batch."""
+    """Fixed time of one train step, independent of the batch."""
     memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that a plan may use."""
     host_gb_per_s: float = Field(default=25.0, gt=0)
@@ -69,9 +69,9 @@ class CalibrationSettings(Settings):
     efficiency: dict[str, Efficiency] = Field(default_factory=dict)
     """Efficiency by GPU type."""
     notes: dict[str, str | float | int] = Field(default_factory=dict)
-    """Origin of the figures; Baton does not read it."""
+    """Origin of the figures. Baton does not read these notes."""
     measured: tuple[dict[str, str | float | int], ...] = ()
-    """Measurements that the figures were fitted to; Baton does not read them."""
+    """Measurements that the figures were fitted to. Baton does not read these measurements."""
 
     def build(self) -> Efficiencies:
         given = {name: own.model_dump(exclude_unset=True) for name, own in self.efficiency.items()}

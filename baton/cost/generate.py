@@ -37,7 +37,7 @@ class DeviceClass(msgspec.Struct, frozen=True, dict=True):
     link_bytes_per_s: float
     """Bandwidth within a node, one direction."""
     inter_bytes_per_s: float
-    """Bandwidth between nodes, one direction. For a single node, the bandwidth within it."""
+    """Bandwidth between nodes, one direction. For a single node, the bandwidth within the node."""
     latency_s: float
     efficiency: Efficiency
 
@@ -57,8 +57,9 @@ class ReplicaCost(msgspec.Struct, frozen=True):
     batch: int
     tokens_per_s: float
     pause_s: float
-    """Time per train step that is lost for generation. With overlap, it is the prefill of running trajectories under
-    the new version. Without overlap, it is the time lost at the end of a batch, when few trajectories still run."""
+    """Time per train step that is lost for generation. With overlap, this is the time to prefill running trajectories
+    under the new version. Without overlap, it is the time lost at the end of a batch, when few trajectories still
+    run."""
     memory_bytes: float
     """Memory used on the GPU of the replica that needs the most memory."""
 
@@ -185,9 +186,9 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
 def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, batch: float) -> float:
     """Return the mean number of positions that a decode step of a full batch reads per trajectory.
 
-    In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, it reads
-    as many positions as the longest running trajectory of its length class has. A trajectory observed at a random time
-    is beyond position x with probability ∫_x^∞ P(L > y) dy / E[L].
+    In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, a
+    trajectory reads as many positions as the longest running trajectory of its length class has. A trajectory observed
+    at a random time is beyond position x with probability ∫_x^∞ P(L > y) dy / E[L].
     """
     if not work.engine_context_tokens:
         return work.live_context_tokens

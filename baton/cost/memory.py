@@ -11,8 +11,9 @@ publishes versions
 A checkpoint is written tensor by tensor, so it is not a phase.
 
 With several ranks, FSDP shards the state, and gathers one block while it fetches the next. Counts of bytes follow from
-the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares them with measurements. Memory that no
-count of tensors shows is marked by `Term.is_assumed`. All functions take numbers, or numpy arrays of equal length.
+the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares these counts with measurements. Memory
+that no count of tensors shows is marked by `Term.is_assumed`. All functions take numbers, or numpy arrays of equal
+length.
 """
 
 from __future__ import annotations

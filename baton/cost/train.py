@@ -34,8 +34,8 @@ GRADIENT_BYTES = 6.0
 
 
 class StageTerms(msgspec.Struct, frozen=True):
-    """Coefficients of a stage's time, which is linear in its number of layers, and the rank that determines its memory.
-    Arrays have one value per candidate."""
+    """Coefficients of a stage's time, which is linear in the number of layers, and the rank that determines the stage's
+    memory. Arrays have one value per candidate."""
 
     per_layer_s: Array
     """Time per layer for the whole batch: compute and tensor-parallel sums."""

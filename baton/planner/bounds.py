@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from baton.planner.problem import AssignmentProblem, Floats
 
 GRID = 1500
-"""Number of times at which φ is tabulated. φ is convex, so linear interpolation lies above it and the bound holds."""
+"""Number of times at which φ is tabulated. φ is convex, so linear interpolation lies above φ and the bound holds."""
 PRICES = 7
 """Number of prices λ that are tried, including 0."""
 DUALS = 201

@@ -76,8 +76,8 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
 
 
 def _generate(problem: AssignmentProblem, row: int, kept: Floats) -> tuple[RolloutAllocation, float] | None:
-    """Return the fastest replicas that fit on all GPUs beside the trainer's state (`kept` bytes), and the time to
-    publish weights to these replicas."""
+    """Return the fastest replicas that fit on all GPUs beside the trainer's state (`kept` bytes on each GPU), and the
+    time to publish weights to these replicas."""
     pools = problem.pools.pools
     columns = tuple(
         column

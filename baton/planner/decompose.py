@@ -1,4 +1,4 @@
-"""Searches pipelines that span GPU types if there are too many of them to enumerate.
+"""Searches pipelines that span GPU types if there are too many such pipelines to enumerate.
 
 A candidate is a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
 fixed step time T, the pools of a candidate are independent: each pool needs a minimum number of GPUs for its stages to

@@ -1,10 +1,10 @@
 """Phase 2, `paper`: equation 3 and bisection on γ, as published in AReaL-Hex (2511.00796), section 4.3 and algorithm 1.
 
-This is a baseline. Equation 3 prefers many GPUs with fast links to GPUs that train fast: on the paper's 56 GPUs it
-selects 40 H20 for training in place of 8 H800. The paper leaves three points open; this module decides them as follows.
-The training side's share of FLOP/s must be close to γ: within half of the largest gap between two successive values of
-this share over all divisions. Training and rollout have at least one GPU each. The search returns the best plan that it
-found.
+This is a baseline. Equation 3 selects many GPUs with fast links instead of few GPUs that train fast: on the paper's 56
+GPUs, it selects 40 H20 for training instead of 8 H800. The paper leaves three points open; this module decides them as
+follows. The training side's share of FLOP/s must be close to γ: within half of the largest gap between two successive
+values of this share over all divisions. Training and rollout have at least one GPU each. The search returns the best
+plan that it found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:
     """Return the value of equation 3 for each division: the training side's share of link bandwidth plus the rollout
     side's share of memory bandwidth.
 
-    The link bandwidth is summed over all pairs of GPUs. The first `rows[:, k]` GPUs of each pool train, node by node.
+    The link bandwidth is summed over all pairs of GPUs. In each division, the first `rows[:, k]` GPUs of pool k train,
+    node by node.
     """
     everything = np.array([[pool.num_gpus for pool in problem.pools.pools]], dtype=np.int64)
     links = _pair_sums(problem, rows) / _pair_sums(problem, everything)
@@ -51,7 +52,7 @@ def _pair_sums(problem: AssignmentProblem, rows: Ints) -> Floats:
 
 
 def _inner_pairs(pool: GpuPool) -> Floats:
-    """Return, for each n, the number of pairs within a node among the first n GPUs of a pool, [GPUs + 1]."""
+    """Return, for each n, how many pairs of the first n GPUs of a pool are on the same node, [GPUs + 1]."""
     new = [float(place) for size in pool.sizes for place in range(size)]
     pairs: Floats = np.cumsum([0.0, *new])
     return pairs

@@ -48,7 +48,8 @@ class RolloutProgram:
         self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
-        """Return the free GPUs at each level of each pool if training uses `gpus` in groups of `tp`."""
+        """Return the number of GPUs that remain usable at each level (group size) of each pool, if training uses
+        `gpus[k]` GPUs of pool k in groups of `tp[k]`."""
         return tuple(
             self._pools[pool].capacity(level) - (int(gpus[pool]) if tp[pool] >= level else 0)
             for pool, level in self._rows

@@ -127,8 +127,8 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
 def solve(
     inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Solve a problem by a method. Return the solution, with the bound of `exact`, and the problem whose table its
-    row refers to."""
+    """Return the solution that `method` finds, and the problem to whose table the solution's row refers. The solution's
+    bound is that of method `exact`."""
     best = solve_exact(problem, time_limit_s=time_limit_s / 2)
     if best is None:
         refuse_division(problem, inputs.model)

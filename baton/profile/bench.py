@@ -114,13 +114,13 @@ class ModeResult(msgspec.Struct, frozen=True):
     occupancy: float
     """Share of the computed decode rows that belonged to a trajectory."""
     of_bound: float
-    """Time of the bound divided by the measured time."""
+    """Time that the bound allows, divided by the measured time."""
     full_step_ms: float | None
     """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
     over the context length of the longest row."""
     reprefilled_frac: float
     """Number of tokens that the engine prefilled beyond one prompt per delivered group, divided by the number of
-    generated tokens. These are tokens of aborted responses and of their prompts."""
+    generated tokens. The additional prefilled tokens belong to aborted responses and their prompts."""
     shares: dict[str, float]
     """Shares of the time: decode steps; prefills (the additional time of a step with a prefill); loads of weights; the
     controller (the rest)."""
@@ -338,8 +338,8 @@ def measure(
 ) -> BenchResult:
     """Run the modes alternately until each mode has delivered `steps` batches; return the results.
 
-    full_steps: (positions of each row, seconds) of decode steps with all slots in use, for the bound; without them, the
-    mean of the modes' own full steps is used for every position.
+    full_steps: (positions of each row, seconds) of decode steps with all slots in use, for the bound; without
+    `full_steps`, the bound uses the mean of the modes' own full steps for every position.
     """
     gc.collect()
     gc.freeze()  # as in a run: one full collection took as long as half a batch

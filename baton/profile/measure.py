@@ -1,10 +1,10 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
 `engine.py` measures decode and prefill for several batch sizes and context lengths. `train_steps.py` measures batches
-of the recipe's prompts, train steps and weight publication. Batches and train steps run alternately. On a CPU they are
-also measured at the same time, because they share the cores. Every figure is a median over repeats. The cost model's
-parameters are then fitted to these measurements. On a CPU, an engine process has one thread, the trainer has all
-threads, and a core counts as a GPU.
+of the recipe's prompts, train steps and weight publication. Batches and train steps run alternately. On a CPU, batches
+and train steps are also measured at the same time, because engines and trainer share the cores. Every figure is a
+median over repeats. The cost model's parameters are then fitted to these measurements. On a CPU, an engine process has
+one thread, the trainer has all threads, and a core counts as a GPU.
 """
 
 from __future__ import annotations

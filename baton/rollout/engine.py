@@ -51,9 +51,9 @@ class VllmSettings(Settings):
     """[engine.vllm] one vLLM engine. `slots`, `max_context_tokens` and `dtype` of [engine] also apply."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of tensor-parallel devices. Every layer is sharded over them."""
+    """Number of tensor-parallel devices. Every layer is sharded over these devices."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Number of pipeline stages. The layers are divided between them."""
+    """Number of pipeline stages. The layers are divided between the stages."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory for weights and KV cache together, 0 to 1."""
     enforce_eager: bool = False
@@ -72,8 +72,8 @@ class VllmSettings(Settings):
     """Use vLLM's batch-invariant kernels (VLLM_BATCH_INVARIANT). The result of a row then does not depend on the other
     rows of its batch. These kernels are slower. Not tested on a GPU."""
     lora_rank: int = Field(default=0, ge=0, le=512)
-    """Maximum rank of the [lora] adapters that vLLM applies beside its base weights. A new version then consists of the
-    adapter alone. With 0, each adapter is merged into the base weights."""
+    """Maximum rank of a [lora] adapter that vLLM applies without merging it into the base weights. A new version is
+    then sent as the adapter alone. With 0, each adapter is merged into the base weights."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some arguments can run code
     (trust_remote_code). A worker therefore accepts arguments only from its own command line, or from the run that

@@ -1,4 +1,4 @@
-"""Multi-turn episodes: what follows a turn, and what follows an observation.
+"""Multi-turn episodes: decides what happens after each turn and after each observation.
 
     turn ends ──action──▶ environment ──observation──▶ appended to the trajectory ──▶ next turn is leased
         │                      │
@@ -75,7 +75,7 @@ class EnvironmentInbox:
         self._kept: dict[int, list[Observation | ActFailure]] = {}
 
     def sockets(self, stream: int) -> Sequence[FrameSocket]:
-        """Return the client's sockets; none if the inbox already has answers for a stream, because no wait is
+        """Return the client's sockets; none if the inbox already has answers for `stream`, because then no wait is
         needed."""
         return () if self._kept.get(stream) else self.client.sockets
 
@@ -155,7 +155,7 @@ class ErrorBudget:
         self._failed: dict[int, float] = {}
 
     def begin(self) -> int:
-        """Count an attempt that begins; return its block."""
+        """Count an attempt that begins; return the number of its block."""
         self._num_begun += 1
         return (self._num_begun - 1) // self.BLOCK
 
@@ -173,7 +173,7 @@ class ErrorBudget:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """The parts that training and evaluations share."""
+    """The objects for multi-turn episodes that training and evaluations share."""
 
     inbox: EnvironmentInbox
     bridge: TokenBridge
@@ -227,7 +227,8 @@ class EpisodePlayer:
         return Episode() if opened is None else opened.episode
 
     def may_replay(self, prompt: Prompt) -> bool:
-        """Whether an episode of an earlier process continues; if not, it begins again from its prompt."""
+        """Whether an open episode of an earlier process continues; otherwise the episode begins again from its
+        prompt."""
         return not self.plays(prompt) or self._setup.tasks[prompt.task].may_replay
 
     def num_paths(self, key: tuple[int, int]) -> int:

@@ -52,10 +52,11 @@ class EvalRollout:
         noise_seed: int,
         version: int,
     ) -> Iterator[Trajectory | ScoredTrajectory]:
-        """Generate the requested trajectories under exactly `version`, and yield each trajectory when it finishes. A
-        multi-turn episode is yielded with the reward that its environment gave. Raises UserError if a prompt leaves no
-        room for a response, EngineFault if the worker serves another version or aborts a trajectory, DeadlineExceeded
-        if the worker makes no progress, EnvironmentFault if too many environments fail, and Stopped.
+        """Generate the requested trajectories under exactly `version`, and yield each trajectory when it finishes.
+
+        A multi-turn episode is yielded with the reward that its environment gave. Raises UserError if a prompt leaves
+        no room for a response, EngineFault if the worker serves another version or aborts a trajectory,
+        DeadlineExceeded if the worker makes no progress, EnvironmentFault if too many environments fail, and Stopped.
         """
         for request in requests:  # check every prompt before the first lease is sent
             self.worker.check_room(request.group_id, request.prompt_ids)
@@ -172,6 +173,6 @@ class _EvalLeases:
         self.growing[self._worker.lease(trajectory, sampling, self._version)] = trajectory
 
     def _prompt_of_episode(self, group_id: int) -> Prompt | None:
-        """Return the prompt of a group if it belongs to a multi-turn task, otherwise None."""
+        """Return the prompt of a group if the prompt belongs to a multi-turn task, otherwise None."""
         prompt = self._requests[group_id].prompt
         return prompt if prompt is not None and self._player is not None and self._player.plays(prompt) else None

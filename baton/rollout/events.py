@@ -36,7 +36,8 @@ class TokensLost(TimedEvent, frozen=True, tag="Lost"):
 
 
 class Revoked(TrajectoryEvent, frozen=True, tag="Revoked"):
-    """The tokens of a trajectory are not trusted: it must be generated again. Its group is in no batch yet."""
+    """The tokens of a trajectory are not trusted: the trajectory must be generated again. Its group is in no batch
+    yet."""
 
     cause: str
 
@@ -61,7 +62,7 @@ class Observed(TrajectoryEvent, frozen=True, tag="Observed"):
 
 
 class EnvironmentFailed(TrajectoryEvent, frozen=True, tag="EnvironmentFailed"):
-    """The environment of an acting trajectory failed: the episode starts again from its prompt."""
+    """The environment of an acting trajectory failed. The episode starts again from its prompt."""
 
     cause: str
 

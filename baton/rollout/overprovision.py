@@ -32,7 +32,7 @@ class SlotUse:
     """Use of the slots since the start of the process."""
 
     useful_tokens: int = 0
-    """Number of generated tokens, minus those that were masked, dropped or lost."""
+    """Number of generated tokens, without tokens that were masked, dropped or lost."""
     busy_slot_s: float = 0.0
     """Slot-seconds of occupied slots."""
     slot_s: float = 0.0
@@ -41,7 +41,7 @@ class SlotUse:
 
 @dataclass(slots=True)
 class OverprovisionSearch:
-    """The search of one run."""
+    """Searches the best level of over-provision during one run."""
 
     level: float
     most: float

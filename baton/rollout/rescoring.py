@@ -33,7 +33,7 @@ class Rescored:
     places: tuple[int, ...]
     """[N] Token positions after the prompt."""
     token_ids: tuple[int, ...]
-    """[N]"""
+    """[N] Ids of these tokens."""
     behavior_logprobs: tuple[float, ...]
     """[N] Reported logprobs, nats."""
     logprobs: tuple[float, ...]

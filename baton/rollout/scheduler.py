@@ -63,8 +63,8 @@ class RolloutScheduler:
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)
         self._slots = self._max_leases = 0
         self._pending: list[tuple[bool, int, int]] = []
-        """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids. An
-        outdated entry of a revoked trajectory may remain; it is skipped."""
+        """Heap of (has no tokens, group id, sample index): trajectories with tokens first, then lower group ids.
+        Outdated entries of revoked trajectories may remain; `_assign` skips such entries."""
         self._dropped: deque[tuple[int, int]] = deque()
         """Dropped groups whose prompts will be tried again: (group id, attempts including the dropped one)."""
         self._leased: dict[tuple[int, int], None] = {}
@@ -353,7 +353,8 @@ class RolloutScheduler:
         yield ev.Deliver(self._delivered, take.group_ids)
 
     def _drop(self, group: TrackedGroup) -> Iterator[ev.Command]:
-        """Queue a group's prompt for another attempt under a new id, or discard it after max_requeues attempts."""
+        """Queue a group's prompt for another attempt under a new id, or discard the prompt after `max_requeues` further
+        attempts."""
         if group.attempts < self.rules.max_requeues:
             self._dropped.append((group.group_id, group.attempts + 1))
             self.step.requeued_groups += 1

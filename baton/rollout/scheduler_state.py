@@ -105,7 +105,7 @@ class TrackedGroup:
 class Ledger:
     """Accounts of policy tokens: generated = trained + masked + filtered + dropped + lost + carried.
 
-    Carried tokens are the tokens of open groups. The ledger does not store their number.
+    Carried tokens are the tokens of open groups. The ledger does not store the number of carried tokens.
     """
 
     generated: int = 0

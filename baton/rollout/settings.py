@@ -81,15 +81,15 @@ class RolloutSettings(Settings):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature. The trainer computes logprobs at the same temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the most likely tokens whose probabilities sum to this value, and sample among them. Below 1, at most 512
-    tokens are kept (top_k = 0 then means 512). The trainer computes logprobs over the kept tokens."""
+    """Keep the most likely tokens whose probabilities sum to this value, and sample among these tokens. Below 1, at
+    most 512 tokens are kept (top_k = 0 then means 512). The trainer computes logprobs over the kept tokens."""
     top_k: int = Field(default=0, ge=0, le=MAX_KEPT)
     """Sample only among this number of most likely tokens, before top_p applies; 0 samples among all tokens. The
     trainer computes logprobs over the kept tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, in addition to the model's end-of-sequence ids."""
     overprovision: float | Literal["auto"] | None = None
-    """Number of open groups divided by batch_groups in mode `partial`, at least 1; `auto` adapts it to the
+    """Number of open groups divided by batch_groups in mode `partial`, at least 1; `auto` adapts this number to the
     measured rate of useful tokens. The default is 2, or no bound if max_concurrency is set."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """Maximum number of trajectories generated concurrently by all workers together."""
@@ -97,9 +97,10 @@ class RolloutSettings(Settings):
     """Maximum number of versions that a trained token may be behind the trainer. The default is 0 in `sync`, 4 in the
     other modes."""
     on_new_version: OnNewVersion | None = None
-    """What happens to running trajectories when a new version is loaded. `drain` (only `sync`): they finish first.
-    `resume` (default of `partial` and `async`): they are aborted, and resume from their token ids under the new
-    weights. `keep` (`partial` and `async`): they continue with the keys and values of the old weights."""
+    """What happens to running trajectories when a new version is loaded. `drain` (only `sync`): the trajectories finish
+    first. `resume` (default of `partial` and `async`): the trajectories are aborted, and resume from their token ids
+    under the new weights. `keep` (`partial` and `async`): the trajectories continue with the keys and values of the old
+    weights."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""

@@ -61,7 +61,8 @@ class WorkerTransport(Protocol):
         return {}
 
     def close(self, *, is_over: bool = False) -> None:
-        """Stop the worker. May be called twice. is_over: the run is complete, so remote workers do not reconnect."""
+        """Stop the worker. May be called twice. is_over: whether the run is complete; remote workers then do not
+        reconnect."""
 
 
 class LocalTransport(WorkerTransport):

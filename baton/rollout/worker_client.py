@@ -32,7 +32,8 @@ class SeededSampling:
 
 
 class WorkerClient:
-    """The only sender of leases to a worker. Training and evaluations share it, so that lease ids are unique."""
+    """The only sender of leases to a worker. Training and evaluations share one `WorkerClient`, so that lease ids are
+    unique."""
 
     def __init__(
         self,

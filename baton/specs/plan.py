@@ -66,14 +66,15 @@ class Replica(msgspec.Struct, frozen=True):
     tp: int
     pp: int
     layers: tuple[tuple[int, int], ...]
-    """Layer range of each pipeline stage."""
+    """(index of the first layer, index of the last layer + 1) of each pipeline stage."""
     batch: int
     """Number of trajectories generated at once."""
     tokens_per_s: float
     """Generated tokens per second, including the time to prefill new prompts."""
     pause_s: float
-    """Time per train step that is lost for generation. With overlap, it is the prefill of running trajectories under
-    the new version. Without overlap, it is the time lost at the end of a batch, when few trajectories still run."""
+    """Time per train step that is lost for generation. With overlap, this is the time to prefill running trajectories
+    under the new version. Without overlap, it is the time lost at the end of a batch, when few trajectories still
+    run."""
     share: float
     trajectories: int
     """Number of trajectories of the batch that the replica generates: `share` of the batch, rounded by largest

@@ -17,6 +17,6 @@ def can_train(num_stages: int, tensor_parallel: int, *, has_critic: bool = False
 
 
 def can_split(tensor_parallel: int, *counts: float) -> bool:
-    """Return whether `tensor_parallel` ranks can split the products of a block. `counts`: numbers of its query heads,
-    key/value heads and MLP columns."""
+    """Return whether `tensor_parallel` ranks can split the products of a block. `counts`: numbers of query heads,
+    key/value heads and MLP columns of the block."""
     return not any(count % tensor_parallel for count in counts)

@@ -98,7 +98,7 @@ class Workload(msgspec.Struct, frozen=True):
     has_critic: bool = False
     recompute: bool = True
     shard_gradients: bool = False
-    """Whether gradients are sharded after each microbatch, so that no rank holds all of them."""
+    """Whether gradients are sharded after each microbatch, so that no rank holds the gradients of all parameters."""
     microbatch_tokens: int = 0
     """Maximum number of tokens of a microbatch. A longer trajectory forms a microbatch of its own."""
     trainer: Trainer = "baton"
@@ -111,8 +111,8 @@ class Workload(msgspec.Struct, frozen=True):
     kv_bytes: float = 2.0
     max_batch: int = 1024
     engine_context_tokens: int = 0
-    """Positions that an engine allocates per slot (the embedded engine's fixed cache); 0 if it allocates only used
-    positions."""
+    """Positions that an engine allocates per slot (the embedded engine's fixed cache); 0 if the engine allocates only
+    used positions."""
     max_output_tokens: int = 0
     """Maximum response length in tokens; 0 if unknown."""
 
@@ -138,7 +138,7 @@ class Workload(msgspec.Struct, frozen=True):
     @property
     def live_context_tokens(self) -> float:
         """Mean number of tokens, at a random time, of a running trajectory so far. Long trajectories run longer, so
-        they have more weight."""
+        long trajectories have more weight in the mean."""
         return self.prompt.mean + self.output.moment(2) / (2 * self.output.mean)
 
     @property

@@ -34,7 +34,7 @@ class EngineRequest:
 
     key: str
     token_ids: tuple[int, ...]
-    """[prompt + L] Token ids of the prompt and of the L tokens after it."""
+    """[prompt + L] Token ids of the prompt and of the L tokens after the prompt."""
     max_tokens: int
     temperature: float
     """Sampling temperature; 0 is greedy."""
@@ -145,7 +145,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def _generate(self, request: EngineRequest) -> None:
-        """Send a request, and put its tokens into the inbox."""
+        """Send a request, and put the generated tokens into the inbox."""
 
     def _submit_requests(self, requests: list[EngineRequest]) -> None:
         for request in requests:

@@ -42,7 +42,7 @@ class RunningRequest:
     slot: int
     row: RunningLease
     ids: list[int]
-    """Token ids of the prompt and of all tokens after it."""
+    """Token ids of the prompt and of all tokens after the prompt."""
     by_weights: Counter[str] = field(default_factory=Counter)
     """Label of weights → number of tokens that were received while the program had these weights."""
     is_ending: bool = False
@@ -75,7 +75,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         self._label = ""
         """Label of the weights that the program has now; empty before the first load."""
         self._outbox: list[FromWorker] = []
-        """Messages that methods other than `step` have produced. The next `step` returns them."""
+        """Messages that methods other than `step` have produced. The next `step` returns these messages."""
         self._clock, self._active_s = clock, clock()
         """`_active_s`: time of the last received token, started request or loaded version."""
 

@@ -77,7 +77,7 @@ class WholeWeights:
         and shapes are used."""
         self._model = model
         self.on_host = True
-        """Whether to move tensors to host memory; otherwise they stay on their device."""
+        """Whether `whole` moves the tensors to host memory; otherwise the tensors stay on their device."""
         self._own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         self._read_base, self._base = read_base, BaseWeights()
         self._base_tensors: Mapping[str, Tensor] | None = None

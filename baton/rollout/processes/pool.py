@@ -58,7 +58,8 @@ class EngineProcess:
     def receive(self) -> protocol.Progress | protocol.Serving | None:
         """Return the next message, or None if no complete message has arrived.
 
-        Raises EngineFault if the process has exited or failed, and UserError if it failed with a UserError.
+        Raises UserError if the process failed with a UserError, and EngineFault if the process failed otherwise or has
+        exited.
         """
         try:
             frame = self.socket.receive()

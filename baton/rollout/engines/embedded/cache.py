@@ -202,9 +202,10 @@ class SlotCache(Cache):
         return Prefix(keys, values, end - start)
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
-        """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
-        permutation of the lowest slots. Each cycle of the permutation needs temporary memory only for the shortest row
-        of the cycle.
+        """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i.
+
+        `order` is a permutation of the lowest slots. Each cycle of the permutation needs temporary memory only for the
+        shortest row of the cycle.
         """
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):

@@ -6,12 +6,13 @@
 is the first input of decode. A new prompt, the shared prompt of a group, and a resume from ids use the same code.
 
 **Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). A piece that ends
-where a turn begins is always computed by a prefill after the pieces before it. It therefore has the same bits if it is
-computed again, on this or another engine. Only the last piece of a trajectory that is resumed within a turn may have
-keys and values that decode computed.
+where a turn begins is always computed by one prefill, which reads the pieces before it. Its keys and values therefore
+have the same bits if they are computed again, on this or another engine. Only the last piece of a trajectory that is
+resumed within a turn may have keys and values that decode computed.
 
 **A row does not depend on other rows.** On a CPU with one torch thread, the tokens and logprobs of a trajectory are
-bit-identical in any slot and any batch, which tests verify. `network.py` chooses shapes that guarantee it.
+bit-identical in any slot and any batch, which tests verify. `network.py` chooses shapes that guarantee bit-identical
+results.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class EmbeddedEngine(SlotEngine):
     ) -> None:
         """Allocate the slots on the device of the model.
 
-        model: must be in settings.dtype. The engine owns it, because `load_weights` writes into its parameters.
-        end_ids: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises UserError if slots is
-        not a multiple of 8, and for a model without an ordinary KV cache.
+        model: must have the dtype `settings.dtype`. The engine owns the model, because `load_weights` overwrites the
+        model's parameters. end_ids: ids that end a trajectory, in addition to the stop_token_ids of a lease. Raises
+        UserError if `settings.slots` is not a multiple of 8, and for a model without an ordinary KV cache.
         """
         if settings.slots < 1 or settings.slots % _SLOTS_MULTIPLE:
             raise UserError(f"engine.slots: got {settings.slots}, allowed is a positive multiple of {_SLOTS_MULTIPLE}")
@@ -199,7 +200,8 @@ class EmbeddedEngine(SlotEngine):
         return keys
 
     def _keep_aborted(self) -> None:
-        """Keep the keys and values of aborted rows up to `_kept_limit`, because a resume may use them."""
+        """Keep the keys and values of aborted rows up to `_kept_limit`, because a resumed trajectory may use these keys
+        and values."""
         copied = 0
         for slot, row in self._table.aborted():
             begun = [key for key in row.kept if not key.piece.is_within_turn]

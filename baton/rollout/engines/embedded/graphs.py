@@ -2,8 +2,8 @@
 
 Each graph belongs to one shape: a width and a number of scanned positions (`network.py`). At the first use of a shape
 the step runs without a graph, a graph is captured with the same inputs, and the logits of both are compared. A shape
-runs without a graph if any bit differs. A graph owns its input buffers, and its next run overwrites the logits.
-Call `release` before freeing memory that graphs read.
+runs without a graph if any bit differs. A graph owns its input buffers, and the next run of the graph overwrites the
+logits. Call `release` before freeing memory that graphs read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GraphedSteps:
         """Captured step by (width, scanned positions); None for a shape that runs without a graph."""
 
     def __call__(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
-        """Run a decode step, and capture a graph at the first use of its shape."""
+        """Run a decode step. If its shape is used for the first time, capture a graph."""
         shape = (len(ids_W), kv_length)
         if shape not in self._captured:
             logits_WV = self._step(ids_W, position_W, kv_length).clone()
@@ -55,7 +55,8 @@ class GraphedSteps:
         self._capture = self._make_capture()  # with a new memory pool: torch frees the old one with its last graph
 
     def _proven(self, ids_W: Tensor, position_W: Tensor, kv_length: int, expected_WV: Tensor) -> Captured | None:
-        """Capture a step. Return None if the capture fails or any bit of its logits differs.
+        """Capture a step. Return None if the capture fails, or if any bit of the captured step's logits differs from
+        `expected_WV`.
 
         The capture repeats the step, which writes the same keys and values to the same positions again. Its logits are
         overwritten between two runs, so a capture that recorded nothing cannot pass with the logits of an earlier run.

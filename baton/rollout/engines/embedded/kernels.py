@@ -88,7 +88,8 @@ def _rms_norm(norm: Module) -> Callable[[Tensor], Tensor]:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, lengths_W: Tensor, scale: float, window: int) -> Tensor:
-    """Return the attention [W, heads, head_dim] of one query per row over the first `lengths_W` positions of its slot.
+    """Return the attention [W, heads, head_dim] of one query per row over the first `lengths_W` positions of the row's
+    slot.
 
     query: [W, heads, head_dim]. keys, values: [slots, length, kv_heads, head_dim], contiguous. These tensors are
     bfloat16 on the CPU, and `length` and `head_dim` are multiples of `LANES`. lengths_W: int32. window: number of last

@@ -1,10 +1,10 @@
 """`Network`: runs a Hugging Face causal LM through prefill and decode in fixed shapes, with replaceable weights.
 
 Fixed shapes make each trajectory independent of the other rows of its batch. The shape of a matrix product determines
-its kernel, and with it the order of summation. Within one shape, neither the index of a row nor the other rows change
-the bits of a result. The shape of prefill therefore depends only on the number of ids and the number of earlier ids.
-Decode has one shape, plus smaller shapes that compute identical bits. Each engine finds the smaller shapes by comparing
-results for its model: at start for decode, and at the first use of a shape for prefill. Results on a CPU:
+which kernel computes it, and thereby the order of summation. Within one shape, neither the index of a row nor the other
+rows change the bits of a result. The shape of prefill therefore depends only on the number of ids and the number of
+earlier ids. Decode has one shape, plus smaller shapes that compute identical bits. Each engine finds the smaller shapes
+by comparing results for its model: at start for decode, and at the first use of a shape for prefill. Results on a CPU:
 
     rows       float32, one thread: identical bits from 16 rows up; bfloat16 or two threads: depends on the model
     positions  float32: identical bits at multiples of 16 up to 256, then of 256; bfloat16: at all lengths
@@ -223,10 +223,11 @@ class Network:
         return None if self.classes is None else self.classes.order(position_W + 1)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Copy new values into the parameters, cast to their dtype.
+        """Copy new values into the parameters, cast to the parameters' dtype.
 
-        An adapter is merged into the weights of the last whole version. Tied parameters may occur under any of their
-        names. Raises EngineFault, without changing any weight, for missing or unknown names and for different shapes.
+        An adapter is merged into the weights of the last whole version. `tensors` may contain a tied parameter under
+        any of its names. Raises EngineFault, without changing any weight, for missing or unknown names and for
+        different shapes.
         """
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
@@ -374,7 +375,7 @@ class Network:
 
     def _same_classes(self) -> LengthClasses | None:
         """Return the classes of rows. Return None if classes change bits of the result, or if the model does not pass
-        them to its attention.
+        slot ranges to its attention.
 
         The slots must hold noise.
         """

@@ -3,7 +3,7 @@ tokens.
 
 A draw is a pure function of the logits and of (noise seed, group, sample, position) (`rollout/engines/sampling.py`).
 The weights therefore determine both the logprob of a reported token and the token that must be drawn. One prefill of
-the whole response computes both for all its tokens.
+the whole response computes both for all tokens of the response.
 
 **The draw gap.** Token t is drawn if the uniform number u lies in its interval [F(t−1), F(t)) of the distribution
 function F. Rounding moves the bounds of the interval. If no logit moves by more than δ, the log-odds log F/(1−F) of a
@@ -11,9 +11,9 @@ bound move by at most 2δ, for any F. The gap is therefore measured in log-odds,
 tolerance of 1 % in probability would accept a token of almost zero probability whose interval is within 1 % of the
 draw.
 
-**Prefill is the reference.** Each segment is scored under its own version, with all earlier ids prefilled under that
-version, as in a resume. Tokens that were generated with the keys and values of an older version (weights loaded in
-flight) cannot be verified in this way.
+**Prefill is the reference.** Each segment is scored under the version that sampled it. All earlier ids are prefilled
+under that version, as in a resume. Tokens that were generated with the keys and values of an older version (weights
+loaded in flight) cannot be verified in this way.
 
 Shapes: B rows, S positions of a padded row, N scored tokens, V vocabulary, F tokens drawn with top-p or top-k.
 """
@@ -41,7 +41,7 @@ MAX_TOKENS = 1024
 """Maximum tokens of one forward, including padding; a longer row is computed alone. The hidden states of 1024 tokens
 fit into a CPU's cache; with more tokens, a forward takes longer per token."""
 _MAX_LOGITS = 2**22
-"""Maximum number of logits in memory at the same time. Scoring makes several float64 copies of them."""
+"""Maximum number of logits in memory at the same time. Scoring makes several float64 copies of the logits."""
 _BORDER = 0.05
 """Relative tolerance at the border of top-p and top-k: rounding may keep or remove tokens that are this close to it."""
 _LEAST = 2.0**-48

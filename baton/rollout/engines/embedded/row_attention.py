@@ -34,7 +34,7 @@ _FOREIGN = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The positions of the rows of a decode step within the slots."""
+    """For each row of a decode step: where its positions begin in the slots, and how many it attends to."""
 
     query_starts: Tensor
     """[W + 1] int32: index of each row's query; each row has one query."""

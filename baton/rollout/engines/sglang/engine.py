@@ -5,10 +5,10 @@ No other client may use the server, because the engine aborts all requests of th
 **Abort.** An aborted lease is reported when the server has ended its request. The report contains all tokens that were
 generated before the end.
 
-**New version.** New weights are loaded while the server is idle. The engine aborts all requests until the server's load
-is zero, and records their tokens under the old version. The server then reads the new weights from a directory and
-flushes its prefix cache. Requests that may continue are sent again with their ids. Every token therefore has the right
-version, and no token is computed from keys and values of another version.
+**New version.** New weights are loaded while the server is idle. The engine repeats the abort of all requests until the
+server's load is zero, and records the tokens of these requests under the old version. The server then reads the new
+weights from a directory and flushes its prefix cache. Requests that may continue are sent again with all their token
+ids. Every token therefore has the right version, and no token is computed from keys and values of another version.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ class SglangEngine(ExternalEngine[SglangClient]):
     _only_temperature = "with SGLang only temperature is allowed"
 
     _directory: Path | None = None
-    """Directory of the server's current weights. The server reads it again if loading the next weights fails."""
+    """Directory of the server's current weights. If loading the next weights fails, the server reads this directory
+    again."""
     _is_loading = False
     """Whether all requests are aborted to load weights, so that aborted streams are expected."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease, which is reported when the server has ended its request. Has no effect on an unknown lease."""
+        """End a lease. It is reported when the server has ended the lease's request. Has no effect on an unknown
+        lease."""
         keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
             self.running[key].is_ending = True

@@ -9,7 +9,7 @@ Sources: SGLang's documentation and code (`managers/io_struct.py`, `entrypoints/
      "finish_reason": null | {"type": "stop" | "length" | "abort", "message": ...}}}
 
 By default every event contains all tokens generated so far. A server in incremental mode sends only new tokens, except
-when a waiting request is aborted: it then repeats all tokens.
+when a waiting request is aborted: the server then sends all tokens again.
 """
 
 from __future__ import annotations

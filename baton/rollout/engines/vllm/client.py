@@ -166,10 +166,11 @@ class VllmClient(EngineClient):
 
 
 def set_up_environment() -> None:
-    """Set the environment variables of vLLM. Call before importing vLLM. Variables that the user has set do not change.
+    """Set the environment variables of vLLM. Call before importing vLLM. Variables that the user has set are not
+    changed.
 
-    The variables disable usage statistics and downloads. Processes are started by spawn, because this process has
-    threads.
+    The variables disable usage statistics and downloads, and make vLLM start its processes by spawn, because this
+    process has threads.
     """
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",

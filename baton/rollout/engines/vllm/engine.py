@@ -47,7 +47,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """An engine on vLLM."""
 
     direct: DirectLoad | None = None
-    """Loads versions from the trainer's memory; None to load them from files in memory."""
+    """Loads versions from the trainer's memory; None if versions are loaded from files in memory."""
     # vLLM's logprobs are over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs over
     # all
     _only_temperature = (

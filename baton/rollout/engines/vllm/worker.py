@@ -25,8 +25,8 @@ _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class EndWithParent(str):
-    """Value in vLLM's `additional_config`, which vLLM sends to its core and workers. A process that is spawned with it
-    kills itself when its parent exits or is killed, also while it loads the model.
+    """Value in vLLM's `additional_config`, which vLLM sends to its core and workers. A process that is spawned with
+    this value kills itself when its parent exits or is killed, even while the process loads the model.
 
     Otherwise a core whose client was killed would keep running and keep its memory. The value is a string, because vLLM
     writes its configuration as JSON. Workers that Ray starts do not use this value: Ray ends them when the core ends.
