@@ -138,7 +138,7 @@ class Workload(msgspec.Struct, frozen=True):
     @property
     def live_context_tokens(self) -> float:
         """Mean number of tokens, at a random time, of a running trajectory so far. Long trajectories run longer, so
-        long trajectories have more weight in the mean."""
+        long trajectories have more weight in this average."""
         return self.prompt.mean + self.output.moment(2) / (2 * self.output.mean)
 
     @property
