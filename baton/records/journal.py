@@ -17,7 +17,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -34,27 +34,15 @@ CREATE TABLE IF NOT EXISTS entries (
   content BLOB NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (kind, number, sample, token_offset)
 )
 """
-_GROUP_KINDS = (
-    "group",  # key: group id; content: IssuedGroup
-    "segments",  # key: group id, sample index, token offset; content: reported segments of an unfinished trajectory
-    "finished",  # key: group id, sample index; content: Trajectory
-    "judged",  # key: group id, sample index; content: ScoredTrajectory
-    # key: group id, sample index, number of exchanges; content: Episode with what the last exchange added to it. 0
-    # exchanges: the whole of an episode that is over and not scored yet
-    "episode",
-    # key: group id, sample index; content: Trajectory that starts a later path of an episode with its new prompt
-    "path",
-    "turn",  # key: group id, sample index; content: number of tokens of the trajectory when its last turn ended
-    "consumed",  # key: group id; content: step whose batch contains the group
-    "discarded",  # key: group id; content: reason why the group was discarded
-)
-"""Kinds of journal entries that belong to a group.
 
-Further kinds are `batch` (key: step; content: metrics of the batch from the scheduler), `place` (StreamCursor) and
-`last_step` (last step whose batch was recorded).
-"""
-_OF_AN_EPISODE = ("episode", "path", "turn")
-"""Kinds of journal entries that belong to an open multi-turn episode."""
+
+class EntryKey(NamedTuple):
+    """Key of an entry. Of kinds that do not belong to a group, `number` is a step or 0."""
+
+    kind: str
+    number: int = 0
+    sample: int = 0
+    token_offset: int = 0
 
 
 class IssuedGroup(msgspec.Struct, frozen=True):
@@ -94,6 +82,31 @@ class StreamCursor(msgspec.Struct, frozen=True):
 
     next_group_id: int
     position: dict[str, int]
+
+
+_TYPES: dict[str, Any] = {
+    "group": IssuedGroup,  # key: group id
+    "segments": tuple[Segment, ...],  # key: group id, sample index, token offset; of an unfinished trajectory
+    "finished": Trajectory,  # key: group id, sample index
+    "judged": ScoredTrajectory,  # key: group id, sample index
+    # key: group id, sample index, number of exchanges; content: what the last exchange added. 0 exchanges: the whole of
+    # an episode that is over and not scored yet
+    "episode": Episode,
+    "path": Trajectory,  # key: group id, sample index; a later path of an episode, which starts with its new prompt
+    "turn": int,  # key: group id, sample index; content: number of tokens of the trajectory when its last turn ended
+    "consumed": int,  # key: group id; content: step whose batch contains the group
+    "discarded": str,  # key: group id; content: reason why the group was discarded
+    "batch": dict[str, float],  # key: step; content: metrics of the batch from the scheduler
+    "place": StreamCursor,
+    "last_step": int,  # last step whose batch was recorded
+}
+"""Type of the content of an entry by its kind."""
+_GROUP_KINDS = [kind for kind in _TYPES if kind not in ("batch", "place", "last_step")]
+"""Kinds of entries that belong to a group."""
+_OF_AN_EPISODE = ("episode", "path", "turn")
+"""Kinds of entries that belong to an open multi-turn episode."""
+_ORDER = {"segments": 1, "finished": 2}
+"""Order in which the entries of a group are read, after those of all other kinds."""
 
 
 class Journal:
@@ -145,27 +158,26 @@ class Journal:
 
     def issued(self, group: IssuedGroup, place: StreamCursor) -> None:
         """Record an opened group, and the position of the prompt stream after its prompt."""
-        self._put("group", group.group_id, content=group)
-        self._put("place", content=place)
+        self._put(EntryKey("group", group.group_id), group)
+        self._put(EntryKey("place"), place)
 
     def grew(self, group_id: int, sample_index: int, token_offset: int, segments: Sequence[Segment]) -> None:
         """Record the reported segments of an unfinished trajectory."""
         if self._keeps_partials and segments:
-            self._put("segments", group_id, sample_index, token_offset, content=segments)
+            self._put(EntryKey("segments", group_id, sample_index, token_offset), segments)
 
     def finished(self, trajectory: Trajectory, episode: Episode | None = None) -> None:
         """Record a complete trajectory; of a multi-turn task with its episode, until the reward is recorded."""
         key = (trajectory.group_id, trajectory.sample_index)
-        for kind in ("segments", "judged", *_OF_AN_EPISODE):
-            self._remove(kind, *key)
-        self._put("finished", *key, content=trajectory)
+        self._remove(("segments", "judged", *_OF_AN_EPISODE), *key)
+        self._put(EntryKey("finished", *key), trajectory)
         if episode is not None:
-            self._put("episode", *key, content=episode)
+            self._put(EntryKey("episode", *key), episode)
 
     def turn_ended(self, trajectory: Trajectory) -> None:
         """Record that a turn of a multi-turn episode has ended and that its action is sent to the environment."""
         if self._keeps_partials:
-            self._put("turn", trajectory.group_id, trajectory.sample_index, content=trajectory.num_tokens)
+            self._put(EntryKey("turn", trajectory.group_id, trajectory.sample_index), trajectory.num_tokens)
 
     def observed(self, trajectory: Trajectory, episode: Episode) -> None:
         """Record the last exchange of an open episode. If its observation started a new path, record the path before
@@ -176,54 +188,52 @@ class Journal:
         begins_path = not trajectory.segments
         paths = episode.earlier[-1:] if begins_path else ()
         added = msgspec.structs.replace(episode, exchanges=episode.exchanges[-1:], earlier=paths)
-        self._put("episode", *key, len(episode.exchanges), content=added)
-        self._remove("turn", *key)  # a new path could grow to the same number of tokens
+        self._put(EntryKey("episode", *key, len(episode.exchanges)), added)
+        self._remove(("turn",), *key)  # a new path could grow to the same number of tokens
         if begins_path:
-            self._remove("segments", *key)
-            self._put("path", *key, content=trajectory)
+            self._remove(("segments",), *key)
+            self._put(EntryKey("path", *key), trajectory)
 
     def judged(self, judged: ScoredTrajectory) -> None:
         """Record a complete trajectory with its reward or, if scoring failed, with the cause of the failure."""
         key = (judged.trajectory.group_id, judged.trajectory.sample_index)
-        self._put("judged", *key, content=judged)
+        self._put(EntryKey("judged", *key), judged)
         if judged.episode is not None:
-            self._remove("episode", *key)
+            self._remove(("episode",), *key)
 
     def delete_rewards(self) -> None:
         """Delete the rewards of open groups, so that they are scored again after a change of the reward parts.
 
         Episodes keep the rewards of their environments, or the failure of the environment.
         """
-        for number, content in self._entries("judged"):
-            scored = _unpack(content, ScoredTrajectory)
+        for key, scored in self._find(("judged",)):
             if scored.episode is not None and ENVIRONMENT not in scored.judgement.parts:
                 continue
-            self._remove("judged", number, scored.trajectory.sample_index)
+            self._remove(("judged",), key.number, key.sample)
             if scored.episode is not None:
-                self._put("episode", number, scored.trajectory.sample_index, content=scored.episode)
+                self._put(EntryKey("episode", key.number, key.sample), scored.episode)
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:
         """Delete the tokens and the reward of a trajectory that is no longer trusted. The trajectory starts again from
         its prompt."""
-        for kind in ("segments", "finished", "judged", *_OF_AN_EPISODE):
-            self._remove(kind, group_id, sample_index)
+        self._remove(("segments", "finished", "judged", *_OF_AN_EPISODE), group_id, sample_index)
 
     def discarded(self, group_id: int, cause: str) -> None:
         """Record that a group was discarded and will not be trained on."""
-        self._put("discarded", group_id, content=cause)
+        self._put(EntryKey("discarded", group_id), cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step's batch, then call `settle`. Call this before the batch is written to the run's
         directory."""
-        self._put("batch", step, content=metrics)
+        self._put(EntryKey("batch", step), metrics)
         self.settle()
 
     def consumed(self, step: int, group_ids: Sequence[int]) -> None:
         """Record that a step's batch, with these groups, has been written to the run's directory."""
         for group_id in group_ids:
-            self._put("consumed", group_id, content=step)
-        self._put("last_step", content=step)
+            self._put(EntryKey("consumed", group_id), step)
+        self._put(EntryKey("last_step"), step)
         self.commit()
 
     def checkpointed(self, step: int, oldest_step: int) -> None:
@@ -232,10 +242,11 @@ class Journal:
         oldest_step: step of the oldest checkpoint from which the run may resume. The metrics of batches after this step
         are kept.
         """
-        gone = [*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))]
-        for group_id in gone:
-            self._execute(f"DELETE FROM entries WHERE kind IN {_GROUP_KINDS} AND number = ?", group_id)
-        self._execute("DELETE FROM entries WHERE kind = 'batch' AND number <= ?", oldest_step)
+        for group_id in self._gone(step):
+            self._remove(_GROUP_KINDS, group_id)
+        for key, _ in self._find(("batch",)):
+            if key.number <= oldest_step:
+                self._remove(("batch",), key.number)
         self.commit()
 
     def commit(self) -> None:
@@ -265,31 +276,29 @@ class Journal:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the recorded metrics of a step's batch, or an empty dict if no metrics are recorded."""
-        found = self._get("batch", dict[str, float], step)
-        return {} if found is None else found
+        return next((content for _, content in self._find(("batch",), step)), {})
 
     def place(self) -> StreamCursor | None:
         """Return the cursor of the prompt stream, or None if no group has been opened yet."""
-        found: StreamCursor | None = self._get("place", StreamCursor)
-        return found
+        return next((content for _, content in self._find(("place",))), None)
 
     def last_step(self) -> int:
         """Return the last step whose batch was recorded; 0 before the first batch."""
-        return self._get("last_step", int) or 0
+        return next((content for _, content in self._find(("last_step",))), 0)
 
     def open_groups(self, step: float = math.inf) -> list[OpenGroup]:
         """Return the groups that no batch up to `step` contains, ordered by id."""
-        gone = {*self._steps_by_group(up_to=step), *(number for number, _ in self._entries("discarded"))}
-        groups = [_unpack(content, IssuedGroup) for number, content in self._entries("group") if number not in gone]
-        return [self._open_group(issued) for issued in groups]
+        gone = self._gone(step)
+        return [self._open_group(issued) for key, issued in self._find(("group",)) if key.number not in gone]
 
     def groups_of(self, step: int) -> list[int]:
         """Return the ids of the groups in a step's batch, or an empty list if a checkpoint contains the batch."""
-        return [group_id for group_id, at in self._steps_by_group().items() if at == step]
+        return [key.number for key, at in self._find(("consumed",)) if at == step]
 
-    def _steps_by_group(self, up_to: float = math.inf) -> dict[int, int]:
-        steps = {number: _unpack(content, int) for number, content in self._entries("consumed")}
-        return {group_id: step for group_id, step in steps.items() if step <= up_to}
+    def _gone(self, step: float) -> set[int]:
+        """Return the ids of the groups that batches up to `step` contain, and of discarded groups."""
+        consumed = {key.number for key, at in self._find(("consumed",)) if at <= step}
+        return consumed | {key.number for key, _ in self._find(("discarded",))}
 
     def _open_group(self, issued: IssuedGroup) -> OpenGroup:
         group_id = issued.group_id
@@ -297,25 +306,22 @@ class Journal:
         judged: dict[int, ScoredTrajectory] = {}
         episodes: dict[int, Episode] = {}
         turns: dict[int, int] = {}
-        for kind, index, offset, content in self._db.execute(
-            "SELECT kind, sample, token_offset, content FROM entries WHERE number = ? AND kind IN (?, ?, ?, ?, ?, ?) "
-            "ORDER BY kind = 'finished', kind = 'segments', sample, token_offset",
-            (group_id, "segments", "finished", "judged", *_OF_AN_EPISODE),
-        ).fetchall():
+        found = self._find(("segments", "finished", "judged", *_OF_AN_EPISODE), group_id)
+        for (kind, _, index, offset), content in sorted(found, key=lambda entry: _ORDER.get(entry[0].kind, 0)):
             match kind:
                 case "judged":
-                    judged[index] = _unpack(content, ScoredTrajectory)
+                    judged[index] = content
                 case "episode":
-                    known, added = episodes.get(index, Episode()), _unpack(content, Episode)
+                    known = episodes.get(index, Episode())
                     episodes[index] = msgspec.structs.replace(
-                        added, exchanges=known.exchanges + added.exchanges, earlier=known.earlier + added.earlier
+                        content, exchanges=known.exchanges + content.exchanges, earlier=known.earlier + content.earlier
                     )
                 case "turn":
-                    turns[index] = _unpack(content, int)
+                    turns[index] = content
                 case "path" | "finished":
-                    members[index] = _unpack(content, Trajectory)
+                    members[index] = content
                 case "segments" if offset == members[index].num_tokens:
-                    members[index] = members[index].extended(_unpack(content, tuple[Segment, ...]))
+                    members[index] = members[index].extended(content)
         ended = tuple(
             index
             for index, length in sorted(turns.items())
@@ -323,22 +329,27 @@ class Journal:
         )
         return OpenGroup(issued, tuple(members), judged, episodes, ended)
 
-    # ---- entries -----------------------------------------------------------------------------------------------------
+    # ---- the storage of entries, which the simulator replaces --------------------------------------------------------
 
-    def _put(self, kind: str, number: int = 0, sample: int = 0, offset: int = 0, *, content: Any) -> None:
-        key, packed = (kind, number, sample, offset), msgspec.msgpack.encode(content, enc_hook=plain)
+    def _put(self, key: EntryKey, content: Any) -> None:
+        packed = msgspec.msgpack.encode(content, enc_hook=plain)
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
-    def _remove(self, kind: str, number: int, sample: int) -> None:
-        self._execute("DELETE FROM entries WHERE kind = ? AND number = ? AND sample = ?", kind, number, sample)
+    def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
+        """Remove the entries of these kinds and of a number; sample: only those of one sample."""
+        of_sample = () if sample is None else (sample,)
+        where = f"kind IN ({', '.join('?' * len(kinds))}) AND number = ?{' AND sample = ?' * len(of_sample)}"
+        self._execute(f"DELETE FROM entries WHERE {where}", *kinds, number, *of_sample)
 
-    def _get(self, kind: str, wanted: Any, number: int = 0) -> Any:
-        return next((_unpack(content, wanted) for at, content in self._entries(kind) if at == number), None)
-
-    def _entries(self, kind: str) -> Iterator[tuple[int, bytes]]:
+    def _find(self, kinds: Sequence[str], number: int | None = None) -> list[tuple[EntryKey, Any]]:
+        """Return the entries of these kinds, ordered by key. number: only those of one number."""
+        of_number = () if number is None else (number,)
+        where = f"kind IN ({', '.join('?' * len(kinds))}){' AND number = ?' * len(of_number)}"
         with self._faults():
-            found = self._db.execute("SELECT number, content FROM entries WHERE kind = ? ORDER BY number", (kind,))
-            yield from found.fetchall()
+            rows = self._db.execute(
+                f"SELECT * FROM entries WHERE {where} ORDER BY kind, number, sample, token_offset", (*kinds, *of_number)
+            ).fetchall()
+        return [(EntryKey(*key), msgspec.msgpack.decode(data, type=_TYPES[key[0]])) for *key, data, _ in rows]
 
     def _execute(self, statement: str, *values: Any) -> None:
         with self._faults():
@@ -362,7 +373,3 @@ class Journal:
 
 def _digest(key: Sequence[Any], content: bytes) -> bytes:
     return blake3(msgspec.msgpack.encode((*key, content))).digest(length=16)
-
-
-def _unpack(data: bytes, kind: Any) -> Any:
-    return msgspec.msgpack.decode(data, type=kind)

@@ -114,6 +114,7 @@ class RolloutController:
         self._is_interruptible = False
         self._batch: list[Group] | None = None
         self._on_scored: Callable[[int], None] = lambda count: None
+        self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
         """Seconds spent waiting since the last call of `take_seconds`: `generate` for the worker between train steps,
         `hidden` for the worker during a train step, `judge` for the scorer, `environment` for environments while no
@@ -134,7 +135,7 @@ class RolloutController:
         cursor: the journal's cursor in the prompt stream. carried: open groups of an earlier process. num_batches:
         number of batches in the whole run; it limits how many groups are opened.
         """
-        self.scheduler = RolloutScheduler(
+        self.scheduler = self.make_scheduler(
             self.rules, version=version, next_group_id=cursor.next_group_id, num_batches=num_batches
         )
         self._next_group_id = cursor.next_group_id
@@ -154,6 +155,26 @@ class RolloutController:
                 self._restore_episodes(group)
         self._slots = 0
         self._update_capacity()
+
+    def resume(
+        self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
+    ) -> list[OpenGroup]:
+        """Start at `version` with the journal's cursor and open groups; return the open groups.
+
+        cursor: that of the checkpoint. newest_group_id: the largest group id in a recorded batch. Both are needed only
+        if the journal's last entries are lost.
+        """
+        assert self._journal is not None, "a controller without a journal cannot resume"
+        place = self._journal.place()
+        if place is None or place.next_group_id < cursor.next_group_id:
+            place = cursor
+        self._prompts.position.update(place.position)
+        for _ in range(place.next_group_id, newest_group_id + 1):
+            self._prompts.take()
+        place = StreamCursor(max(place.next_group_id, newest_group_id + 1), dict(self._prompts.position))
+        carried = self._journal.open_groups(version)
+        self.begin(version, place, carried, num_batches=num_batches)
+        return carried
 
     @property
     def cursor(self) -> StreamCursor:

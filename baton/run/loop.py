@@ -368,20 +368,11 @@ class Loop:
 
     def _begin_rollout(self) -> None:
         """Start the controller from the journal's cursor and open groups."""
-        place = self.journal.place()
-        if place is None or place.next_group_id < self.state.next_group_id:
-            place = StreamCursor(self.state.next_group_id, self.state.position)
-        self.stream.position.update(place.position)
-        carried = self.journal.open_groups(self.state.step)
-        newest = self.newest_group_id
-        # the journal's last entries are lost: skip the prompts of the recorded batches
-        if newest >= place.next_group_id:
-            self.stream.take(newest + 1 - place.next_group_id)
-            place = StreamCursor(newest + 1, dict(self.stream.position))
+        cursor = StreamCursor(self.state.next_group_id, self.state.position)
+        carried = self.controller.resume(self.state.step, cursor, self.newest_group_id, num_batches=self.num_steps)
         if carried:
             finished = sum(t.finish_reason is not None for g in carried for t in g.members)
             self.observer.said(f"{len(carried)} open groups continue; {finished} of their trajectories are finished")
-        self.controller.begin(self.state.step, place, carried, num_batches=self.num_steps)
         self.has_begun = True
         self._publish()
 

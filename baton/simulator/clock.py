@@ -10,6 +10,10 @@ from typing import Any
 Action = Callable[..., None]
 
 
+class NoProgress(Exception):
+    """Raised if no event is scheduled although the run is not complete, or if the run makes no progress."""
+
+
 class VirtualClock:
     """The clock of one simulation. It uses no random numbers and no real time."""
 
@@ -40,6 +44,28 @@ class VirtualClock:
         action(*args)
         return True
 
-    def __len__(self) -> int:
-        """Return the number of scheduled actions."""
-        return len(self._heap)
+    def wait(self, wait_s: float) -> None:
+        """Run the actions of the next `wait_s` seconds."""
+        until_s = self.now_s + wait_s
+        while self._heap and self._heap[0][0] <= until_s:
+            self.fire()
+        self.now_s = until_s
+
+    def poll(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
+        """Run actions until `is_over`, at most those of the next `timeout_s` seconds. Return `is_over()`.
+
+        The caller repeats a call that has timed out. The calls during which no action would run are skipped: the time
+        advances by a multiple of `timeout_s`. Raises NoProgress if no action is scheduled that could end the wait.
+        """
+        until_s, before = self.now_s + timeout_s, self.num_fired
+        while not is_over():
+            if self._heap and self._heap[0][0] <= until_s:
+                self.fire()
+                continue
+            if timeout_s and not self._heap:
+                raise NoProgress("no action is scheduled")
+            if timeout_s and self.num_fired == before:
+                until_s += (self._heap[0][0] - until_s) // timeout_s * timeout_s
+            self.now_s = until_s
+            return is_over()
+        return True

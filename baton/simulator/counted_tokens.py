@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.types import Segment, TokenColumn, Trajectory
+from baton.types import Segment, TokenColumn
 
 ORIGIN = 2**32
 """Difference between the values of tokens that have the same position and consecutive origins."""
@@ -42,8 +42,3 @@ def counted_segment(start: int, num_tokens: int, version: int, origin: int = 0) 
     start += origin * ORIGIN
     stop = start + num_tokens
     return Segment(CountedTokens(range(start, stop)), CountedTokens(range(-start, -stop, -1)), version)
-
-
-def new_trajectory(group_id: int, sample_index: int, prompt: int) -> Trajectory:
-    """Return a trajectory without tokens after its prompt of `prompt` tokens."""
-    return Trajectory(group_id, sample_index, CountedTokens(range(prompt)))

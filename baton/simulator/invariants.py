@@ -17,15 +17,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.rollout import events as ro
 from baton.rollout.scheduler_state import TrajectoryState
+from baton.simulator.counted_tokens import CountedTokens
 from baton.simulator.simulation import Simulation
 from baton.simulator.swarm import Swarm
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
+from baton.types import Group
 
 Key = tuple[int, int]
 
@@ -58,6 +61,8 @@ class InvariantChecker:
         self._groups: dict[int, None] = {}
         self._last_id = -1
         self._trained: set[int] = set()
+        self._delivered_own: dict[int, list[_Own]] = {}
+        """Members of the groups of a delivered batch, until it is recorded."""
         self._lineage = world.lineage
         self._served: int | None = None
         self._wanted = False
@@ -65,7 +70,6 @@ class InvariantChecker:
         self._counts: Counter[str] = Counter()
         """Account (such as generated or lost) → number of tokens since the controller started."""
         self._table = _LeaseTableChecker(self)
-        self.num_checked = 0
 
     def check(self, holds: bool, law: str, what: Any = "") -> None:
         """Raise InvariantViolation unless `holds`. what: details for the message; a function is called only if the
@@ -82,25 +86,13 @@ class InvariantChecker:
             case ro.TokensReceived():
                 self._grew(event)
             case ro.Finished(group_id=g, sample_index=s):
-                own = self._own[g, s]
-                self.check(
-                    own.state is TrajectoryState.LEASED, "conservation", f"{g}/{s} finished while {own.state.name}"
-                )
-                own.state = TrajectoryState.SCORING
+                own = self._moved((g, s), TrajectoryState.LEASED, TrajectoryState.SCORING)
                 length = self._world.script.length(g, s)
                 self.check(own.num_tokens == length, "append only", f"{g}/{s} ends at {own.num_tokens}, not {length}")
-                if self._rules.mode == "sync":
-                    self.check(self._world.has_one_origin((g, s)), "append only", f"{g}/{s} mixes tokens of two leases")
             case ro.LeaseEnded(group_id=g, sample_index=s):
-                own = self._own[g, s]
-                self.check(own.state is TrajectoryState.LEASED, "conservation", f"{g}/{s} ended while {own.state.name}")
-                own.state = TrajectoryState.PENDING
+                self._moved((g, s), TrajectoryState.LEASED, TrajectoryState.PENDING)
             case ro.Rewarded(group_id=g, sample_index=s):
-                own = self._own[g, s]
-                self.check(
-                    own.state is TrajectoryState.SCORING, "conservation", f"{g}/{s} rewarded while {own.state.name}"
-                )
-                own.state = TrajectoryState.SCORED
+                self._moved((g, s), TrajectoryState.SCORING, TrajectoryState.SCORED)
             case ro.TokensLost(num_tokens=count):
                 self._counts["generated"] += count
                 self._counts["lost"] += count
@@ -112,6 +104,12 @@ class InvariantChecker:
                 self._places = slots + queue
             case _:
                 pass
+
+    def _moved(self, key: Key, before: TrajectoryState, after: TrajectoryState) -> _Own:
+        own = self._own[key]
+        self.check(own.state is before, "conservation", f"{key} becomes {after.name} while {own.state.name}")
+        own.state = after
+        return own
 
     def _grew(self, event: ro.TokensReceived) -> None:
         key, version = (event.group_id, event.sample_index), event.version
@@ -136,6 +134,10 @@ class InvariantChecker:
         self._lineage = self._world.lineage
         self._counts.clear()
         self._wanted, self._served = False, None
+        for group_id, members in self._delivered_own.items():  # the batch has not been recorded
+            self._groups[group_id] = None
+            self._trained.discard(group_id)
+            self._own |= {(group_id, index): own for index, own in enumerate(members)}
         for own in self._own.values():
             if own.state is TrajectoryState.LEASED:
                 own.state = TrajectoryState.PENDING
@@ -179,9 +181,8 @@ class InvariantChecker:
 
     def _assigned(self, assign: ro.Assign) -> None:
         key, rules = (assign.group_id, assign.sample_index), self._rules
-        own = self._own[key]
-        self.check(own.state is TrajectoryState.PENDING, "conservation", f"{key} leased while {own.state.name}")
-        self.check(self._leased < self._places, "conservation", "more leases than slots")
+        own = self._moved(key, TrajectoryState.PENDING, TrajectoryState.LEASED)
+        self.check(self._leased <= self._places, "conservation", "more leases than slots")
         self.check(rules.mode == "async" or self._wanted, "conservation", "generated although no batch is requested")
         served = self._served
         self.check(served is not None, "version", "leased while nothing is served")
@@ -192,7 +193,7 @@ class InvariantChecker:
             "version",
             "wrong version requested",
         )
-        own.state, own.ask = TrajectoryState.LEASED, (assign.version, assign.is_exact)
+        own.ask = (assign.version, assign.is_exact)
 
     def _taken(self, group_id: int, why: str) -> list[_Own]:
         """Remove a group and return its members."""
@@ -213,19 +214,33 @@ class InvariantChecker:
         floor = now - rules.max_staleness
         masks = rules.mode != "sync" and rules.stale == "mask"
         for group_id in ids:
-            for own in self._taken(group_id, "in a batch"):
+            self._delivered_own[group_id] = self._taken(group_id, "in a batch")
+            for own in self._delivered_own[group_id]:
                 for version, count in own.versions:
                     is_old = version < floor
                     allowed = not is_old or masks
                     self.check(allowed, "staleness", f"group {group_id} has tokens of {version} at {now}")
                     self._counts["masked" if is_old else "trained"] += count
 
+    def on_batch(self, groups: Sequence[Group]) -> None:
+        """Compare the tokens of a recorded batch with the counts."""
+        for trajectory in [member.trajectory for group in groups for member in group.members]:
+            name, own = trajectory.name, self._delivered_own[trajectory.group_id][trajectory.sample_index]
+            counts, reported = {s.policy_version: len(s.token_ids) for s in trajectory.segments}, Counter[int]()
+            for version, count in own.versions:
+                reported[version] += count
+            self.check(counts == reported, "append only", f"{name} has tokens {counts}, reported were {reported}")
+            columns = [segment.token_ids for segment in trajectory.segments]
+            origins = {column.origin if isinstance(column, CountedTokens) else -1 for column in columns}
+            is_one = len(origins) == 1 and -1 not in origins
+            self.check(self._rules.mode != "sync" or is_one, "append only", f"{name} mixes tokens of two leases")
+        self._delivered_own = {}
+
     # ---- at every event ----------------------------------------------------------------------------------------------
 
     def settled(self) -> None:
         if self._lineage != self._world.lineage:
             return
-        self.num_checked += 1
         scheduler, counts, rules = self._world.scheduler, self._counts, self._rules
         ledger = scheduler.ledger
         theirs = {
@@ -264,6 +279,8 @@ class InvariantChecker:
     # ---- leases ------------------------------------------------------------------------------------------------------
 
     def on_lease_event(self, event: ev.Event) -> None:
+        if self._lineage != self._world.lineage:
+            self._restarted()
         self._table.on_event(event)
 
     def on_lease_command(self, command: ev.Command) -> None:

@@ -8,6 +8,7 @@ repeated, or a message is lost and the connection is cut. Fetches may fail.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -46,6 +47,10 @@ class SimulatedConnection:
     last_s: float = field(default=0.0)
     heard_s: float = field(default=0.0)
     """Time at which the last message arrived, or the connection began."""
+    due_s: float = math.inf
+    """Time of the next check for silence; infinite without `watch`."""
+    silence_s: Callable[[], float] = field(init=False)
+    on_silence: Callable[[], None] = field(init=False)
 
     def send(self, message: Any) -> None:
         now_s = self.clock.now_s
@@ -65,17 +70,25 @@ class SimulatedConnection:
 
     def watch(self, silence_s: Callable[[], float], on_silence: Callable[[], None]) -> None:
         """Begin a connection. Call `on_silence` whenever no message has arrived for `silence_s()` seconds."""
-        self.heard_s = self.clock.now_s
-        self._watch(self.connection, silence_s, on_silence)
+        self.heard_s, self.due_s, self.silence_s, self.on_silence = self.clock.now_s, math.inf, silence_s, on_silence
+        self._expect()
 
-    def _watch(self, connection: int, silence_s: Callable[[], float], on_silence: Callable[[], None]) -> None:
-        if connection != self.connection:
+    def _expect(self) -> None:
+        """Check at the time by which a message must arrive, unless a check is due earlier."""
+        at_s = max(self.clock.now_s, self.heard_s + self.silence_s())
+        if at_s < self.due_s:
+            self.due_s = at_s
+            self.clock.at(at_s, self._check, self.connection, at_s)
+
+    def _check(self, connection: int, due_s: float) -> None:
+        if (connection, due_s) != (self.connection, self.due_s):
             return
-        now_s = self.clock.now_s
-        if now_s >= self.heard_s + silence_s():
+        self.due_s, now_s = math.inf, self.clock.now_s
+        if now_s >= self.heard_s + self.silence_s():
             self.heard_s = now_s
-            on_silence()
-        self.clock.at(max(now_s, self.heard_s + silence_s()), self._watch, connection, silence_s, on_silence)
+            self.on_silence()
+        if connection == self.connection:
+            self._expect()
 
     def cut(self) -> None:
         """Drop all messages that have been sent but have not arrived."""
@@ -85,6 +98,8 @@ class SimulatedConnection:
         if connection == self.connection:
             self.heard_s = self.clock.now_s
             self.take(message)
+            if self.due_s < math.inf and connection == self.connection:
+                self._expect()  # the message may have shortened `silence_s`
 
 
 class SimulatedOutgoing(Outgoing):

@@ -9,10 +9,10 @@ import msgspec
 
 from baton.errors import UserError
 from baton.rollout.settings import RolloutSettings
+from baton.simulator.clock import NoProgress
 from baton.simulator.input_sources import SettingSource, SimulationOptions
 from baton.simulator.result import Result, summarise
 from baton.simulator.run import RunOptions, simulate
-from baton.simulator.simulation import NoProgress
 
 MOST_POINTS = 400
 MAX_MASKED = 0.1

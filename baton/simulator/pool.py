@@ -6,59 +6,60 @@ no time, so an engine reports its tokens only at the end of a lease and when it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from baton.records.trace import Tracer
 from baton.rollout.processes.lease_queue import Handover, LeaseQueue
 from baton.simulator.clock import VirtualClock
 from baton.simulator.engine import SimEngine
 from baton.simulator.inputs import Setting
-from baton.simulator.simulation import Simulation
-from baton.simulator.transport import EngineTime
-from baton.types import FromHub, FromWorker, Lease
+from baton.simulator.scripted_trajectories import Script
+from baton.simulator.transport import EngineTime, SimulatedTransport
+from baton.types import FromHub, FromWorker, Lease, PolicyVersion
 
 
-class SimulatedEnginePool:
-    """A `SimulatedTransport` over engines of one machine."""
+class SimulatedEnginePool(SimulatedTransport):
+    """A `SimulatedTransport` over engines of one machine. It does what `EnginePool` does with engine processes."""
 
-    def __init__(
-        self, setting: Setting, clock: VirtualClock, controller: Simulation, tracer: Tracer | None = None
-    ) -> None:
-        self._setting, self._clock, self._controller, self._tracer = setting, clock, controller, tracer
-        self.engines: list[SimEngine] = []
-        self._queue = LeaseQueue(())
-        self._is_due = False
-        """Whether waiting leases will be assigned at the current time."""
+    name = "the simulated pool"
 
-    def begin(self) -> None:
-        setting = self._setting
+    def __init__(self, setting: Setting, clock: VirtualClock, script: Script, tracer: Tracer | None = None) -> None:
+        self._setting, self._clock, self._script, self._tracer = setting, clock, script, tracer
         self.engines = [
-            SimEngine(self._clock, spec, self, shares_prefill=setting.shares_prefill, tracer=self._tracer)
+            SimEngine(clock, spec, self, shares_prefill=setting.shares_prefill, tracer=tracer)
             for spec in setting.engines
         ]
         self._queue = LeaseQueue([spec.slots for spec in setting.engines])
-        self._controller.capacity(setting.slots)
+        self._inbox: list[FromWorker] = []
+        self._is_due = False
+        """Whether leases may be waiting for free slots."""
 
-    def restart(self) -> None:
-        raise AssertionError("faults apply to the workers of a swarm")
+    @property
+    def slots(self) -> int:
+        return self._setting.slots
 
     def send(self, message: FromHub) -> None:
-        """Send an abort, or a lease with all leases of the same time, as `EnginePool` does."""
-        if not isinstance(message, Lease):
-            self._hand_over(self._queue.abort(message))
-            return
-        self._queue.add(message)
-        if not self._is_due:
+        if isinstance(message, Lease):
+            self._queue.add(self._script.limited(message))
             self._is_due = True
-            self._clock.after(0.0, self._assign_waiting)
+        else:
+            self._hand_over(self._queue.abort(message))
 
-    def load(self, version: int) -> None:
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        self._assign()
+        self._clock.poll(timeout_s, lambda: bool(self._inbox))
+        self._assign()
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         begin_s, load_s = self._clock.now_s, self._setting.publish_s
         for engine in self.engines:
-            self._after_handover(lambda engine=engine: engine.switch(version, resumes=False, load_s=load_s))
+            self._after_handover(lambda engine=engine: engine.switch(version.number, resumes=False, load_s=load_s))
         if self._tracer is not None:
-            self._tracer.span("publish", "trainer", 0, begin_s, begin_s + load_s, version=version)
-        self._clock.after(load_s, self._controller.serving, version)
+            self._tracer.span("publish", "trainer", 0, begin_s, begin_s + load_s, version=version.number)
+        self._clock.wait(load_s)
 
     def slow(self, factor: float) -> None:
         for engine in self.engines:
@@ -72,15 +73,14 @@ class SimulatedEnginePool:
         return found
 
     def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
+        self._inbox += reports
         self._queue.ended(self.engines.index(engine), reports)
         self._is_due = True
-        for message in reports:
-            self._controller.on_message(message)
-        self._assign_waiting()
 
-    def _assign_waiting(self) -> None:
-        self._is_due = False
-        self._hand_over(self._queue.assign())
+    def _assign(self) -> None:
+        if self._is_due:
+            self._is_due = False
+            self._hand_over(self._queue.assign())
 
     def _hand_over(self, messages: Sequence[Handover]) -> None:
         for index, message in messages:

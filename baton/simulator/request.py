@@ -14,12 +14,12 @@ from typing import Any
 from baton.errors import BatonError, UserError
 from baton.files import write_whole
 from baton.records.trace import Span
+from baton.simulator.clock import NoProgress
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
 from baton.simulator.invariants import InvariantViolation
 from baton.simulator.result import Result, summarise
 from baton.simulator.run import EventLog, RunOptions, simulate
-from baton.simulator.simulation import NoProgress
 
 MOST_TRIES = 400
 """Maximum number of simulations in the search for a smaller case."""

@@ -18,13 +18,13 @@ from baton.simulator.network import NetworkFaults
 from baton.simulator.pool import SimulatedEnginePool
 from baton.simulator.result import RunRecord
 from baton.simulator.seeds import choices
-from baton.simulator.simulation import Simulation
-from baton.simulator.swarm import FaultInjector, Swarm
+from baton.simulator.simulation import EventObserver, Simulation
+from baton.simulator.swarm import FaultInjector, LeaseTableObserver, Swarm
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 
 
-class EventLog:
+class EventLog(EventObserver, LeaseTableObserver):
     """The event log, with one line of JSON for each event and command, in order. Runs with the same seed have equal
     logs."""
 
@@ -37,17 +37,11 @@ class EventLog:
     def on_command(self, command: ro.Command) -> None:
         self._add(b"< ", command)
 
-    def settled(self) -> None:
-        pass
-
     def on_lease_event(self, event: ev.Event) -> None:
         self._add(b"hub > ", event)
 
     def on_lease_command(self, command: ev.Command) -> None:
         self._add(b"hub < ", command)
-
-    def settled_lease(self, event: ev.Event) -> None:
-        pass
 
     def _add(self, mark: bytes, message: msgspec.Struct) -> None:
         self.lines.append(mark + msgspec.json.encode(message))
@@ -71,7 +65,13 @@ class RunOptions:
 def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
     """Build a simulation that is ready to run. Raises UserError for faults that do not fit the setting."""
     options = options or RunOptions()
-    world = Simulation(setting, options.seed, tracer=options.tracer, make_scheduler=options.make_scheduler)
+    world = Simulation(
+        setting,
+        options.seed,
+        has_restarts=any(fault.kind == "restart" for fault in options.faults),
+        tracer=options.tracer,
+        make_scheduler=options.make_scheduler,
+    )
     swarm: Swarm | None = None
     if setting.swarm is None:
         if options.faults:
@@ -79,12 +79,14 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
                 "faults apply to the workers of a swarm, and this recipe has none; set swarm.workers, such as "
                 "swarm.workers=2"
             )
-        world.port = SimulatedEnginePool(setting, world.clock, world, options.tracer)
+        world.port = SimulatedEnginePool(setting, world.clock, world.script, options.tracer)
     else:
         trouble = (
             NetworkFaults(options.faults, world.clock, choices(options.seed, "messages")) if options.faults else None
         )
-        world.port = swarm = Swarm(setting, world, trouble, options.tracer, options.make_table)
+        world.port = swarm = Swarm(
+            setting, world.clock, world.script, world.record, trouble, options.tracer, options.make_table
+        )
         FaultInjector(swarm, options.faults, choices(options.seed, "victims"))
     if options.log is not None:
         world.watches.append(options.log)

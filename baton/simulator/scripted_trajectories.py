@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from baton.simulator.seeds import generator
 from baton.specs.workload import Lengths
+from baton.types import Lease, Prompt, SamplingParams
 
 BLOCK = 256
 """Number of groups that are drawn together."""
@@ -79,6 +80,12 @@ class Script:
             return lengths[sample_index % len(lengths)]
         return self._block(group_id).lengths[group_id % BLOCK][sample_index]
 
+    def limited(self, lease: Lease) -> Lease:
+        """Return a lease whose limit is the scripted length of its trajectory."""
+        known = lease.trajectory
+        sampling = SamplingParams(self.length(known.group_id, known.sample_index))
+        return Lease(lease.lease_id, known, sampling, lease.noise_seed, lease.version, lease.is_exact)
+
     def reward(self, group_id: int, sample_index: int) -> float:
         """Return a reward of 0 or 1. In a group without an advantage, all members have the same reward."""
         if not self._teaches(group_id):
@@ -113,6 +120,18 @@ class Script:
         prompts = _pick(work.prompt, generator(self._seed, "prompts", number).random(BLOCK))
         teaches = generator(self._seed, "rewards", number).random(BLOCK) < work.trained_share
         return _Block(np.maximum(1, np.rint(prompts)).astype(int).tolist(), lengths.tolist(), teaches.tolist())
+
+
+class ScriptedPrompts:
+    """The `PromptSource` of a simulated run."""
+
+    def __init__(self, script: Script) -> None:
+        self._script, self.position = script, {"prompts": 0}
+
+    def take(self) -> tuple[Prompt, tuple[int, ...]]:
+        number = self.position["prompts"]
+        self.position["prompts"] = number + 1
+        return Prompt(str(number), "simulated", ()), tuple(range(self._script.prompt(number)))
 
 
 def _pick(lengths: Lengths, shares: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.clock import Clock
 from baton.errors import UserError
@@ -15,8 +15,9 @@ from baton.simulator.clock import VirtualClock
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
 from baton.simulator.network import NetworkFaults, SimulatedConnection, SimulatedOutgoing
-from baton.simulator.simulation import Simulation
-from baton.simulator.transport import EngineTime
+from baton.simulator.result import RunRecord
+from baton.simulator.scripted_trajectories import Script
+from baton.simulator.transport import ControllerStopped, EngineTime, SimulatedTransport
 from baton.simulator.worker import SimWorker
 from baton.swarm import lease_events as ev
 from baton.swarm.auth import AccessGrant, Role
@@ -32,7 +33,7 @@ from baton.swarm.verification.policy import InspectionSettings, VerificationPoli
 from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.service import LogprobScorer, VerificationService
 from baton.swarm.verification.verify import Calibration
-from baton.types import FromHub, Lease, PolicyVersion
+from baton.types import FromHub, FromPort, Lease, PolicyVersion
 
 Count = Callable[[str], None]
 """Counts an outcome by its name, such as `worker expelled`."""
@@ -49,6 +50,7 @@ class LeaseTableObserver(Protocol):
 
     def settled_lease(self, event: ev.Event) -> None:
         """Called after the broker has applied all commands of an event."""
+        return
 
 
 class ObservedLeaseBroker(LeaseBroker):
@@ -78,21 +80,25 @@ class ObservedLeaseBroker(LeaseBroker):
         return super().apply(command)
 
 
-class Swarm:
+class Swarm(SimulatedTransport):
     """A `SimulatedTransport` that consists of the live hub's decisions and of simulated workers, which may join and
     leave."""
+
+    name = "the simulated swarm"
 
     def __init__(
         self,
         setting: Setting,
-        world: Simulation,
+        clock: VirtualClock,
+        script: Script,
+        record: RunRecord,
         trouble: NetworkFaults | None = None,
         tracer: Tracer | None = None,
         make_table: Callable[..., LeaseTable] = LeaseTable,
     ) -> None:
         assert setting.swarm is not None, "the setting has no swarm"
-        self.setting, self.world, self.trouble = setting, world, trouble
-        self.clock: VirtualClock = world.clock
+        self.setting, self.clock, self.trouble = setting, clock, trouble
+        self._script, self._record = script, record
         self.spec: SwarmSpec = setting.swarm
         self.workers: list[SimWorker] = []
         self.watches: list[LeaseTableObserver] = []
@@ -105,8 +111,6 @@ class Swarm:
         self._keys, self.quarantine = WorkerKeys(b"simulated"), Quarantine(None)
         self._sessions: dict[SimWorker, HubSession] = {}
         """The hub's sessions with the connected workers."""
-        self._is_delivering = False
-        self._slots = 0
         self.members: Membership
         """The hub of the current incarnation of the controller."""
 
@@ -116,27 +120,38 @@ class Swarm:
         """Start a new incarnation of the hub. After a restart, the workers reconnect by themselves."""
         self.incarnation += 1
         self.is_down = False
-        self.members, self._sessions, self._slots = self._new_hub(), {}, 0
+        self.members, self._sessions = self._new_hub(), {}
         if not self.incarnation:
             for spec in self.setting.engines:
                 self.join(spec)
         self.clock.after(self.spec.tick_s, self._tick, self.incarnation)
 
+    @property
+    def slots(self) -> int:
+        return self.members.slots
+
     def send(self, message: FromHub) -> None:
         broker = self.members.broker
-        self.members.execute(broker.want(message) if isinstance(message, Lease) else broker.abort(message.lease_id))
-        self._deliver_to_controller()
+        if isinstance(message, Lease):
+            self.members.execute(broker.want(self._script.limited(message)))
+        else:
+            self.members.execute(broker.abort(message.lease_id))
 
-    def load(self, version: int) -> None:
+    def receive(self, timeout_s: float) -> list[FromPort]:
+        inbox, messages = self.members.inbox, list[FromPort]()
+        self.clock.poll(timeout_s, lambda: not inbox.empty())
+        while not inbox.empty():
+            messages.append(inbox.get_nowait())
+        return messages
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Publish a version in the background, after the publication of all earlier versions, and then announce the
         version."""
         begin_s = max(self.clock.now_s, self._published_s)
         self._published_s = begin_s + self.setting.publish_s
         if self._tracer is not None:
-            self._tracer.span("publish", "hub", 0, begin_s, self._published_s, version=version)
-        known = PolicyVersion(f"lineage {self.incarnation}", version, f"digest {version}")
-        self.clock.at(self._published_s, self._announce, self.incarnation, known)
-        self.world.serving(version)
+            self._tracer.span("publish", "hub", 0, begin_s, self._published_s, version=version.number)
+        self.clock.at(self._published_s, self._announce, self.incarnation, version)
 
     def slow(self, factor: float) -> None:
         for worker in self.workers:
@@ -159,11 +174,10 @@ class Swarm:
     def _tick(self, incarnation: int) -> None:
         if incarnation == self.incarnation and not self.is_down:
             self.members.tick(0.0)
-            self._deliver_to_controller()
             self.clock.after(self.spec.tick_s, self._tick, incarnation)
 
     def count(self, name: str) -> None:
-        self.world.record.outcomes[name] += 1
+        self._record.outcomes[name] += 1
 
     # ---- the hub -----------------------------------------------------------------------------------------------------
 
@@ -191,19 +205,6 @@ class Swarm:
         verifier.attach(members, lambda action: action())
         return members
 
-    def _deliver_to_controller(self) -> None:
-        """Pass changes of the slots and the hub's messages to the controller, which may send further leases."""
-        if self._is_delivering:
-            return
-        self._is_delivering, members = True, self.members
-        while self._slots != members.slots or not members.inbox.empty():
-            if self._slots != members.slots:
-                self._slots = members.slots
-                self.world.capacity(members.slots)
-            else:
-                self.world.on_message(members.inbox.get_nowait())
-        self._is_delivering = False
-
     def _on_message(self, worker: SimWorker, message: FromWorker) -> None:
         """Pass a message to the hub, as `Hub._converse` does."""
         session = self._sessions.get(worker)
@@ -214,7 +215,6 @@ class Swarm:
             session.receive(message)
         except (Malformed, Unwanted) as error:
             self._fail(worker, session, error)
-        self._deliver_to_controller()
 
     def _fail(self, worker: SimWorker, session: HubSession, error: Exception) -> None:
         session.fail(error)
@@ -269,10 +269,9 @@ class Swarm:
         session = self._sessions.pop(worker, None)
         if session is not None and not self.is_down:
             session.close(is_stopping=False)
-            self._deliver_to_controller()
 
     def lost(self, num_tokens: int) -> None:
-        self.world.record.unreported += num_tokens
+        self._record.unreported += num_tokens
 
 
 def _no_scorer() -> LogprobScorer:
@@ -299,7 +298,7 @@ class FaultInjector:
             return
         if fault.kind == "restart":
             if not swarm.is_down:
-                swarm.world.restart(fault.for_s)
+                raise ControllerStopped(fault.for_s)
             return
         if fault.kind == "join":
             name = fault.worker or self._random.choice([*self._specs])

@@ -1,12 +1,21 @@
-"""The interface between controller and engines: the simulated counterpart of `WorkerTransport`. It passes the messages
-of a live run, with counted tokens."""
+"""The interface between the controller and simulated engines: that of a live run, and what a simulation needs in
+addition. The messages have counted tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.types import FromHub
+from baton.rollout.engine import EngineStats
+from baton.rollout.transport import WorkerTransport
+
+
+@dataclass
+class ControllerStopped(Exception):
+    """Raised by the fault `restart` in a wait of the controller, which loses its state as in a kill."""
+
+    down_s: float
+    """Seconds until the controller starts again."""
 
 
 @dataclass(slots=True)
@@ -28,21 +37,24 @@ class EngineTime:
         return EngineTime(*(getattr(self, name) + getattr(other, name) for name in EngineTime.__slots__))
 
 
-class SimulatedTransport(Protocol):
-    """A pool of engines or a swarm, which generates trajectories."""
+class SimulatedTransport(WorkerTransport, Protocol):
+    """A pool of engines or a swarm. Its waits advance the virtual clock."""
 
     def begin(self) -> None:
-        """Start the engines. The controller calls this method again when it resumes after `restart`."""
-
-    def send(self, message: FromHub) -> None:
-        """Send a lease or an abort."""
-
-    def load(self, version: int) -> None:
-        """Load a version into the engines."""
+        """Start the engines, also when the controller resumes after `restart`."""
+        return
 
     def restart(self) -> None:
-        """Stop or disconnect the engines because the controller has stopped. `begin` follows when the controller
-        resumes."""
+        """Stop or disconnect the engines, because the controller has stopped."""
+        raise AssertionError("faults apply to the workers of a swarm")
+
+    def stats(self) -> EngineStats:
+        """Return no counts: only messages are progress."""
+        return EngineStats()
+
+    def close(self, *, is_over: bool = False) -> None:
+        """Do nothing: simulated engines have no processes."""
+        return
 
     def slow(self, factor: float) -> None:
         """Multiply all times of the engines by `factor` from now on."""

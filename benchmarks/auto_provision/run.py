@@ -24,6 +24,7 @@ from baton.simulator.input_sources import recorded_groups
 from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.run import RunOptions, build
 from baton.simulator.scripted_trajectories import RecordedGroup, TrajectoryWork
+from baton.simulator.simulation import EventObserver, Simulation
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from benchmarks.machine import machine
@@ -79,6 +80,25 @@ TAILS = ("light", "heavy", "bimodal", "shifting", "quickstart")
 """`quickstart`: the lengths that a training run of recipes/quickstart.toml generated."""
 
 
+class _Course(EventObserver):
+    """Over-provision at each version."""
+
+    world: Simulation
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_event(self, event: object) -> None:
+        pass
+
+    def on_command(self, command: object) -> None:
+        pass
+
+    def settled(self) -> None:
+        if self.world.version == len(self.values):
+            self.values.append(self.world.scheduler.overprovision)
+
+
 def simulate(tail: str, engine: str, arm: str, seed: int) -> dict[str, Any]:
     """Simulate one run; return its figures, the start included, and the course of over-provision."""
     drawn = lengths(tail, seed, GROUPS * (STEPS + 8))
@@ -92,15 +112,11 @@ def simulate(tail: str, engine: str, arm: str, seed: int) -> dict[str, Any]:
         publish_s=1.0,
         num_steps=STEPS,
     )
-    world = build(setting, RunOptions(seed))
-    world.begin()
-    course, version = [], -1
-    while not world.is_over:
-        world.fire()
-        if world.version != version:
-            version = world.version
-            course.append(world.scheduler.overprovision)
-    record = world.end()
+    world, course = build(setting, RunOptions(seed)), _Course()
+    course.world = world
+    world.watches.append(course)
+    record = world.run()
+    course.settled()
     steps = record.steps
     consumed = sum(step.counts.consumed_tokens for step in steps)
     masked = sum(step.counts.masked_tokens for step in steps)
@@ -116,7 +132,7 @@ def simulate(tail: str, engine: str, arm: str, seed: int) -> dict[str, Any]:
         "reprefilled_frac": sum(s.counts.reprefilled_tokens for s in steps)
         / max(1, sum(s.counts.generated_tokens for s in steps)),
         "occupancy": sum(s.counts.busy_slot_s for s in late) / max(1e-9, sum(s.counts.slot_s for s in late)),
-        "overprovision": [round(value, 3) for value in course],
+        "overprovision": [round(value, 3) for value in course.values],
     }
 
 

@@ -24,6 +24,8 @@ from baton.simulator.result import Result, summarise
 from baton.simulator.run import RunOptions, build
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
+from baton.simulator.simulation import EventObserver
+from baton.simulator.swarm import LeaseTableObserver
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.leases import LeaseRules
@@ -38,31 +40,25 @@ HEADER = """\
 """
 
 
-class Watch:
+class Watch(EventObserver, LeaseTableObserver):
     """Keeps every event and command without its time."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def on_event(self, event: msgspec.Struct) -> None:
-        self._add(SCHEDULER, ">", event)
+        self.add(SCHEDULER, ">", event)
 
     def on_command(self, command: msgspec.Struct) -> None:
-        self._add(SCHEDULER, "<", command)
-
-    def settled(self) -> None:
-        pass
+        self.add(SCHEDULER, "<", command)
 
     def on_lease_event(self, event: msgspec.Struct) -> None:
-        self._add(LEASES, "hub >", event)
+        self.add(LEASES, "hub >", event)
 
     def on_lease_command(self, command: msgspec.Struct) -> None:
-        self._add(LEASES, "hub <", command)
+        self.add(LEASES, "hub <", command)
 
-    def settled_lease(self, event: msgspec.Struct) -> None:
-        pass
-
-    def _add(self, dialect: Dialect, mark: str, message: msgspec.Struct) -> None:
+    def add(self, dialect: Dialect, mark: str, message: msgspec.Struct) -> None:
         self.lines.append(f"{mark} {text(dialect, row(dialect, message), first=int(mark.endswith('>')))}")
 
 

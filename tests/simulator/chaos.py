@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 
 from baton.console import out
 from baton.rollout.settings import RolloutSettings
+from baton.simulator.clock import NoProgress
 from baton.simulator.faults import KINDS, FaultSettings, RandomSettings, draw_faults
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.request import broken_law
 from baton.simulator.run import RunOptions, simulate
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
-from baton.simulator.simulation import NoProgress
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.leases import LeaseRules

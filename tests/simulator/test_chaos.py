@@ -17,12 +17,12 @@ from simulator_cases import MODES, random_case, rules, swarm
 
 from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
+from baton.simulator.clock import NoProgress
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.inputs import Setting
 from baton.simulator.request import broken_law
 from baton.simulator.run import RunOptions, simulate
 from baton.simulator.seeds import choices
-from baton.simulator.simulation import NoProgress
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "60"))
 

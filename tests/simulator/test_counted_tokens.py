@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from baton.simulator.counted_tokens import ORIGIN, CountedTokens, counted_segment, new_trajectory
+from baton.simulator.counted_tokens import ORIGIN, CountedTokens, counted_segment
 from baton.types import Segment, Trajectory
 
 
 def test_a_counted_trajectory_grows_and_divides_like_one_with_ids() -> None:
-    counted, real = new_trajectory(3, 1, prompt=5), Trajectory(3, 1, range(5))
+    counted, real = Trajectory(3, 1, CountedTokens(range(5))), Trajectory(3, 1, range(5))
     for start, num, version in ((0, 4, 0), (4, 2, 0), (6, 3, 2)):
         counted = counted.extended((counted_segment(start, num, version),))
         ids = range(start, start + num)
@@ -24,7 +24,7 @@ def test_a_counted_trajectory_grows_and_divides_like_one_with_ids() -> None:
 
 
 def test_tokens_of_two_origins_differ_and_keep_their_positions() -> None:
-    begun = new_trajectory(0, 0, prompt=1).extended((counted_segment(0, 4, 0),))
+    begun = Trajectory(0, 0, CountedTokens(range(1))).extended((counted_segment(0, 4, 0),))
     same, other = (begun.extended((counted_segment(4, 3, 0, origin),)) for origin in (0, 5))
     assert same.ids_between(0, 4) == other.ids_between(0, 4)
     assert same.ids_between(4, 7) == [4, 5, 6] != other.ids_between(4, 7)
@@ -38,6 +38,6 @@ def test_tokens_of_two_origins_differ_and_keep_their_positions() -> None:
 
 
 def test_tokens_that_do_not_follow_cannot_be_appended() -> None:
-    begun = new_trajectory(0, 0, prompt=1).extended((counted_segment(0, 4, 0),))
+    begun = Trajectory(0, 0, CountedTokens(range(1))).extended((counted_segment(0, 4, 0),))
     with pytest.raises(AssertionError, match="from 5 on cannot follow tokens up to 4"):
         begun.extended((counted_segment(5, 1, 0),))

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.simulator.clock import VirtualClock
-from baton.simulator.counted_tokens import counted_segment, new_trajectory
+from baton.simulator.counted_tokens import CountedTokens, counted_segment
 from baton.simulator.engine import SimEngine
 from baton.simulator.inputs import EngineSpec
 from baton.simulator.timing import FlatSpeed
-from baton.types import FromWorker, Lease, Report, SamplingParams
+from baton.types import FromWorker, Lease, Report, SamplingParams, Trajectory
 
 
 @dataclass
@@ -42,7 +42,7 @@ def engine(speed: FlatSpeed, slots: int = 4, **options: object) -> tuple[Virtual
 
 
 def row(lease: int, length: int, prompt: int = 10, tokens: int = 0, group: int | None = None) -> Lease:
-    trajectory = new_trajectory(lease if group is None else group, 0, prompt)
+    trajectory = Trajectory(lease if group is None else group, 0, CountedTokens(range(prompt)))
     if tokens:
         trajectory = trajectory.extended((counted_segment(0, tokens, 0),))
     return Lease(lease, trajectory, SamplingParams(length), 0, 0, is_exact=False)

@@ -209,7 +209,7 @@ def test_the_quarantine_of_a_correct_worker_is_found(monkeypatch: pytest.MonkeyP
     assert "newest" in violation.sentence()
 
 
-WRONG = [FaultSettings(kind="wrong", at_s=0.0, worker="w0"), FaultSettings(kind="crash", at_s=2.0, worker="w0")]
+WRONG = [FaultSettings(kind="wrong", at_s=0.0, worker="w0"), FaultSettings(kind="crash", at_s=5.0, worker="w0")]
 
 
 def test_tokens_that_contradict_each_other_are_generated_again() -> None:
