@@ -34,8 +34,8 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's words and their order: an int64 scalar on the tensor's device.
 
-    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. A change of one word, or an exchange of two different
-    words, always changes the checksum.
+    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. A change of one word always changes the
+    checksum. So does an exchange of two different words of at most 4 bytes that are less than 2^31 words apart.
     """
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     size = PIECE_WORDS if tensor.device.type == "cpu" else 512 * PIECE_WORDS
