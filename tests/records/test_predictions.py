@@ -83,6 +83,9 @@ def test_memory_is_predicted_for_the_largest_microbatch_of_the_run() -> None:
         "tokens, the most that the recipe allows"
     )
     assert ratios(predictions, measured[2])["measured_over_predicted/trainer_memory"] == pytest.approx(3.6 / 3.5)
+    padded = term(MEMORY, predictions, rows({}, {"perf/trainer_peak_tokens": 9000}))
+    assert padded.predicted == 9e9
+    assert padded.assumption.endswith("with padding, the run's largest microbatch has 9,000")
     earlier = term(MEMORY, predictions, rows({}, {}))
     assert (earlier.predicted, earlier.is_off) == (9e9, True), "the recipe's most, without the metric"
     assert earlier.assumption == (
