@@ -28,7 +28,10 @@ import msgspec
 from baton.errors import RunTakenOver, UserError
 from baton.files import make_directory, write_whole
 
-STATUS_S = 0.05
+RETRY_S = 0.05
+RETRIES = 20
+"""How often `take` tries again, because a lock may be held for a moment without a run: by `status`, and, after a kill
+of its process, by a program that the process was just starting. Between fork and exec, the program has its files."""
 LOCK_FILES = frozenset({"lock", "holder.json"})
 
 
@@ -133,8 +136,8 @@ def _lock(directory: Path) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
-            if attempt == 0:  # `status` holds the lock for microseconds
-                time.sleep(STATUS_S)
+            if attempt < RETRIES:
+                time.sleep(RETRY_S)
                 continue
             raise UserError(
                 f"{directory} is in use by {_read(directory) or 'another process'}; wait until it ends, or stop it"

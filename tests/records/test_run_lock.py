@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -54,6 +55,24 @@ def begun(path: Path) -> tuple[RunDirectory, RunLock]:
     run = RunDirectory.create(path, lock)
     run.write_start({"run": {"name": "r"}}, seed=1, threads=1)
     return run, lock
+
+
+def test_a_lock_that_a_starting_child_holds_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process is killed while it starts a program: until the program's exec, a copy of the lock's file is open."""
+    copy = (tmp_path / "lock").open("ab")
+    fcntl.flock(copy, fcntl.LOCK_EX)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            copy.close()
+
+    monkeypatch.setattr("baton.records.run_lock.time.sleep", sleep)
+    RunLock.take(tmp_path).release()
+    assert len(waits) == 3
 
 
 def test_a_second_process_is_refused_with_the_first_ones_name_until_that_is_dead(tmp_path: Path) -> None:
