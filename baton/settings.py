@@ -1,4 +1,5 @@
-"""The base class of recipe sections. The module that uses a section declares it; `recipe/recipe.py` combines them."""
+"""The base class of recipe sections. Each section is declared in the module that uses it; `recipe/recipe.py` combines
+the sections."""
 
 from __future__ import annotations
 

@@ -334,8 +334,8 @@ def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
-    """Return how many logits a trainer may compute at a time. The additional logits take half of the memory by which
-    the phases with logits are below the peak."""
+    """Return how many logits a trainer may compute at a time. The additional logits take at most half of the gap
+    between the largest phase with logits and the peak, so no such phase reaches the peak."""
     with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
     room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
     return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))

@@ -1,8 +1,8 @@
 """Plans in which trainer and engines use the same GPUs alternately, without overlap.
 
-All GPUs generate, then the training shape trains. The trainer's state (weights and optimiser moments) either stays in
-GPU memory, which leaves less memory for the KV cache, or is moved to host memory and back. The planner tries both and
-uses the faster plan.
+In each step, all GPUs first generate; then the GPUs of the training shape train. The trainer's state (weights and
+optimiser moments) either stays in GPU memory, which leaves less memory for the KV cache, or is moved to host memory and
+back. The planner tries both and uses the faster plan.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class RolloutProgram:
         )
 
     def less(self, left: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
-        """Subtract the GPUs of these replicas from `left`. A value of the result is negative if the replicas do not
-        fit."""
+        """Return `left` minus the GPUs of the given numbers of replicas of each shape. A value of the result is
+        negative if the replicas do not fit."""
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 

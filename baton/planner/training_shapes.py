@@ -1,10 +1,10 @@
 """Phase 1, training side: all training shapes on given pools, and their times.
 
-A pipeline has `stages` stages on each of its pools. A stage has `dp` tensor-parallel groups of `tp` GPUs. Tensor and
-data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis). Baton's trainer
-supports only the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. The fastest type is
-last, because the last stage has the output head. Layers are distributed so that the slowest stage is as fast as
-possible and all stages fit into memory.
+A pipeline has its own number of stages, `stages`, on each of its pools. A stage has `dp` tensor-parallel groups of `tp`
+GPUs. Tensor and data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis).
+Baton's trainer supports only the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. The
+fastest type is last, because the last stage has the output head. Layers are distributed so that the slowest stage is as
+fast as possible and all stages fit into memory.
 """
 
 from __future__ import annotations

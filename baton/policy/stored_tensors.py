@@ -110,8 +110,8 @@ class StoredTensors:
         return cls(found)
 
     def fill(self, name: str, into: torch.Tensor, box: Box | None = None) -> None:
-        """Read a tensor, or its part `box`, into a tensor of the same shape. Raises ValueError if the files do not
-        contain all of its values."""
+        """Read a tensor, or its part `box`, into a tensor of the same shape. Raises ValueError if the files lack some
+        of the requested values."""
         box = box_of(into) if box is None else box
         num_read = 0
         for piece, source in self._pieces[name]:
@@ -201,8 +201,8 @@ def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
 
 
 def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece | None:
-    """Return which part of `source` the view `part` covers. Return None if `part` is not a view of `source`, or has its
-    dimensions in another order."""
+    """Return which part of `source` the view `part` covers. Return None if `part` is not a view of `source`, or if
+    their dimensions are in different orders."""
     if part.untyped_storage()._cdata != source.untyped_storage()._cdata:
         return None
     if part.shape == source.shape and part.stride() == source.stride():

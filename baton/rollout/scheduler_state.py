@@ -136,7 +136,7 @@ class StepCounts:
     resumed: int = 0
     finished: int = 0
     turns: int = 0
-    """Turns of multi-turn episodes that ended with an action."""
+    """Number of turns, in multi-turn episodes, that ended with an action."""
     carried_groups: int = 0
     """Number of groups that were still open when the batch was delivered."""
     filtered_groups: int = 0

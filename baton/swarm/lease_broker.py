@@ -435,7 +435,7 @@ class LeaseBroker:
 
 
 def _answers(found: Trajectory, lease: Lease) -> bool:
-    """Return whether a finished trajectory is a valid result for a lease that starts at the prompt."""
+    """Return whether a lease starts at the prompt and the finished trajectory is a valid result for it."""
     is_new = not lease.trajectory.num_tokens and lease.trajectory.prompt_ids == found.prompt_ids
     return is_new and lease.is_exact and set(found.policy_versions) <= {lease.version}
 

@@ -349,8 +349,8 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Commit the tokens of the longest of the ended lease `lease` and the task's returned leases. Discard the
-        tokens of the others."""
+        """Compare `lease`, which has ended, with the task's returned leases, and commit the tokens of the longest.
+        Discard the tokens of the others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)

@@ -48,8 +48,8 @@ class TrainerSettings(Settings):
     limit, the run warns. Above the second, a step ends with an error before its next update. Typical values: 1e-9 in
     float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """The same two limits for the largest difference between engine and trainer in the log-probability of a token, in
-    nats."""
+    """Two limits that work in the same way, for the largest difference (in nats) between the engine's and the trainer's
+    log-probability of a token."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and does
     not change the update. A trajectory longer than this number forms a microbatch alone."""
@@ -84,8 +84,8 @@ class TrainerSettings(Settings):
     Must divide `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
     """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or with
-    several stages the number of ranks per stage. With a smaller value, a copy can stay within a fast network, such as
-    the network within a machine, but each rank needs more memory. Default: all ranks share one copy."""
+    several stages the number of ranks per stage. With a smaller value, the ranks of a copy can share a fast network,
+    such as the network within a machine, but each rank needs more memory. Default: all ranks share one copy."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. This saves
     memory and takes more time."""

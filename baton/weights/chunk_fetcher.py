@@ -29,7 +29,7 @@ class FetchStats:
     faults: list[str] = field(default_factory=list)
     """Description of each fault, beginning with its source."""
     bad_sources: set[str] = field(default_factory=set)
-    """Names of the sources that sent wrong data. A source that sent no data is not included."""
+    """Names of the sources that sent wrong data. A source that failed without sending data is not included."""
     num_steps: int = 0
     """Number of versions that the fetch applied, including the requested version; 0 if no chunk was needed."""
     seconds: float = 0.0

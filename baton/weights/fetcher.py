@@ -218,8 +218,8 @@ class Fetcher:
 
 
 def _decoded(flat_buffer: Bytes, taken: tuple[BufferPart, int, bytes]) -> WeightsFault | None:
-    """Decode a part in place. Return the error if its encoded bytes are invalid. `taken`: the part, its end in the flat
-    buffer, and its encoded bytes."""
+    """Decode a part in place. Return an error if the encoded bytes of the part are invalid. `taken`: the part, its end
+    in the flat buffer, and its encoded bytes."""
     part, end, data = taken
     try:
         decode(part.coding, data, flat_buffer[end - part.num_bytes : end], part.word)

@@ -185,8 +185,8 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def check_version(version: PolicyVersion) -> None:
-    """Raise WeightsFault unless the version has a digest, and has a lineage and a number that file names can
-    contain."""
+    """Raise WeightsFault if the version has no valid digest, or if its lineage or number cannot be part of a file
+    name."""
     _require(_LINEAGE.fullmatch(version.lineage), f"lineage {version.lineage[:80]!r}")
     _require(0 <= version.number < 2**53, f"number {version.number}")
     _require(_DIGEST.fullmatch(version.digest), f"version digest {version.digest[:80]!r}")

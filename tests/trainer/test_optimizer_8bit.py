@@ -117,7 +117,7 @@ def test_without_torchao_or_a_compiler_it_names_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize(
     ("axis", "value", "sentence"),
-    [("trainer", "ranks", "trainer.ranks above 1"), ("weights", "lora", "those of the adapters")],
+    [("trainer", "ranks", "trainer.ranks above 1"), ("weights", "lora", "the moments of adapters are small")],
 )
 def test_ranks_and_adapters_are_refused(axis, value, sentence):
     with pytest.raises(UserError, match=sentence):

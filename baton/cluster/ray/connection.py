@@ -91,8 +91,8 @@ class RayCluster:
                 return
 
     def reserve(self, bundles: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
-        """Request a placement group with bundles of (node id, resources). Ray grants all bundles together. If resources
-        are missing, it grants them later or never."""
+        """Request a placement group with bundles of (node id, resources). Ray grants either all bundles or none. If
+        resources are missing, it grants them later or never."""
         from ray.util import placement_group
 
         return placement_group(

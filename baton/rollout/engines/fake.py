@@ -16,8 +16,8 @@ END_ID = 0
 class FakeEngine(SlotEngine):
     """An `Engine` whose tokens are a pure function of (group id, sample index, position, version).
 
-    `length(group_id, sample_index)` returns the number of tokens of each turn, including the end id. The text of a
-    token is its id in decimal; stop strings are searched in such texts, separated by spaces.
+    Every turn of a trajectory has `length(group_id, sample_index)` tokens, including the end id. The text of a token is
+    its id in decimal; stop strings are searched in such texts, separated by spaces.
     """
 
     def __init__(self, settings: EngineSettings, version: PolicyVersion, length: Callable[[int, int], int]) -> None:

@@ -351,9 +351,9 @@ def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
     trajectory.
 
     The first piece is the prompt. Each further piece has the tokens of a turn and of the observation after the turn;
-    the last piece may have the tokens of an unfinished turn. The version of a piece is that of the first token sampled
-    after the piece, because the lease that sampled this token also computed the keys and values. A piece of an
-    unfinished turn has the version of its last token.
+    the last piece may have the tokens of an unfinished turn. A piece has the version of the first token sampled after
+    it: the lease that sampled this token also computed the piece's keys and values. A piece of an unfinished turn has
+    the version of its last token.
     """
     found, before = [], Author.ENVIRONMENT
     offset = len(trajectory.prompt_ids) - 1

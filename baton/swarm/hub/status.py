@@ -57,7 +57,7 @@ class HubStatus(msgspec.Struct, frozen=True):
     """Number of completed train steps."""
     workers: tuple[WorkerStatus, ...]
     tasks: int
-    """Number of requested trajectories that are neither finished nor aborted (tasks)."""
+    """Number of tasks: requested trajectories that are neither finished nor aborted."""
     waiting: int
     """Number of tasks without a lease."""
     wasted_tokens: Mapping[str, int]

@@ -2,9 +2,10 @@
 
 Fixed shapes make each trajectory independent of the other rows of its batch. The shape of a matrix product determines
 which kernel computes it, and thereby the order of summation. Within one shape, neither the index of a row nor the other
-rows change the bits of a result. The shape of prefill therefore depends only on the number of ids and the number of
-earlier ids. Decode has one shape, plus smaller shapes that compute identical bits. Each engine finds the smaller shapes
-by comparing results for its model: at start for decode, and at the first use of a shape for prefill. Results on a CPU:
+rows change the bits of a result. For this reason, the shape of a prefill depends only on the number of ids to prefill
+and the number of ids already in the cache. Decode has one shape, plus smaller shapes that compute identical bits. Each
+engine finds the smaller shapes by comparing results for its model: at start for decode, and at the first use of a shape
+for prefill. Results on a CPU:
 
     rows       float32, one thread: identical bits from 16 rows up; bfloat16 or two threads: depends on the model
     positions  float32: identical bits at multiples of 16 up to 256, then of 256; bfloat16: at all lengths

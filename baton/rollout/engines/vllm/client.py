@@ -186,7 +186,8 @@ def set_up_environment() -> None:
 
 
 def _said(error: Exception) -> str:
-    """Return the first line of a vLLM error's message; for a pydantic error, of its first single error."""
+    """Return the first line of a vLLM error's message. A pydantic error contains several errors; the first of them is
+    used."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).splitlines()[0]
     return first_line(error)
