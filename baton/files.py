@@ -20,7 +20,7 @@ import msgspec
 from blake3 import blake3
 from safetensors import SafetensorError
 
-from baton.errors import Damaged
+from baton.errors import Damaged, UserError
 
 Row = TypeVar("Row")
 SEAL = Path("baton") / "manifest.json"
@@ -91,6 +91,12 @@ def make_directory(path: Path) -> list[Path]:
     for each in missing:
         flush_to_disk(each.parent)
     return missing
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError if `path`, which a user named as an output file, is a directory or not in an existing one."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"cannot write {path}: give a file in an existing directory")
 
 
 @contextmanager

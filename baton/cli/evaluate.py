@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from baton.cli.options import Json, show
-from baton.errors import UserError
 
 
 def evaluate(
@@ -47,11 +46,12 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a checkpoint's accuracy, pass@k and reward on test sets or held-out prompts, with 95 % intervals."""
+    from baton.files import check_output
     from baton.run.assemble import evaluate_model
     from baton.views.terminal.report import print_evaluations
 
-    if write_to is not None and (write_to.is_dir() or not write_to.absolute().parent.is_dir()):
-        raise UserError(f"cannot write {write_to}: give a file in an existing directory")
+    if write_to is not None:
+        check_output(write_to)
     results = evaluate_model(
         model,
         recipe,

@@ -20,7 +20,7 @@ def trace(
 ) -> None:
     """Write a run's timeline of generation, training and transfers for ui.perfetto.dev or chrome://tracing."""
     from baton.errors import UserError
-    from baton.files import write_whole
+    from baton.files import check_output, write_whole
     from baton.records.run_directory import RunDirectory
     from baton.records.trace import chrome_trace, read_trace
 
@@ -28,8 +28,7 @@ def trace(
     if not spans:
         raise UserError(f"{run} has no trace: it has no train step yet, or its recipe sets log.trace = false")
     path = write_to or run / "trace.json"
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"cannot write {path}: give a file in an existing directory")
+    check_output(path)
     write_whole(path, chrome_trace(spans))
     if as_json:
         print_json({"trace": str(path), "spans": len(spans)})

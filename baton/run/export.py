@@ -43,7 +43,7 @@ def export_run(run: Path, to: Path, *, step: int | None = None, dtype: str | Non
         (directory / "learning_curve.svg").write_text(learning_curve(opened, number), encoding="utf-8")
         (directory / "README.md").write_text(model_card(opened, number, chosen), encoding="utf-8")
         permissions = (directory / "recipe.toml").stat().st_mode
-        for file in directory.iterdir():
+        for file in filter(Path.is_file, directory.rglob("*")):
             file.chmod(permissions)  # safetensors makes its files unreadable for others, such as a server's user
     return to
 

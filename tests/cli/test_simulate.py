@@ -204,7 +204,7 @@ def test_a_bad_sweep_is_one_sentence(axes: list[str], said: str) -> None:
         (["--recipe", "nowhere.toml"], "there is no recipe"),
         (["--recipe", RECIPE, "--calibration", "nowhere.toml"], "nowhere.toml"),
         (["--recipe", RECIPE, "rollout.mod=1"], "rollout.mod"),
-        (["--recipe", RECIPE, "--html", "/no/such/place.html"], "cannot write the page"),
+        (["--recipe", RECIPE, "--html", "/no/such/place.html"], "cannot write /no/such/place.html"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[object], said: str) -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import UserError
-from baton.files import write_whole
+from baton.files import check_output, write_whole
 
 
 def check_page(path: Path) -> None:
     """Raise UserError if matplotlib or jinja2 is missing, or if the page cannot be written to `path`."""
     check_installed()
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"cannot write the page {path}: give a file in an existing directory")
+    check_output(path)
 
 
 def check_installed() -> None:
