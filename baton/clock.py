@@ -22,20 +22,16 @@ from baton.errors import DeadlineExceeded
 
 
 class TimedEvent(msgspec.Struct, frozen=True, gc=False):
-    """Base class of the events that the scheduler receives.
-
-    The scheduler takes the time from events and reads no clock.
-    """
+    """Base class of the events that the scheduler receives. The scheduler takes the time from events and reads no
+    clock."""
 
     at_s: float
     """Time of the event in seconds: on the monotonic clock in a live run, on the virtual clock in the simulator."""
 
 
 def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:
-    """Return the delay in seconds after `failures` consecutive failures, at least 1.
-
-    The delay is `first_s` after the first failure, doubles with each further failure, and is at most `longest_s`.
-    """
+    """Return the delay in seconds after `failures` consecutive failures, at least 1. The delay is `first_s` after the
+    first failure, doubles with each further failure, and is at most `longest_s`."""
     state = RetryCallState(Retrying(), fn=None, args=(), kwargs={})
     state.attempt_number = failures
     return float(wait_exponential(multiplier=first_s, max=longest_s)(state))
@@ -55,10 +51,8 @@ class RestartRule:
 
     def after_end(self, failures: int, lived_s: float | None) -> tuple[int, float | None]:
         """Return the number of consecutive failures, and the seconds until the restart (None: no more restarts).
-
         failures: number of consecutive failures before this end of the process. lived_s: time in seconds that the
-        process ran; None if it did not start.
-        """
+        process ran; None if it did not start."""
         failures = 1 if lived_s is not None and lived_s >= self.long_life_s else failures + 1
         if failures > self.max_failures:
             return failures, None
@@ -96,10 +90,8 @@ def _run(call: Callable[[], T], future: Future[T]) -> None:
 
 
 def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
-    """Run a call in a daemon thread and return its result.
-
-    Raises DeadlineExceeded naming `who` after `timeout_s`. The thread then continues, and its result is discarded.
-    """
+    """Run a call in a daemon thread and return its result. Raises DeadlineExceeded naming `who` after `timeout_s`. The
+    thread then continues, and its result is discarded."""
     future = begin(call)
     try:
         return future.result(timeout_s)
@@ -110,11 +102,8 @@ def call_within(timeout_s: float, who: str, call: Callable[[], T]) -> T:
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any, timeout_s: float, who: str) -> T:
-    """Run a call in a new daemon thread and await it.
-
-    Raises DeadlineExceeded naming `who` after `timeout_s`. After the timeout, or if the awaiting task is cancelled, the
-    thread continues, and its result is discarded.
-    """
+    """Run a call in a new daemon thread and await it. Raises DeadlineExceeded naming `who` after `timeout_s`. After the
+    timeout, or if the awaiting task is cancelled, the thread continues, and its result is discarded."""
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return await asyncio.wrap_future(begin(lambda: call(*arguments)))

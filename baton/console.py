@@ -55,10 +55,8 @@ class Console(rich.console.Console):
         super().__init__(markup=False, highlight=False, emoji=False, soft_wrap=True, **options)
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output after the reader has closed the pipe.
-
-        Raises SystemExit for standard output, unless `ends_when_closed` is False.
-        """
+        """Discard all further output after the reader has closed the pipe. Raises SystemExit for standard output,
+        unless `ends_when_closed` is False."""
         self.quiet = True
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.file.fileno())  # at exit Python flushes its buffer, which would raise again

@@ -60,11 +60,8 @@ def append(path: Path, data: bytes) -> None:
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Read a file of JSON lines. Return an empty list if the file does not exist.
-
-    A last line that cannot be decoded is skipped, because a process may have died while writing it. Raises Damaged if
-    any other line cannot be decoded.
-    """
+    """Read a file of JSON lines. Return an empty list if the file does not exist. A last line that cannot be decoded is
+    skipped, because a process may have died while writing it. Raises Damaged if any other line cannot be decoded."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     decoder = msgspec.json.Decoder(kind)
     rows: list[Row] = []
@@ -136,10 +133,8 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files that a process left in `directory` when it died within a function of this module.
-
-    A directory that `atomic_directory` was replacing gets its old content back if the new content is incomplete.
-    """
+    """Remove the temporary files that a process left in `directory` when it died within a function of this module. A
+    directory that `atomic_directory` was replacing gets its old content back if the new content is incomplete."""
     for replaced in directory.glob(".*.replaced"):
         path = directory / replaced.name[1 : -len(".replaced")]
         if not path.exists():
@@ -177,10 +172,8 @@ def seal(directory: Path) -> None:
 
 
 def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Check the files of a directory against the digests that `seal` wrote. A directory without digests passes.
-
-    wanted: selects files by relative path. Raises Damaged naming the first file that differs.
-    """
+    """Check the files of a directory against the digests that `seal` wrote. A directory without digests passes. wanted:
+    selects files by relative path. Raises Damaged naming the first file that differs."""
     file = directory / SEAL
     if not file.is_file():
         return
@@ -210,10 +203,8 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Add `path` to any OSError raised in the context that names no file.
-
-    Convert I/O errors of safetensors to OSError.
-    """
+    """Add `path` to any OSError raised in the context that names no file. Convert I/O errors of safetensors to
+    OSError."""
     try:
         yield
     except SafetensorError as error:

@@ -61,10 +61,8 @@ class FrameSocket:
                 self._unsent.popleft()
 
     def receive(self) -> bytes | None:
-        """Return the next frame, or None while it is incomplete.
-
-        Raises EOFError or OSError if the other process has exited, and OSError for a frame that is too long.
-        """
+        """Return the next frame, or None while it is incomplete. Raises EOFError or OSError if the other process has
+        exited, and OSError for a frame that is too long."""
         while True:
             wanted = self._body if self._in_body else self._header
             if self._filled < len(wanted):
@@ -118,10 +116,8 @@ def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
 
 
 def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[FrameSocket, subprocess.Popen[bytes]]:
-    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads.
-
-    Return this process's end of a socket pair to the child, and the child.
-    """
+    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads. Return this process's end of a socket
+    pair to the child, and the child."""
     ours, theirs = frame_sockets(max_frame_bytes)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if threads == 1:  # with more threads, passive waiting makes a step about 1.5 times as long
@@ -160,11 +156,8 @@ def end_children(
 
 
 def ready(sockets: Iterable[FrameSocket], timeout_s: float) -> list[FrameSocket]:
-    """Wait until a socket can be read or can send more of its queue; return the readable sockets.
-
-    Sends as much of the queues as the sockets accept. The result includes sockets whose process has exited; their
-    `receive` raises.
-    """
+    """Wait until a socket can be read or can send more of its queue; return the readable sockets. Sends as much of the
+    queues as the sockets accept. The result includes sockets whose process has exited; their `receive` raises."""
     found = []
     wanted = [(one, selectors.EVENT_READ | (selectors.EVENT_WRITE if one.num_unsent_bytes else 0)) for one in sockets]
     for one, events in _wait_for(wanted, timeout_s):

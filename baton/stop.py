@@ -54,10 +54,8 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request a stop in the same way as a signal with this number.
-
-        A `number` of 0 means that no signal was received.
-        """
+        """Request a stop in the same way as a signal with this number. A `number` of 0 means that no signal was
+        received."""
         if self.signal is None:
             self.signal = number
             self._say(

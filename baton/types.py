@@ -35,11 +35,8 @@ class TokenColumn(Sequence[_T]):
         self._stop = len(buffer) if stop is None else stop
 
     def appended(self, values: Sequence[_T]) -> TokenColumn[_T]:
-        """Return a view of these values followed by `values`.
-
-        The buffer is copied only if it already has values after this view, because another, longer view uses these
-        values.
-        """
+        """Return a view of these values followed by `values`. The buffer is copied only if it already has values after
+        this view, because another, longer view uses these values."""
         buffer, start = self._buffer, self._start
         if self._stop < len(buffer):
             buffer, start = self._part(), 0
@@ -90,10 +87,8 @@ def id_column(ids: Sequence[int]) -> TokenColumn[int]:
 
 
 def plain(value: object) -> list[Any]:
-    """Return the values of a `TokenColumn` as a list.
-
-    Every msgspec encoder of trajectories uses this function as `enc_hook`.
-    """
+    """Return the values of a `TokenColumn` as a list. Every msgspec encoder of trajectories uses this function as
+    `enc_hook`."""
     if isinstance(value, TokenColumn):
         return list(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
@@ -235,10 +230,8 @@ class Segment(msgspec.Struct, frozen=True):
 
     def followed_by(self, other: Segment, *, is_merged: bool) -> Segment:
         """Append another segment's tokens to the buffers of this segment, and return a segment of the appended tokens.
-
         With `is_merged`, the returned segment begins with this segment's own tokens. The cost is linear in the other
-        segment (`TokenColumn.appended`).
-        """
+        segment (`TokenColumn.appended`)."""
         ids, logprobs = self.token_ids, self.behavior_logprobs
         assert isinstance(ids, TokenColumn)
         assert isinstance(logprobs, TokenColumn)
@@ -283,12 +276,9 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
             msgspec.structs.force_setattr(self, "prompt_ids", id_column(self.prompt_ids))
 
     def extended(self, segments: tuple[Segment, ...], finish_reason: FinishReason | None = None) -> Trajectory:
-        """Return this trajectory with whole segments appended.
-
-        Adjacent segments of one author and one version are merged, so the result does not depend on how reports divided
-        the tokens. Raises ValueError if the trajectory is finished, or if a segment has an older version than the
-        segment before it.
-        """
+        """Return this trajectory with whole segments appended. Adjacent segments of one author and one version are
+        merged, so the result does not depend on how reports divided the tokens. Raises ValueError if the trajectory is
+        finished, or if a segment has an older version than the segment before it."""
         if self.finish_reason is not None:
             raise ValueError(f"trajectory {self.name} is finished ({self.finish_reason}): no segment can be appended")
         merged, length, num_policy = list(self.segments), self.num_tokens, self.num_policy_tokens
@@ -343,10 +333,8 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def turn_offset(self) -> int:
-        """Number of tokens after the prompt and before the current turn, which begins after the last observation.
-
-        0 if there is no observation.
-        """
+        """Number of tokens after the prompt and before the current turn, which begins after the last observation. 0 if
+        there is no observation."""
         offset = self.num_tokens
         for s in reversed(self.segments):
             if s.author is Author.ENVIRONMENT:
@@ -592,10 +580,8 @@ class WorkLost(msgspec.Struct, frozen=True, tag="WorkLost"):
 
 
 class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
-    """The revocation of a trajectory whose tokens are not trusted.
-
-    If the trajectory had a lease, the lease has ended.
-    """
+    """The revocation of a trajectory whose tokens are not trusted. If the trajectory had a lease, the lease has
+    ended."""
 
     noise_seed: int
     """Noise seed of the lease. It distinguishes training from evaluations, whose group ids may be equal."""

@@ -252,10 +252,7 @@ def _shape(spec: ProcessSpec) -> tuple[object, ...]:
 
 def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
     """Return the plan without the replicas on these machines. The shares of the other replicas are scaled so that their
-    sum is 1.
-
-    Returns None if the trainer uses one of these machines, or if no replica is left.
-    """
+    sum is 1. Returns None if the trainer uses one of these machines, or if no replica is left."""
 
     def is_left(replica: Replica) -> bool:
         return not machines & {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}

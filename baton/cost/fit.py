@@ -160,10 +160,8 @@ def _fit_train(
     model: ModelSpec, work: Workload, place: DeviceClass, devices: int, points: Sequence[Measurement]
 ) -> Efficiency:
     """Fit training by linear least squares: a step takes `overhead + forward / share + backward · forward / share`,
-    where `forward` is the time of the forward pass at peak FLOP/s and `share` is `Efficiency.train`.
-
-    If all points have the same `trained_share`, `backward` cannot be identified and keeps its value.
-    """
+    where `forward` is the time of the forward pass at peak FLOP/s and `share` is `Efficiency.train`. If all points have
+    the same `trained_share`, `backward` cannot be identified and keeps its value."""
     if not points:
         return place.efficiency
     given = place.efficiency.backward

@@ -186,10 +186,8 @@ def _table_split(how: RankShape) -> Array:
 def rank_phases(
     model: ModelSpec, how: RankShape, is_first: Array = True, is_last: Array = True, in_flight: Array = 1.0
 ) -> tuple[Phase, ...]:
-    """Return the phases of a rank of a pipeline stage; a pipeline of one stage is the default.
-
-    `in_flight`: number of microbatches whose activations are kept.
-    """
+    """Return the phases of a rank of a pipeline stage; a pipeline of one stage is the default. `in_flight`: number of
+    microbatches whose activations are kept."""
     first, last = np.asarray(is_first, float), np.asarray(is_last, float)
     tokens, wide, shards = how.tokens, how.value_bytes, np.asarray(how.shards, float)
     is_sharded = _gathers(how).astype(float)

@@ -64,10 +64,8 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
-    """Execute one turn of an episode, or only reset it.
-
-    Requests are idempotent: a turn that the instance has executed is answered with the stored observation.
-    """
+    """Execute one turn of an episode, or only reset it. Requests are idempotent: a turn that the instance has executed
+    is answered with the stored observation."""
 
     key: EpisodeKey
     environment: str

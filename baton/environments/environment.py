@@ -27,14 +27,10 @@ class Environment(Protocol):
     """
 
     def reset(self, *, seed: int, **row: Any) -> str:
-        """Start the episode and return the first observation, which must depend only on the arguments.
-
-        Called once. `seed` is in [0, 2³²); `row` holds the columns of the dataset row if the task has a dataset.
-        """
+        """Start the episode and return the first observation, which must depend only on the arguments. Called once.
+        `seed` is in [0, 2³²); `row` holds the columns of the dataset row if the task has a dataset."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Execute the text of one turn; return (observation, reward, terminated, truncated, info).
-
-        `info["success"]` (bool) is whether the episode counts as correct, `info["tool"]` (str) names the tool that
-        ran, and other numbers in `info` become metrics.
-        """
+        """Execute the text of one turn; return (observation, reward, terminated, truncated, info). `info["success"]`
+        (bool) is whether the episode counts as correct, `info["tool"]` (str) names the tool that ran, and other numbers
+        in `info` become metrics."""

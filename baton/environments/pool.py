@@ -139,10 +139,8 @@ class EnvironmentPool:
         self._dispatch(self._homes[key])
 
     def collect(self, timeout_s: float) -> list[calls.Observation | calls.ActFailure]:
-        """Return the results so far. If there is none, wait at most `timeout_s` for the first.
-
-        Raises UserError if a process cannot be restarted.
-        """
+        """Return the results so far. If there is none, wait at most `timeout_s` for the first. Raises UserError if a
+        process cannot be restarted."""
         deadline_s = time.monotonic() + timeout_s
         self._poll(0.0)
         while not self._done and (left_s := deadline_s - time.monotonic()) > 0:

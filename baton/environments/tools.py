@@ -155,10 +155,8 @@ class ToolEnvironment:
 
     def configure(self, spec: EnvironmentSpec) -> None:
         """Set the number of turns and the format of calls. The format is that of the model's chat template, unless the
-        constructor received a `family`.
-
-        Raises UserError if there are tools but the format of their calls is unknown.
-        """
+        constructor received a `family`. Raises UserError if there are tools but the format of their calls is
+        unknown."""
         if self._max_turns is None or (spec.max_turns is not None and spec.max_turns < self._max_turns):
             self._max_turns = spec.max_turns
         of_model = spec.tool_format

@@ -76,10 +76,7 @@ def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the given solution or a better one with a pipeline that spans GPU types. The returned bound covers all
-    such pipelines.
-
-    The row of the solution refers to the table of the returned problem.
-    """
+    such pipelines. The row of the solution refers to the table of the returned problem."""
     started = time.monotonic()
     bound = RolloutBound(problem)
     families = list(_families(inputs, problem))
@@ -161,11 +158,9 @@ def _room(pool: GpuPool, stages: Ints, tp: Ints) -> Ints:
 
 
 def _splits(num_layers: int, parts: int) -> Ints:
-    """Return all splits of the layers into parts of at least one layer, [splits, parts].
-
-    If there are more than `MOST_SPLITS`, every part is rounded down to a multiple of a cell size, and equal splits are
-    merged. Rounding down never overestimates the required number of GPUs, so the bound stays valid.
-    """
+    """Return all splits of the layers into parts of at least one layer, [splits, parts]. If there are more than
+    `MOST_SPLITS`, every part is rounded down to a multiple of a cell size, and equal splits are merged. Rounding down
+    never overestimates the required number of GPUs, so the bound stays valid."""
     edges = combinations(range(1, num_layers), parts - 1)
     rows = np.array([np.diff([0, *cut, num_layers]) for cut in edges], dtype=np.int64)
     if len(rows) <= MOST_SPLITS:

@@ -88,10 +88,8 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
 
 
 def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
-    """Return the problem of a table of rates. A replica is one GPU, and the training rate is the sum over GPUs.
-
-    Memory and shapes are not modelled, because the rates were measured with shapes that fit.
-    """
+    """Return the problem of a table of rates. A replica is one GPU, and the training rate is the sum over GPUs. Memory
+    and shapes are not modelled, because the rates were measured with shapes that fit."""
     rates, work = inputs.rates, inputs.work
     assert rates is not None, "the inputs have no table of rates"
     missing = sorted({pool.gpu for pool in pools.pools} - set(rates.rates))

@@ -69,10 +69,8 @@ class RolloutProgram:
         return self._most[key]
 
     def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
-        """Return the replicas that generate a step's tokens in the shortest time, or None if no replica fits.
-
-        `least_s` is the shortest useful rollout time: a shorter rollout is impossible or would not shorten the step.
-        """
+        """Return the replicas that generate a step's tokens in the shortest time, or None if no replica fits. `least_s`
+        is the shortest useful rollout time: a shorter rollout is impossible or would not shorten the step."""
         key = (left, tuple(allowed), least_s)
         if key not in self._best:
             found = self._newton(left, allowed, least_s)
@@ -128,11 +126,8 @@ class RolloutProgram:
 
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
         """Return the columns that are not dominated. A column is dominated by a column of the same pool that generates
-        at least as many tokens with at most as many GPUs, in groups that are not larger.
-
-        If the staleness bound may limit the running trajectories, the dominating column must not run more of them.
-
-        """
+        at least as many tokens with at most as many GPUs, in groups that are not larger. If the staleness bound may
+        limit the running trajectories, the dominating column must not run more of them."""
         room = dict(zip(self._rows, left, strict=True))
         slots = sum(
             room[pool, 1] * max((self._batch[c] / self._gpus[c] for c in usable if self._pool[c] == pool), default=0.0)

@@ -209,10 +209,8 @@ class _Kind(msgspec.Struct, frozen=True):
 def balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times.
-
-    Baton's trainer shards gradients if unsharded gradients do not fit.
-    """
+    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times. Baton's
+    trainer shards gradients if unsharded gradients do not fit."""
     found = _balanced(model, work, pools, order, shapes)
     if work.trainer == "idealised" or work.shard_gradients or np.isfinite(found.pace_s).all():
         return found

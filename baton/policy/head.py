@@ -328,11 +328,9 @@ def _gradient(
     of_logprobs: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient with respect to the linear layer's output: [n, V] float32.
-
-    For logits x: ∂ log π(t) / ∂x_v = 1[v = t] − p_v, and ∂H / ∂x_v = −p_v (log p_v + H).
-    With sampling masks, the gradient is 0 at all tokens outside the mask.
-    """
+    """Return the gradient with respect to the linear layer's output: [n, V] float32. For logits x: ∂ log π(t) / ∂x_v =
+    1[v = t] − p_v, and ∂H / ∂x_v = −p_v (log p_v + H). With sampling masks, the gradient is 0 at all tokens outside the
+    mask."""
     shaped = _logits(head, products, kept)
     logits = shaped if wanted.temperature == 1.0 else shaped / wanted.temperature
     logprobs = logits - normaliser[:, None]

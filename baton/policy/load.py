@@ -188,10 +188,7 @@ def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path)
 
 def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
     """Construct a model from the configuration in `directory`, with arbitrary weights. Code that comes with the
-    configuration is never executed.
-
-    Raises UserError when the configuration does not describe a causal LM.
-    """
+    configuration is never executed. Raises UserError when the configuration does not describe a causal LM."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         torch.manual_seed(0)

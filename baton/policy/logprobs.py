@@ -144,10 +144,8 @@ def prefer_float32_attention(model: PreTrainedModel) -> None:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute each block's activations in the backward pass instead of keeping them.
-
-    Raises UserError for a model whose blocks do not support this.
-    """
+    """Recompute each block's activations in the backward pass instead of keeping them. Raises UserError for a model
+    whose blocks do not support this."""
     # Newer releases of transformers renamed the method.
     enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "context_fn": recomputing})

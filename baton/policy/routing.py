@@ -55,9 +55,7 @@ class RoutingReplay:
         self, model: PreTrainedModel, run: Callable[[Any, Callable[[Any], Any]], Any] = lambda model, work: work(model)
     ) -> None:
         """Wrap the model's routers. Raises UserError if the model has no router, or one that does not choose the top k.
-
-        `run`: calls a function with the model while the model's parameters are gathered (`SingleRank.run`).
-        """
+        `run`: calls a function with the model while the model's parameters are gathered (`SingleRank.run`)."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         self._routers = routers_of(model)
@@ -83,10 +81,8 @@ class RoutingReplay:
 
     @contextmanager
     def replayed(self, routing: Routing | None) -> Iterator[None]:
-        """Replay recorded choices in all passes within the context.
-
-        The context must include the backward pass, which may recompute blocks.
-        """
+        """Replay recorded choices in all passes within the context. The context must include the backward pass, which
+        may recompute blocks."""
         self._replayed = routing
         try:
             yield
@@ -98,10 +94,7 @@ class RoutingReplay:
     ) -> Routing:
         """Convert the choices that an engine reported for the tokens at `places` to a `Routing`, with a tensor
         [`num_places`, k] for each router. A position gets −1 if it is not in `places`, or if its bytes in `routing` are
-        empty.
-
-        Raises EngineFault for bytes that do not match this model's routers.
-        """
+        empty. Raises EngineFault for bytes that do not match this model's routers."""
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         counts = [router.top_k for router in self._routers.values()]
         width = num_bytes(self._routers)

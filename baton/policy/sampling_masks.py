@@ -27,10 +27,8 @@ def encoded(ids_NK: Tensor, is_kept_NK: Tensor, vocabulary: int) -> list[bytes]:
 
 
 def decoded(masks: Sequence[bytes], vocabulary: int) -> Tensor:
-    """Return the ids of each mask, padded with −1: [N, K] int32 on the host. K is 0 if all masks are empty.
-
-    Raises EngineFault for an id outside the vocabulary.
-    """
+    """Return the ids of each mask, padded with −1: [N, K] int32 on the host. K is 0 if all masks are empty. Raises
+    EngineFault for an id outside the vocabulary."""
     dtype = np.dtype(kept_dtype(vocabulary))
     counts_N = np.fromiter(map(len, masks), dtype=np.int64, count=len(masks)) // dtype.itemsize
     laid_NK = np.full((len(masks), counts_N.max(initial=0)), -1, dtype=np.int32)

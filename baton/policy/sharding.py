@@ -151,10 +151,7 @@ Gather = Callable[[str, torch.Tensor], torch.Tensor]
 
 def gathered(tensors: Mapping[str, torch.Tensor], gather: Gather, *, is_kept: bool) -> dict[str, torch.Tensor]:
     """Gather tensors one after another. Ranks with `is_kept` get the gathered tensors in host memory; other ranks get
-    an empty dict.
-
-    Collective: all ranks must pass the same names in the same order.
-    """
+    an empty dict. Collective: all ranks must pass the same names in the same order."""
     found = {}
     for name, tensor in tensors.items():
         full = gather(name, tensor)

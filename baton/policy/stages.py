@@ -26,10 +26,8 @@ class StageModel:
     """A model that has been cut to one stage."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], stage: int) -> None:
-        """Cut `model` in place. `layers`: number of layers of each stage.
-
-        Raises UserError if transformers has no pipeline plan for the model.
-        """
+        """Cut `model` in place. `layers`: number of layers of each stage. Raises UserError if transformers has no
+        pipeline plan for the model."""
         base: Any = model.base_model
         before, after = _plan_of(model)
         is_first, is_last = stage == 0, stage == len(layers) - 1

@@ -93,10 +93,8 @@ class StoredTensors:
 
     @classmethod
     def in_files(cls, paths: Iterable[Path]) -> StoredTensors:
-        """Return the tensors of files. The pieces of a tensor are its shards.
-
-        Raises FileNotFoundError, or SafetensorError for a file that is not safetensors.
-        """
+        """Return the tensors of files. The pieces of a tensor are its shards. Raises FileNotFoundError, or
+        SafetensorError for a file that is not safetensors."""
         found: dict[str, list[tuple[StoredPiece, Callable[[], Any]]]] = {}
         opened = _opener()
         for path in paths:
@@ -180,10 +178,8 @@ class _KeepViews(TorchFunctionMode):
 
 
 def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
-    """Return, for each of the model's tensors, the pieces that the model's files contain.
-
-    Returns None if a tensor of the files combines several tensors of the model, or is not simply a part of one tensor.
-    """
+    """Return, for each of the model's tensors, the pieces that the model's files contain. Returns None if a tensor of
+    the files combines several tensors of the model, or is not simply a part of one tensor."""
     found = {}
     for name, tensor in policy_tensors(model).items():
         source = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -367,11 +363,8 @@ def write_gathered(
     gather: Gather,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> str:
-    """Gather tensors one after another, cast them to `dtypes`, and pass them to `put`.
-
-    Returns the digest of the tensors, or "" if `put` is None. Collective: all ranks must pass the same names in the
-    same order.
-    """
+    """Gather tensors one after another, cast them to `dtypes`, and pass them to `put`. Returns the digest of the
+    tensors, or "" if `put` is None. Collective: all ranks must pass the same names in the same order."""
     identities = []
     for name, tensor in tensors.items():
         full = gather(name, tensor if dtypes is None else tensor.to(dtypes[name]))

@@ -18,10 +18,7 @@ from baton.policy.stages import all_tensors, is_float32
 
 def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the model's tensors, keyed by their names in `state_dict` (`all_tensors`). The tensors are detached, but
-    not copied.
-
-    Tied weights appear once, under the name that safetensors files use.
-    """
+    not copied. Tied weights appear once, under the name that safetensors files use."""
     tied = getattr(model, "all_tied_weights_keys", {})
     return {name: tensor.detach() for name, tensor in all_tensors(model).items() if name not in tied}
 

@@ -13,11 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 
 
 def set_up_threads(threads: int, *, deterministic: bool | None = None) -> None:
-    """Set the number of torch's threads, and on CUDA the precision of float32 matrix products.
-
-    `deterministic`: whether torch uses deterministic algorithms; None means True on machines without CUDA and False
-    with CUDA.
-    """
+    """Set the number of torch's threads, and on CUDA the precision of float32 matrix products. `deterministic`: whether
+    torch uses deterministic algorithms; None means True on machines without CUDA and False with CUDA."""
     torch.set_num_threads(threads)
     has_cuda = torch.cuda.is_available()
     set_deterministic(deterministic is True or (deterministic is None and not has_cuda))
@@ -38,11 +35,8 @@ def set_deterministic(is_on: bool) -> None:
 
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
-    """Disable deterministic algorithms on CUDA during writes to indices that all differ.
-
-    Such writes are deterministic even then. An indexed write takes one kernel launch, instead of about fifteen with
-    deterministic algorithms.
-    """
+    """Disable deterministic algorithms on CUDA during writes to indices that all differ. Such writes are deterministic
+    even then. An indexed write takes one kernel launch, instead of about fifteen with deterministic algorithms."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield
         return

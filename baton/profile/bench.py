@@ -427,10 +427,7 @@ def _full_steps(engine: Engine, longest: int, clock: Callable[[], float]) -> lis
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
     """Measure the modes with a fake engine that has a slot for every trajectory. Its step time does not depend on the
-    number of rows.
-
-    The clock counts decode steps. This models a GPU with small batches of a large model.
-    """
+    number of rows. The clock counts decode steps. This models a GPU with small batches of a large model."""
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
     sides = []

@@ -83,10 +83,8 @@ def environment_section(
 
 
 def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
-    """Return a [[reward]] section for each reward, and register functions under the paths in their sections.
-
-    Raises UserError for a value that is neither a function nor a known reward.
-    """
+    """Return a [[reward]] section for each reward, and register functions under the paths in their sections. Raises
+    UserError for a value that is neither a function nor a known reward."""
     rewards = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
     sections: list[dict[str, Any]] = []
     for one in rewards:

@@ -119,10 +119,8 @@ def changes_of(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
 
 
 def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a sentence for each change that makes a resumed run differ from an uninterrupted run.
-
-    Both arguments are resolved recipes. Raises UserError if the two recipes differ in a key that must not change.
-    """
+    """Return a sentence for each change that makes a resumed run differ from an uninterrupted run. Both arguments are
+    resolved recipes. Raises UserError if the two recipes differ in a key that must not change."""
     said, refused = [], []
     for key, (old, new) in changes_of(before, now).items():
         change = f"resuming with {key} = {new!r} instead of {old!r}"

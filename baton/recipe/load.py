@@ -53,10 +53,8 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def parse_recipe(kind: type[Kind], tree: dict[str, Any], where: str) -> Kind:
-    """Return the recipe with these sections. Raises UserError with a line per mistake, each beginning with `where`.
-
-    If `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
-    """
+    """Return the recipe with these sections. Raises UserError with a line per mistake, each beginning with `where`. If
+    `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint."""
     try:
         recipe = kind.model_validate(tree)
     except ValidationError as error:

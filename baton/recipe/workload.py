@@ -39,9 +39,7 @@ def read_workload(path: Path) -> Workload:
 
 def recipe_workload(recipe: Recipe) -> Workload:
     """Return the workload of a recipe. All lengths are one token, because a recipe does not determine lengths.
-
-    `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training do not overlap.
-    """
+    `max_staleness` is 0 unless the mode is `async`: in the other modes, generation and training do not overlap."""
     rules, algorithm = recipe.rollout.rules(), recipe.algorithm
     width = 4.0 if recipe.engine.dtype == "float32" else 2.0
     return Workload(

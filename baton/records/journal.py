@@ -202,10 +202,8 @@ class Journal:
             self._remove(("episode",), *key)
 
     def delete_rewards(self) -> None:
-        """Delete the rewards of open groups, so that they are scored again after a change of the reward parts.
-
-        Episodes keep the rewards of their environments, or the failure of the environment.
-        """
+        """Delete the rewards of open groups, so that they are scored again after a change of the reward parts. Episodes
+        keep the rewards of their environments, or the failure of the environment."""
         for key, scored in self._find(("judged",)):
             if scored.episode is not None and ENVIRONMENT not in scored.judgement.parts:
                 continue
@@ -237,11 +235,8 @@ class Journal:
         self.commit()
 
     def checkpointed(self, step: int, oldest_step: int) -> None:
-        """Delete the groups of all batches up to `step`, because a checkpoint now contains them.
-
-        oldest_step: step of the oldest checkpoint from which the run may resume. The metrics of batches after this step
-        are kept.
-        """
+        """Delete the groups of all batches up to `step`, because a checkpoint now contains them. oldest_step: step of
+        the oldest checkpoint from which the run may resume. The metrics of batches after this step are kept."""
         for group_id in self._gone(step):
             self._remove(_GROUP_KINDS, group_id)
         for key, _ in self._find(("batch",)):

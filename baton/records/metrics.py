@@ -78,11 +78,9 @@ class MetricsWriter:
         log: LogSettings | None = None,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the sinks of the run in `directory`, and remove the rows of steps after `resume_step`.
-
-        before_write: called before each write; raises if another process has taken over the directory. Raises UserError
-        if Weights & Biases is configured but cannot start.
-        """
+        """Open the sinks of the run in `directory`, and remove the rows of steps after `resume_step`. before_write:
+        called before each write; raises if another process has taken over the directory. Raises UserError if Weights &
+        Biases is configured but cannot start."""
         self._directory, self._before_write = directory, before_write
         log = log or LogSettings()
         self._sinks: list[Sink] = [JsonLines(directory, resume_step)]

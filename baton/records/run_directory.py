@@ -133,9 +133,7 @@ class RunDirectory:
         self, recipe: dict[str, Any], *, step: int, threads: int, changes: Mapping[str, tuple[Any, Any]]
     ) -> None:
         """Write the recipe of a resumed run; append the new environment and the changes of the recipe to run.json.
-
-        changes: keys of the recipe with (old, new) values; the new values apply after `step`.
-        """
+        changes: keys of the recipe with (old, new) values; the new values apply after `step`."""
         facts = self.facts()
         changed = {key: {"old": old, "new": new} for key, (old, new) in changes.items()}
         facts["resumed"].append({"step": step, "changed": changed, **_environment(threads)})
@@ -149,10 +147,8 @@ class RunDirectory:
         make_directory(self._trajectories)
 
     def cut_after(self, step: int) -> None:
-        """Delete incomplete files, and the evaluations of steps after `step`, which the resumed run repeats.
-
-        Recorded trajectories stay: the loop replays them, so no trajectory is generated or scored twice.
-        """
+        """Delete incomplete files, and the evaluations of steps after `step`, which the resumed run repeats. Recorded
+        trajectories stay: the loop replays them, so no trajectory is generated or scored twice."""
         self.check_held()
         for directory in (self.path, self.checkpoints, self._trajectories):
             remove_leftovers(directory)
@@ -198,20 +194,15 @@ class RunDirectory:
         write_whole(self._groups_file(step, source), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def skip_groups(self, step: int) -> None:
-        """Rename the recorded batch of a step, so that it is no longer part of the run.
-
-        Batches of the same step that were skipped earlier are kept.
-        """
+        """Rename the recorded batch of a step, so that it is no longer part of the run. Batches of the same step that
+        were skipped earlier are kept."""
         self.check_held()
         self._groups_file(step).rename(self._groups_file(step, "skipped", self._num_skipped(step) + 1))
         flush_to_disk(self._trajectories)
 
     def groups(self, step: int, source: Source = "batch") -> list[Group]:
-        """Return recorded groups of a step.
-
-        Raises UserError, which names the recorded steps, if the step is not recorded. Raises Damaged if the file cannot
-        be read.
-        """
+        """Return recorded groups of a step. Raises UserError, which names the recorded steps, if the step is not
+        recorded. Raises Damaged if the file cannot be read."""
         file = self._groups_file(step, source, self._num_skipped(step))
         if not file.is_file():
             steps = self.recorded_steps(source)

@@ -63,10 +63,8 @@ class RunLock:
 
     @classmethod
     def take(cls, directory: Path, log: Callable[[str], None] = lambda text: None) -> RunLock:
-        """Lock a directory. A directory that does not exist is created first.
-
-        Raises UserError, which names the other process, if another process holds the directory.
-        """
+        """Lock a directory. A directory that does not exist is created first. Raises UserError, which names the other
+        process, if another process holds the directory."""
         made = make_directory(directory)
         file = _lock(directory)
         before = _read(directory)

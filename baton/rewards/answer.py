@@ -42,10 +42,7 @@ _STATED = re.compile(
 
 def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
     """Return the answer in a response, without whitespace around it, or None if the response does not follow the
-    format.
-
-    `pattern`: regular expression, for the format `regex`.
-    """
+    format. `pattern`: regular expression, for the format `regex`."""
     if answer_format == "tags":
         found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
         return found[-1].strip() if found else None

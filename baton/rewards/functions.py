@@ -75,10 +75,8 @@ def _imported(path: str, what: str) -> RewardFunction:
 
 
 def detect_signature(function: RewardFunction) -> Signature:
-    """Detect the calling convention of a function from its name and parameters.
-
-    `verl`: the name `compute_score`, or verl's parameters. `trl`: a parameter `completions`. `names`: anything else.
-    """
+    """Detect the calling convention of a function from its name and parameters. `verl`: the name `compute_score`, or
+    verl's parameters. `trl`: a parameter `completions`. `names`: anything else."""
     if getattr(function, "__name__", "") == "compute_score":
         return "verl"
     try:

@@ -27,10 +27,8 @@ def load() -> None:
 
 
 def math_score(answer: str | None, reference: str | None) -> Outcome:
-    """Return 1 if answer and reference are mathematically equal, else 0. For example, `1/2` equals `\\frac{1}{2}`.
-
-    The outcome is a failure if math-verify cannot read the reference, because then no answer could be correct.
-    """
+    """Return 1 if answer and reference are mathematically equal, else 0. For example, `1/2` equals `\\frac{1}{2}`. The
+    outcome is a failure if math-verify cannot read the reference, because then no answer could be correct."""
     if answer is None:
         return CallValue(0.0)
     if reference is None:

@@ -57,11 +57,8 @@ class WorkerPool:
         self._isolation = ""
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
-        """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers.
-
-        `spec`: index in `ScorerSetup.specs`. `may_share`: whether other calls may run in the same process at the same
-        time.
-        """
+        """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers. `spec`: index in
+        `ScorerSetup.specs`. `may_share`: whether other calls may run in the same process at the same time."""
         if may_share:
             worker = await self._shared_worker()
             with contextlib.suppress(_WorkerExited, TimeoutError):
@@ -161,10 +158,7 @@ class _ScorerProcess:
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, timeout_s: float) -> Outcomes:
         """Make one call. Raises _WorkerExited if the process ends, and TimeoutError if no answer arrives within
-        `timeout_s`.
-
-        `deadline_s`: limit that the worker process itself enforces, but only for asynchronous scorers.
-        """
+        `timeout_s`. `deadline_s`: limit that the worker process itself enforces, but only for asynchronous scorers."""
         if not self.is_alive:
             raise _WorkerExited("has ended")
         self._next_id += 1

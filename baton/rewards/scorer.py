@@ -107,11 +107,8 @@ class RewardScorer:
         settings: JudgeSettings | None = None,
     ) -> None:
         """Import the reward functions. Raises UserError if an import fails, the recipe has no reward part, or a part
-        applies to no task.
-
-        `tasks`: the single-turn tasks; empty if all tasks of the recipe are multi-turn. `answers`: answer format by
-        task name.
-        """
+        applies to no task. `tasks`: the single-turn tasks; empty if all tasks of the recipe are multi-turn. `answers`:
+        answer format by task name."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
@@ -149,10 +146,7 @@ class RewardScorer:
 
     def start(self) -> str:
         """Start a worker process if a scorer needs one. Return a line for the user that describes its isolation, or an
-        empty string if no process was started.
-
-        Raises UserError if the process cannot load a scorer.
-        """
+        empty string if no process was started. Raises UserError if the process cannot load a scorer."""
         if not self._specs:
             return ""
         return self._scoring_thread().run(self._scoring_thread().start_worker()).result(self.timeout_s)
@@ -190,10 +184,8 @@ class RewardScorer:
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         """Return the trajectories that have been scored. Wait at most `timeout_s` seconds for the first trajectory.
-
         Raises UserError if a scorer does not answer any call. Raises DeadlineExceeded, which names the scorers, if no
-        result arrives for `self.timeout_s` seconds.
-        """
+        result arrives for `self.timeout_s` seconds."""
         found: list[ScoredTrajectory] = []
         while self._waiting:
             try:
@@ -213,10 +205,7 @@ class RewardScorer:
 
     def drain(self, check: Callable[[], None] = lambda: None) -> Iterator[ScoredTrajectory]:
         """Yield all submitted trajectories that have not been collected, waiting for their rewards. Raises the errors
-        of `collect`.
-
-        `check`: called about once a second; an exception that it raises ends the wait.
-        """
+        of `collect`. `check`: called about once a second; an exception that it raises ends the wait."""
         while self._waiting:
             check()
             yield from self.collect(min(1.0, self.timeout_s))
@@ -287,10 +276,7 @@ class RewardScorer:
 
     async def _checked_call(self, scorer: _BackgroundScorer, calls: Calls) -> Outcomes:
         """Call a scorer. After MAX_UNANSWERED calls without an answer, test the scorer with a call that it has answered
-        before.
-
-        Raises UserError if the scorer does not answer the test.
-        """
+        before. Raises UserError if the scorer does not answer the test."""
         if scorer.needs_answer and calls[0].answer is None:
             return (CallValue(0.0),)
         outcomes = await scorer.call(calls)

@@ -56,11 +56,9 @@ class ScoringThread:
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     async def call_worker(self, spec: int, calls: Calls, deadline_s: float, *, concurrency: int = 0) -> Outcomes:
-        """Make a call in a worker process, and repeat the call if the process crashes.
-
-        `spec`: index in `ScorerSetup.specs`. `concurrency`: maximum number of concurrent calls of this scorer in the
-        shared process. 0 means that the call runs in a process that executes no other call at the same time.
-        """
+        """Make a call in a worker process, and repeat the call if the process crashes. `spec`: index in
+        `ScorerSetup.specs`. `concurrency`: maximum number of concurrent calls of this scorer in the shared process. 0
+        means that the call runs in a process that executes no other call at the same time."""
         call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)
         return await self._retried(call, FailureCause.CRASHED, f"spec {spec}", concurrency)
 
@@ -128,10 +126,8 @@ class ScoringThread:
     async def _retried(
         self, call: Callable[[], Awaitable[Outcomes]], cause: FailureCause, key: str, concurrency: int
     ) -> Outcomes:
-        """Make a call, and repeat the call if it fails with `cause`.
-
-        `concurrency`: maximum concurrent calls with the same `key`; 0 sets no limit.
-        """
+        """Make a call, and repeat the call if it fails with `cause`. `concurrency`: maximum concurrent calls with the
+        same `key`; 0 sets no limit."""
         limit = self._limits.setdefault(key, asyncio.Semaphore(concurrency)) if concurrency else nullcontext()
 
         async def attempt() -> Outcomes:

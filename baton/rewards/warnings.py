@@ -78,10 +78,8 @@ def by_cause(failed: Mapping[Any, float]) -> str:
 
 
 def have_equal_rewards(groups: Sequence[Group]) -> bool:
-    """Return whether all scored members of each group have the same reward.
-
-    If groups have only one member, the rewards of different groups are compared instead.
-    """
+    """Return whether all scored members of each group have the same reward. If groups have only one member, the rewards
+    of different groups are compared instead."""
     rewards = [[m.judgement.reward for m in g.members if m.judgement.is_judged] for g in groups]
     if all(len(g.members) == 1 for g in groups):
         rewards = [[reward for row in rewards for reward in row]]

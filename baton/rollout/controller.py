@@ -130,11 +130,9 @@ class RolloutController:
         *,
         num_batches: float = math.inf,
     ) -> None:
-        """Start at `version`, which equals the number of batches delivered before.
-
-        cursor: the journal's cursor in the prompt stream. carried: open groups of an earlier process. num_batches:
-        number of batches in the whole run; it limits how many groups are opened.
-        """
+        """Start at `version`, which equals the number of batches delivered before. cursor: the journal's cursor in the
+        prompt stream. carried: open groups of an earlier process. num_batches: number of batches in the whole run; it
+        limits how many groups are opened."""
         self.scheduler = self.make_scheduler(
             self.rules, version=version, next_group_id=cursor.next_group_id, num_batches=num_batches
         )
@@ -159,11 +157,9 @@ class RolloutController:
     def resume(
         self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
     ) -> list[OpenGroup]:
-        """Start at `version` with the journal's cursor and open groups; return the open groups.
-
-        cursor: that of the checkpoint. newest_group_id: the largest group id in a recorded batch. Both are needed only
-        if the journal's last entries are lost.
-        """
+        """Start at `version` with the journal's cursor and open groups; return the open groups. cursor: that of the
+        checkpoint. newest_group_id: the largest group id in a recorded batch. Both are needed only if the journal's
+        last entries are lost."""
         assert self._journal is not None, "a controller without a journal cannot resume"
         place = self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:
@@ -182,22 +178,17 @@ class RolloutController:
         return StreamCursor(self._next_group_id, dict(self._prompts.position))
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Load a new version into the worker, and return when the transport has loaded it.
-
-        Raises DeadlineExceeded if the worker makes no progress, and Stopped.
-        """
+        """Load a new version into the worker, and return when the transport has loaded it. Raises DeadlineExceeded if
+        the worker makes no progress, and Stopped."""
         self._tensors, self._version = tensors, version
         self._dispatch(ev.VersionTrained(self._now_s(), version.number))
         self._pump_until(lambda: self._version is None)
         self._tensors = {}
 
     def next_batch(self, on_scored: Callable[[int], None] = lambda count: None) -> list[Group]:
-        """Return the groups of the next train step.
-
-        on_scored: called with the number of trajectories of open groups that already have rewards, then with each
-        increase. Raises DeadlineExceeded if the worker makes no progress, and Stopped; the journal then contains all
-        reported tokens.
-        """
+        """Return the groups of the next train step. on_scored: called with the number of trajectories of open groups
+        that already have rewards, then with each increase. Raises DeadlineExceeded if the worker makes no progress, and
+        Stopped; the journal then contains all reported tokens."""
         self._on_scored = on_scored
         on_scored(sum(len(group.scored) for group in self._groups.values()))
         self._dispatch(ev.BatchRequested(self._now_s()))
@@ -212,11 +203,9 @@ class RolloutController:
         return groups
 
     def run_until(self, is_over: Callable[[float], bool]) -> None:
-        """Process messages until `is_over` returns true. Called during a train step.
-
-        is_over: waits at most the given number of seconds and returns whether the train step has ended. In `sync` and
-        `partial` the worker is idle, so this method only waits.
-        """
+        """Process messages until `is_over` returns true. Called during a train step. is_over: waits at most the given
+        number of seconds and returns whether the train step has ended. In `sync` and `partial` the worker is idle, so
+        this method only waits."""
         while not is_over(0.0):
             if self.rules.mode == "async" and (self._is_busy or not self._slots):
                 self._pump(SHORT_WAIT_S, "hidden")
@@ -225,10 +214,8 @@ class RolloutController:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Abort all rollouts, yield while worker and scorer are idle, and resume the rollouts afterwards.
-
-        Used while an evaluation needs the worker.
-        """
+        """Abort all rollouts, yield while worker and scorer are idle, and resume the rollouts afterwards. Used while an
+        evaluation needs the worker."""
         self._dispatch(ev.DispatchPaused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_scoring))
         yield
@@ -327,10 +314,8 @@ class RolloutController:
                 self._on_lease_message(message)
 
     def _on_revoked(self, revoked: WorkRevoked) -> None:
-        """Restart a trajectory, or an episode one of whose paths it is, whose tokens are not trusted.
-
-        Ignore the message if the group is already in a batch, or if the noise seed is that of an evaluation.
-        """
+        """Restart a trajectory, or an episode one of whose paths it is, whose tokens are not trusted. Ignore the
+        message if the group is already in a batch, or if the noise seed is that of an evaluation."""
         group, index = self._groups.get(revoked.group_id), revoked.sample_index
         if group is None or revoked.noise_seed not in self._noise_seeds(group, index):
             return
@@ -515,10 +500,8 @@ class RolloutController:
         self._dispatch(ev.Rewarded(self._now_s(), trajectory.group_id, trajectory.sample_index, reward))
 
     def _is_first(self, scored: ScoredTrajectory) -> bool:
-        """Return whether this is the first reward of its trajectory.
-
-        A group that is scored as a whole is scored again after one of its members was revoked.
-        """
+        """Return whether this is the first reward of its trajectory. A group that is scored as a whole is scored again
+        after one of its members was revoked."""
         group = self._groups.get(scored.trajectory.group_id)
         return group is None or scored.trajectory.sample_index not in group.scored
 

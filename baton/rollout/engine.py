@@ -214,11 +214,8 @@ class Engine(Protocol):
         """Return reports of all tokens that running leases have generated since their last report."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights immediately. Running leases continue under the new version.
-
-        A lease that requires exactly another version (`is_exact`) is aborted if it is running, and refused with `Retry`
-        if it is waiting.
-        """
+        """Switch to new weights immediately. Running leases continue under the new version. A lease that requires
+        exactly another version (`is_exact`) is aborted if it is running, and refused with `Retry` if it is waiting."""
 
     @property
     def stats(self) -> EngineStats:

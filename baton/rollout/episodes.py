@@ -240,10 +240,8 @@ class EpisodePlayer:
         self._open[_key(trajectory)] = _Open(prompt, trajectory, episode)
 
     def sampling(self, prompt: Prompt, trajectory: Trajectory) -> SeededSampling:
-        """Return the sampling parameters for the rest of a turn, limited to the turn's remaining budget.
-
-        Each path has its own noise, because the token positions of a new path start at 0 again.
-        """
+        """Return the sampling parameters for the rest of a turn, limited to the turn's remaining budget. Each path has
+        its own noise, because the token positions of a new path start at 0 again."""
         left = min(
             self._setup.tasks[prompt.task].max_turn_tokens - (trajectory.num_tokens - trajectory.turn_offset),
             self._tokens_left(trajectory),
@@ -252,12 +250,9 @@ class EpisodePlayer:
         return SeededSampling(params, path_seeds(self._sampling.noise_seed, self.num_paths(_key(trajectory)))[-1])
 
     def end_turn(self, prompt: Prompt, trajectory: Trajectory, reason: FinishReason) -> ScoredTrajectory | None:
-        """Send the action of a finished turn, or return the episode if it is over.
-
-        reason: why the engine ended the turn. A turn that used up its own budget is sent unchanged, even if the
-        episode's budget ends at the same token. A turn that was cut by the limit of the episode or of the context is
-        not sent.
-        """
+        """Send the action of a finished turn, or return the episode if it is over. reason: why the engine ended the
+        turn. A turn that used up its own budget is sent unchanged, even if the episode's budget ends at the same token.
+        A turn that was cut by the limit of the episode or of the context is not sent."""
         key, rules = _key(trajectory), self._setup.tasks[prompt.task]
         opened = self._open.setdefault(key, _Open(prompt, trajectory))
         opened.trajectory = trajectory
@@ -274,9 +269,7 @@ class EpisodePlayer:
 
     def collect(self, timeout_s: float) -> list[Continued | ScoredTrajectory | BeginAgain]:
         """Process the answers of environments, waiting at most `timeout_s` for the first, and return the results.
-
-        Raises EnvironmentFault if the error budget is used up.
-        """
+        Raises EnvironmentFault if the error budget is used up."""
         found: list[Continued | ScoredTrajectory | BeginAgain] = []
         for answer in self._setup.inbox.collect(self._stream, timeout_s):
             key = (answer.key.group_id, answer.key.sample_index)

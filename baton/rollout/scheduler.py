@@ -42,10 +42,8 @@ class RolloutScheduler:
     def __init__(
         self, rules: Rules, *, version: int = 0, next_group_id: int = 0, num_batches: float = math.inf
     ) -> None:
-        """Start at `version`, which equals the number of batches delivered before.
-
-        num_batches: number of batches in the whole run; it limits how many groups are opened.
-        """
+        """Start at `version`, which equals the number of batches delivered before. num_batches: number of batches in
+        the whole run; it limits how many groups are opened."""
         self._most_groups = num_batches * rules.batch_groups
         self.rules = rules
         self.version = version
@@ -100,10 +98,8 @@ class RolloutScheduler:
         return commands
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Apply one event and return the resulting commands in the order in which they must be executed.
-
-        If the event's time is earlier than that of the previous event, no time has passed between them.
-        """
+        """Apply one event and return the resulting commands in the order in which they must be executed. If the event's
+        time is earlier than that of the previous event, no time has passed between them."""
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
             self.step.pass_time(elapsed_s, len(self._leased), self._slots)

@@ -103,10 +103,8 @@ class TrackedGroup:
 
 @dataclass(slots=True)
 class Ledger:
-    """Accounts of policy tokens: generated = trained + masked + filtered + dropped + lost + carried.
-
-    Carried tokens are the tokens of open groups. The ledger does not store the number of carried tokens.
-    """
+    """Accounts of policy tokens: generated = trained + masked + filtered + dropped + lost + carried. Carried tokens are
+    the tokens of open groups. The ledger does not store the number of carried tokens."""
 
     generated: int = 0
     trained: int = 0

@@ -78,10 +78,8 @@ torch threads per rank."""
 
 
 def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = None) -> int:
-    """Set up torch (`set_up_threads`) and return the number of threads.
-
-    If `threads` is 0, torch gets all available cores except `busy` cores, which other processes use.
-    """
+    """Set up torch (`set_up_threads`) and return the number of threads. If `threads` is 0, torch gets all available
+    cores except `busy` cores, which other processes use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = threads or max(1, allowed - busy)
     set_up_threads(count, deterministic=deterministic)
@@ -175,10 +173,8 @@ def train_here(
     overwrite: bool,
     predictions: Predictions | None = None,
 ) -> Loop:
-    """Run a recipe from this process until the run ends or `stop` is requested.
-
-    Close the run's `Loop`, and return it.
-    """
+    """Run a recipe from this process until the run ends or `stop` is requested. Close the run's `Loop`, and return
+    it."""
     with _memory_errors(recipe):
         with stop.interrupting():
             loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
@@ -292,11 +288,8 @@ def _build_loop(
 
 
 def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, observer: Observer) -> list[Prompt]:
-    """Exclude prompts that are too long from the tasks, and return the held-out prompts.
-
-    Report to the observer how many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held
-    out.
-    """
+    """Exclude prompts that are too long from the tasks, and return the held-out prompts. Report to the observer how
+    many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held out."""
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
         for lengths in measure(mixture, encoder.num_tokens, room, seed=seed, on_measured=measured):
@@ -333,11 +326,9 @@ def _open(
     trace: TraceWriter,
     supervisor: WorkerSupervisor | None,
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
-    """Start engines or the hub, and open the run's directory and files.
-
-    Local engines are constructed before the directory is changed, so that errors of their construction leave the
-    directory unchanged. A hub starts afterwards, because the hub keeps files in the directory.
-    """
+    """Start engines or the hub, and open the run's directory and files. Local engines are constructed before the
+    directory is changed, so that errors of their construction leave the directory unchanged. A hub starts afterwards,
+    because the hub keeps files in the directory."""
     with ExitStack() as undo:
         undo.callback(trainer.close)
         if not recipe.swarm.is_on:
@@ -377,10 +368,8 @@ def _rollout_side(
 def open_episodes(
     recipe: Recipe | TaskRecipe, mixture: TaskMixture, bridge: TokenBridge | None, say: Callable[[str], None]
 ) -> EpisodeSetup | None:
-    """Start the environments of a recipe's multi-turn tasks. Return None if the recipe has no multi-turn task.
-
-    Raises UserError if an environment cannot be loaded.
-    """
+    """Start the environments of a recipe's multi-turn tasks. Return None if the recipe has no multi-turn task. Raises
+    UserError if an environment cannot be loaded."""
     if bridge is None:
         return None
     every = {**mixture.tasks, **mixture.tests}

@@ -90,10 +90,8 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
 
 
 def direct_backend(layout: DeviceLayout | None) -> DirectBackend:
-    """Return the backend of direct transfers from the trainer to the run's engine.
-
-    The backend is `ipc` if both use the same GPU, because NCCL refuses two processes on one GPU.
-    """
+    """Return the backend of direct transfers from the trainer to the run's engine. The backend is `ipc` if both use the
+    same GPU, because NCCL refuses two processes on one GPU."""
     if layout is None:
         return "gloo"
     return "ipc" if set(layout.trainer) & set(layout.engines[0]) else "nccl"

@@ -211,10 +211,8 @@ class _Files:
         return paths[:count]
 
     def secret(self) -> bytes:
-        """Return the run's secret, which is generated at the first start of the run.
-
-        With the same secret, a restarted hub recognises its workers and verifies the same reports.
-        """
+        """Return the run's secret, which is generated at the first start of the run. With the same secret, a restarted
+        hub recognises its workers and verifies the same reports."""
         path = self.run / "inspection.secret"
         if path.exists() and len(known := path.read_bytes()) == _SECRET_BYTES:
             return known
@@ -322,11 +320,8 @@ def _access(
 
 
 def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: bool) -> VerificationService:
-    """Return the verification service.
-
-    The service is off if `on_new_version` is "keep", because tokens of a KV cache from older weights cannot be
-    rescored.
-    """
+    """Return the verification service. The service is off if `on_new_version` is "keep", because tokens of a KV cache
+    from older weights cannot be rescored."""
     inspection = recipe.inspection
     is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
     is_on = is_on and (inspection.own or has_strangers) and recipe.rules().on_new_version != "keep"
@@ -341,10 +336,8 @@ def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: b
 
 
 def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
-    """Return a scorer in the engines' dtype.
-
-    In this dtype most correct tokens get bit-identical logprobs, so small deviations are visible.
-    """
+    """Return a scorer in the engines' dtype. In this dtype most correct tokens get bit-identical logprobs, so small
+    deviations are visible."""
     device, attention = torch_device(recipe.inspection.device), recipe.model.attention
     dtype = torch_dtype(recipe.engine.dtype, device)
     if recipe.lora is not None:
@@ -358,10 +351,7 @@ def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
 
 def _num_fetchable(recipe: Recipe) -> int:
     """Return the number of published versions to keep: all versions that may have sampled tokens of an unfinished
-    trajectory.
-
-    Verification needs the same versions.
-    """
+    trajectory. Verification needs the same versions."""
     return recipe.rules().max_staleness // recipe.swarm.publish_every + 2
 
 

@@ -80,10 +80,8 @@ class Observer(Protocol):
     """Receives the events of a run, for example to print them."""
 
     def phase(self, name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Return the context of a phase with `total` units of work.
-
-        The context's value is a function that receives the number of units completed since its last call.
-        """
+        """Return the context of a phase with `total` units of work. The context's value is a function that receives the
+        number of units completed since its last call."""
         ...
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
@@ -396,11 +394,9 @@ class Loop:
             return future.result()
 
     def _save(self) -> None:
-        """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint.
-
-        Flushes the journal first, so that no group of the checkpoint's batches can be trained again. With
-        `checkpoint.background`, a failure is raised by the next call, or by `_finish_saving`.
-        """
+        """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint. Flushes the journal
+        first, so that no group of the checkpoint's batches can be trained again. With `checkpoint.background`, a
+        failure is raised by the next call, or by `_finish_saving`."""
         if self.saved_step == self.state.step or not self.state.step:
             return
         self._finish_saving()
@@ -434,10 +430,8 @@ class Loop:
         self.journal.checkpointed(step, saved.oldest_step)
 
     def _publish(self) -> None:
-        """Wait until the workers have loaded the trainer's version.
-
-        A stop request ends the wait without an exception. The caller's next check of `stop` raises Stopped.
-        """
+        """Wait until the workers have loaded the trainer's version. A stop request ends the wait without an exception.
+        The caller's next check of `stop` raises Stopped."""
         weights = self.trainer.publish()
         with suppress(Stopped):
             if self.has_begun:

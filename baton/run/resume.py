@@ -217,10 +217,8 @@ def _recorded(run: RunDirectory) -> dict[str, Any]:
 def open_run(
     recipe: Recipe, lock: RunLock, trainer: Trainer, tokenizer: Tokenizer, place: ResumePoint, threads: int
 ) -> RunDirectory:
-    """Create the run's directory, or restore the directory and the trainer to the resume point.
-
-    This is the last action of a start, so that errors of earlier actions leave the directory unchanged.
-    """
+    """Create the run's directory, or restore the directory and the trainer to the resume point. This is the last action
+    of a start, so that errors of earlier actions leave the directory unchanged."""
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:
         run = RunDirectory.open(recipe.run.path, lock)

@@ -64,10 +64,8 @@ class WarmStartReport(msgspec.Struct, frozen=True):
 
 
 def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = False) -> WarmStartReport:
-    """Fine-tune a model as the recipe describes, and write the model to `recipe.output` atomically.
-
-    Raises UserError if the run or the output exists and `overwrite` is False, or if the warm-up is too long.
-    """
+    """Fine-tune a model as the recipe describes, and write the model to `recipe.output` atomically. Raises UserError if
+    the run or the output exists and `overwrite` is False, or if the warm-up is too long."""
     check_schedule("sft", warmup_steps=recipe.sft.warmup_steps, decay="cosine", total_steps=recipe.sft.steps)
     _check_output(Path(recipe.output), overwrite=overwrite)
     RunDirectory.check_free(recipe.run.path, overwrite=overwrite)

@@ -159,11 +159,8 @@ def read_trajectories(
     limit: int,
     source: Source = "batch",
 ) -> list[ReadableTrajectory]:
-    """Return recorded trajectories of a train step, by default of the last recorded step.
-
-    The list is empty if no trajectory matches `is_correct`. Raises UserError if the step, group or task is not
-    recorded.
-    """
+    """Return recorded trajectories of a train step, by default of the last recorded step. The list is empty if no
+    trajectory matches `is_correct`. Raises UserError if the step, group or task is not recorded."""
     run = RunDirectory.open(path)
     steps = run.recorded_steps(source)
     if step is None and not steps:
@@ -192,10 +189,7 @@ def write_responses(path: Path, tokenizer: Tokenizer, groups: Iterable[Group]) -
 
 def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory]]:
     """Yield (order, trajectory) for the best, worst and longest trajectories of the first and last recorded train
-    steps.
-
-    No trajectory is yielded twice, and the examples of one order and step have different prompts.
-    """
+    steps. No trajectory is yielded twice, and the examples of one order and step have different prompts."""
     steps = run.recorded_steps()
     tokenizer = load_tokenizer(str(run.tokenizer)) if steps else None
     for step in dict.fromkeys((steps[0], steps[-1]) if steps else ()):
@@ -216,10 +210,8 @@ def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory
 def _ordered(
     members: Sequence[tuple[Group, ScoredTrajectory]], order: str | None
 ) -> list[tuple[Group, ScoredTrajectory]]:
-    """Return trajectories sorted by reward, with unscored trajectories last, or by length.
-
-    Trajectories with equal rewards are sorted by sample index, so that trajectories of one prompt are not adjacent.
-    """
+    """Return trajectories sorted by reward, with unscored trajectories last, or by length. Trajectories with equal
+    rewards are sorted by sample index, so that trajectories of one prompt are not adjacent."""
     match order:
         case "best" | "worst":
             sign = -1 if order == "best" else 1

@@ -52,11 +52,9 @@ class VirtualClock:
         self.now_s = until_s
 
     def poll(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
-        """Run actions until `is_over`, at most those of the next `timeout_s` seconds. Return `is_over()`.
-
-        The caller repeats a call that has timed out. The calls during which no action would run are skipped: the time
-        advances by a multiple of `timeout_s`. Raises NoProgress if no action is scheduled that could end the wait.
-        """
+        """Run actions until `is_over`, at most those of the next `timeout_s` seconds. Return `is_over()`. The caller
+        repeats a call that has timed out. The calls during which no action would run are skipped: the time advances by
+        a multiple of `timeout_s`. Raises NoProgress if no action is scheduled that could end the wait."""
         until_s, before = self.now_s + timeout_s, self.num_fired
         while not is_over():
             if self._heap and self._heap[0][0] <= until_s:

@@ -114,10 +114,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 def read_model(path: Path) -> ModelSpec:
     """Read the config.json of a model. `path` is the file, the model's directory, or the directory of an adapter for
-    the model.
-
-    Raises UserError if the file or a required key is missing, or a value is invalid.
-    """
+    the model. Raises UserError if the file or a required key is missing, or a value is invalid."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file() and (adapter := path / "adapter_config.json").is_file():
         file = Path(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]) / "config.json"

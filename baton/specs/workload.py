@@ -51,10 +51,8 @@ def constant(mean: float) -> Lengths:
 
 
 def lognormal(mean: float, cv: float, longest: float) -> Lengths:
-    """Return a lognormal distribution whose lengths above `longest` are cut to `longest`.
-
-    `mean` is the mean after the cut. `cv` is the standard deviation divided by the mean, before the cut.
-    """
+    """Return a lognormal distribution whose lengths above `longest` are cut to `longest`. `mean` is the mean after the
+    cut. `cv` is the standard deviation divided by the mean, before the cut."""
     sigma = math.sqrt(math.log1p(cv * cv))
     normal = NormalDist()
     z = np.array([normal.inv_cdf((index + 0.5) / QUANTILES) for index in range(QUANTILES)])

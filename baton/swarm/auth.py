@@ -162,10 +162,7 @@ def digest_of(token: str) -> str:
 
 def write_private(path: Path, data: bytes) -> None:
     """Replace a file's content atomically, like `files.write_whole`. Other users cannot read the new file, not even
-    while it is written.
-
-    Raises UserError if the file cannot be written.
-    """
+    while it is written. Raises UserError if the file cannot be written."""
     path = path.resolve()  # replace the target of a symbolic link, not the link
     unfinished: Path | None = None
     try:
@@ -183,10 +180,8 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def read_token_file(path: Path) -> str:
-    """Read a worker's token from a file. Log a warning if other users may read the file.
-
-    Raises UserError if the file is missing or too long, or does not contain exactly one token.
-    """
+    """Read a worker's token from a file. Log a warning if other users may read the file. Raises UserError if the file
+    is missing or too long, or does not contain exactly one token."""
     data, mode = _read_bounded(path, 1_024)
     text = data.decode(errors="replace").strip()
     if not _TOKEN.fullmatch(text):

@@ -48,10 +48,8 @@ class ReportCheck(Protocol):
     it."""
 
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
-        """Return a sentence that names the error of a report, or None if the report has no such error.
-
-        lease: the lease as the hub granted it. grown: the lease's trajectory before the report.
-        """
+        """Return a sentence that names the error of a report, or None if the report has no such error. lease: the lease
+        as the hub granted it. grown: the lease's trajectory before the report."""
         ...
 
 
@@ -209,11 +207,9 @@ class LeaseBroker:
         return len(self.table.workers[worker].leases) if worker in self.table.workers else 0
 
     def held(self, worker: int, leases: Iterable[int]) -> list[BrokerCommand]:
-        """Compare the leases that a worker lists after a reconnection with the lease table.
-
-        If the worker does not list one of its leases, this lease ends and its task is granted again. A listed lease
-        that is no longer valid is dropped. A listed lease that was recalled is recalled again.
-        """
+        """Compare the leases that a worker lists after a reconnection with the lease table. If the worker does not list
+        one of its leases, this lease ends and its task is granted again. A listed lease that is no longer valid is
+        dropped. A listed lease that was recalled is recalled again."""
         claimed = set(leases)
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
@@ -420,11 +416,9 @@ class LeaseBroker:
         return end <= start or known.ids_between(start, end) == progress.trajectory.ids_between(start, end)
 
     def _contradicted(self, progress: _LeaseProgress) -> list[BrokerCommand]:
-        """Revoke a trajectory for which workers of one kind generated different tokens from the same noise.
-
-        This does not show which of the workers is at fault; later checks of their trajectories show it. Tokens are
-        compared only between workers of one kind whose engines use keyed noise.
-        """
+        """Revoke a trajectory for which workers of one kind generated different tokens from the same noise. This does
+        not show which of the workers is at fault; later checks of their trajectories show it. Tokens are compared only
+        between workers of one kind whose engines use keyed noise."""
         return self._revoke_task(progress.task, "contradicted")
 
     def _revoke_task(self, number: int, cause: str) -> list[BrokerCommand]:

@@ -110,10 +110,8 @@ class _Working:
 
 
 def _restated(tree: ast.expr, working: _Working) -> tuple[list[str], int]:
-    """Return lines of the form `expression: step`, and the final value.
-
-    Each step replaces one operation of the expression by its result; the next line starts with the shorter expression.
-    """
+    """Return lines of the form `expression: step`, and the final value. Each step replaces one operation of the
+    expression by its result; the next line starts with the shorter expression."""
     lines: list[str] = []
     rest = tree
     while (left := _literal(rest)) is None:

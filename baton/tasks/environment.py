@@ -61,10 +61,7 @@ class EnvironmentTask:
         self, spec: EnvironmentSpec, settings: EnvironmentSettings, rows: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         """`rows`: rows of a dataset. Each draw passes one row to `reset`; no row repeats before every row has been
-        drawn.
-
-        Raises UserError if the environment does not load.
-        """
+        drawn. Raises UserError if the environment does not load."""
         self.spec, self.name = spec, spec.name
         self._settings, self.rows = settings, rows
         self.check_stop: Callable[[], None] = lambda: None
@@ -101,10 +98,8 @@ class EnvironmentTask:
 
     def random_episode(self, metadata: Mapping[str, Any], dice: random.Random) -> Iterator[str]:
         """Play random actions until the episode ends; yield actions and the observations that follow them, alternately.
-        The last text is an action.
-
-        Raises UserError if the environment does not ship with Baton, or has no random actions.
-        """
+        The last text is an action. Raises UserError if the environment does not ship with Baton, or has no random
+        actions."""
         environment: Any = load_environment(self.spec).make() if self._local is not None else None
         if not hasattr(environment, "random_action"):
             raise UserError(

@@ -99,20 +99,14 @@ class GymTask:
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Add the problem's reasoning-gym entry to the metadata, because generating it again can take longer than
-        scoring.
-
-        The entry is stored as a Python literal, because JSON would turn tuples into lists. If an entry cannot be
-        written as a literal, it is left out, and `score` generates it again.
-        """
+        scoring. The entry is stored as a Python literal, because JSON would turn tuples into lists. If an entry cannot
+        be written as a literal, it is left out, and `score` generates it again."""
         entry = self._literal(metadata["gym_seed"], metadata["gym_index"])
         return metadata if entry is None else {**metadata, "entry": entry}
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
         """Score an answer with reasoning-gym's verifier. If the metadata have no entry, generate the entry from seed
-        and index.
-
-        An answer that must not be passed to the verifier (`gym_answer_filter.py`) scores 0.
-        """
+        and index. An answer that must not be passed to the verifier (`gym_answer_filter.py`) scores 0."""
         if answer is None or not may_be_scored(self._gym_name, answer):
             return 0.0
         if "entry" in metadata:

@@ -56,10 +56,8 @@ def _knights_knaves(entry: Entry) -> str:
 
 
 def _without_order(statements: Sequence[Any]) -> str:
-    """Write the statements once for every possible numbering of the people, and return the text that sorts first.
-
-    Two puzzles that differ only in the order of the people therefore have the same text.
-    """
+    """Write the statements once for every possible numbering of the people, and return the text that sorts first. Two
+    puzzles that differ only in the order of the people therefore have the same text."""
     people = range(len(statements))
     numberings = itertools.permutations(people) if len(statements) <= MAX_RENUMBERED else [tuple(people)]
     return min(

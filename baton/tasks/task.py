@@ -45,7 +45,4 @@ class Task(ScoredTask, Protocol):
 
     def draw(self, seed: int, index: int) -> Problem:
         """Return the problem at position `index` of the stream with this seed. The same arguments return the same
-        problem.
-
-        Two positions may have the same problem.
-        """
+        problem. Two positions may have the same problem."""

@@ -86,10 +86,8 @@ class Outcome:
 
     @property
     def totals(self) -> FloatArray:
-        """[T] Discounted sum of the rewards from the start of each turn to the end of the episode.
-
-        Without `turns`, the shape is [1]: the sum of all rewards.
-        """
+        """[T] Discounted sum of the rewards from the start of each turn to the end of the episode. Without `turns`, the
+        shape is [1]: the sum of all rewards."""
         if self.turns is not None:
             found: FloatArray = _discounted(self.rewards, self.discounts)[self.turns.starts]
             return found
@@ -124,10 +122,8 @@ def group_mean(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Float
 
 
 def leave_one_out(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
-    """RLOO: A_i = R_i − mean R of the other episodes of the group (arXiv 2402.14740, section 3.3).
-
-    With rewards by turn, R_i is the return of a turn, and the mean is over the turns of the group's other episodes.
-    """
+    """RLOO: A_i = R_i − mean R of the other episodes of the group (arXiv 2402.14740, section 3.3). With rewards by
+    turn, R_i is the return of a turn, and the mean is over the turns of the group's other episodes."""
     return _within_groups(outcomes, _against_others)
 
 
@@ -152,10 +148,8 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
 
 
 def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
-    """Normalise advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO).
-
-    The standard deviation has divisor N, unlike in `group_std`. If all advantages are equal, all become exactly zero.
-    """
+    """Normalise advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO). The
+    standard deviation has divisor N, unlike in `group_std`. If all advantages are equal, all become exactly zero."""
     everything = np.concatenate(advantages) if advantages else np.zeros(0)
     if not len(everything) or everything.min() == everything.max():
         return [np.zeros_like(values) for values in advantages]
@@ -176,11 +170,9 @@ def overlong_penalty(length: int, longest: int, frac: float, penalty: float) -> 
 def _within_groups(
     outcomes: Sequence[Outcome], compare: Callable[[FloatArray, IntArray], FloatArray]
 ) -> list[FloatArray]:
-    """Compute the advantage of each turn's return within its group, and assign it to all tokens of the turn.
-
-    An episode without turns counts as one turn. `compare` receives the returns of all members of a group and, for each
-    return, the index of the member. It returns an advantage for each return.
-    """
+    """Compute the advantage of each turn's return within its group, and assign it to all tokens of the turn. An episode
+    without turns counts as one turn. `compare` receives the returns of all members of a group and, for each return, the
+    index of the member. It returns an advantage for each return."""
     places: dict[int, list[int]] = {}
     for place, outcome in enumerate(outcomes):
         places.setdefault(outcome.group_id, []).append(place)

@@ -149,10 +149,8 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_model_for_advantages(self) -> bool:
-        """Return whether advantages need a forward pass.
-
-        It computes a critic's values or the KL divergence in the reward.
-        """
+        """Return whether advantages need a forward pass. It computes a critic's values or the KL divergence in the
+        reward."""
         return self.advantage == "gae" or self.has_reward_kl
 
     @property

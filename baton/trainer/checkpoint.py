@@ -101,10 +101,8 @@ def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], gather: Ga
 
 
 def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: int | None, first: int = 0) -> None:
-    """Write the optimiser's moments, or this rank's shards of them; `rank` is None in a single process.
-
-    `first`: first rank of the pipeline stage of this rank. Raises OSError.
-    """
+    """Write the optimiser's moments, or this rank's shards of them; `rank` is None in a single process. `first`: first
+    rank of the pipeline stage of this rank. Raises OSError."""
     if rank is None:
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in moments.items()}
         with TensorFile(_made(directory / "baton" / "optimizer.safetensors"), specs) as file:
@@ -117,10 +115,8 @@ def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: 
 
 
 def write_state(directory: Path, tokenizer: Any, state: CheckpointState) -> None:
-    """Write a Hugging Face tokenizer, then the state.
-
-    The state is written last, because its file marks a complete checkpoint.
-    """
+    """Write a Hugging Face tokenizer, then the state. The state is written last, because its file marks a complete
+    checkpoint."""
     with writing(directory):
         tokenizer.save_pretrained(directory)
     path = _made(directory / "baton" / "state.json")
@@ -180,10 +176,8 @@ def read_weights(path: Path, model: PreTrainedModel) -> StoredTensors:
 
 
 def saved_digest(saved: StoredTensors, model: PreTrainedModel) -> str:
-    """Return the digest that the weights in `saved` have when they are published in float32.
-
-    `read_weights` returns such weights.
-    """
+    """Return the digest that the weights in `saved` have when they are published in float32. `read_weights` returns
+    such weights."""
     if not has_adapters(model):
         return saved.digest()
     return weights_digest(adapter_tensors(model, {name: saved.whole(name) for name in saved.shapes}))
@@ -220,10 +214,8 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest complete checkpoint whose files match its manifest, or None if there is no checkpoint.
-
-    `say` receives a warning for each damaged checkpoint. Raises Damaged when all checkpoints are damaged.
-    """
+    """Return the newest complete checkpoint whose files match its manifest, or None if there is no checkpoint. `say`
+    receives a warning for each damaged checkpoint. Raises Damaged when all checkpoints are damaged."""
     found = list_checkpoints(root)
     for path in reversed(found):
         try:
@@ -248,10 +240,8 @@ def set_aside_checkpoints(root: Path, after_step: int) -> None:
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
-    """Remove all checkpoints except the newest `keep_last` checkpoints and the checkpoint of step `keep_step`.
-
-    Return the removed paths.
-    """
+    """Remove all checkpoints except the newest `keep_last` checkpoints and the checkpoint of step `keep_step`. Return
+    the removed paths."""
     assert keep_last >= 1, "a run whose last checkpoint was removed cannot be resumed"
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]

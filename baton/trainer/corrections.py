@@ -57,10 +57,8 @@ def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def bypass(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Use the behavior policy as PPO's old policy.
-
-    All weights are 1, because the ratio already contains π_θ / π_behavior.
-    """
+    """Use the behavior policy as PPO's old policy. All weights are 1, because the ratio already contains π_θ /
+    π_behavior."""
     return _anchor(inputs, inputs.behavior_logprobs, inputs.mask, is_cut=False)
 
 
@@ -107,9 +105,7 @@ def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
     """Return the largest x² such that the mean of all x² that are not larger is at most `limit`; −1 if there is none.
-
-    `log_weights` are the x of all trained tokens of a minibatch, in any number of pieces.
-    """
+    `log_weights` are the x of all trained tokens of a minibatch, in any number of pieces."""
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
@@ -125,11 +121,8 @@ def correction_shape(
     at_start: Iterable[LossInputs],
     all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda own: [own],
 ) -> CorrectionShape:
-    """Return the parameters of a correction for a whole minibatch.
-
-    `second_moment` reads `at_start`, the minibatch's loss inputs at the start of the train step, and `all_of`, which
-    gathers a vector from every rank.
-    """
+    """Return the parameters of a correction for a whole minibatch. `second_moment` reads `at_start`, the minibatch's
+    loss inputs at the start of the train step, and `all_of`, which gathers a vector from every rank."""
     cutoff = math.inf
     if algorithm.correction == "second_moment":
         own = [(inputs.proximal_logprobs - inputs.behavior_logprobs)[inputs.mask] for inputs in at_start]
@@ -138,10 +131,8 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple, Generic[Scalar]):
-    """Distance of the proximal policy from the behavior policy.
-
-    Each field is a sum over trained tokens, unless stated otherwise.
-    """
+    """Distance of the proximal policy from the behavior policy. Each field is a sum over trained tokens, unless stated
+    otherwise."""
 
     weight: Scalar
     """π_proximal / π_behavior before truncation."""
@@ -159,10 +150,8 @@ class BehaviorDistance(NamedTuple, Generic[Scalar]):
 
 @torch.no_grad()
 def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
-    """Return the sums over a microbatch.
-
-    `is_current`: [B, K], True at tokens that the trainer's own version sampled.
-    """
+    """Return the sums over a microbatch. `is_current`: [B, K], True at tokens that the trainer's own version
+    sampled."""
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
     raw = torch.where(inputs.mask, weights(inputs), 0.0)

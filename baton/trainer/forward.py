@@ -62,11 +62,8 @@ class ModelInputs:
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
         """Return the experts that the engine reported, their positions in a pass, and the number of positions of the
-        pass.
-
-        The experts of a token belong to the position before the token, which computes its logits. A padded pass omits
-        the last column.
-        """
+        pass. The experts of a token belong to the position before the token, which computes its logits. A padded pass
+        omits the last column."""
         found: list[bytes] = []
         places: list[int] = []
         start = 0
@@ -147,10 +144,8 @@ class Passes:
     def scores(
         self, inputs: ModelInputs, model: PreTrainedModel | None = None, *, is_update: bool
     ) -> TokenScores | None:
-        """Score a microbatch's tokens through all pipeline stages.
-
-        Return the scores on the last stage, and None on the other stages.
-        """
+        """Score a microbatch's tokens through all pipeline stages. Return the scores on the last stage, and None on the
+        other stages."""
         pipeline = self.parallel.pipeline
         output = self.output(inputs, pipeline.receive(self.hidden_shape(inputs)), model, is_update=is_update)
         if isinstance(output, TokenScores):
@@ -166,12 +161,9 @@ class Passes:
         *,
         is_update: bool,
     ) -> TokenScores | torch.Tensor:
-        """Run this stage's forward pass.
-
-        Return the scores [B, K] of a microbatch's tokens; a stage before the last one returns hidden states. With
-        `is_update`, the scores include entropies. With a shared critic, they include hidden states. `arrived`: output
-        of the previous stage; None on the first stage.
-        """
+        """Run this stage's forward pass. Return the scores [B, K] of a microbatch's tokens; a stage before the last one
+        returns hidden states. With `is_update`, the scores include entropies. With a shared critic, they include hidden
+        states. `arrived`: output of the previous stage; None on the first stage."""
         model = self.model if model is None else model
         packed = inputs.packed
         has_bonus = is_update and self.algorithm.entropy_coef > 0

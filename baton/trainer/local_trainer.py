@@ -257,21 +257,16 @@ class LocalTrainer:
         )
 
     def publish(self) -> PublishedWeights:
-        """Return a copy of the current weights, or of the adapter alone, on the trainer's device.
-
-        Tensors are cast (`published_dtypes`) before the digest is taken, so the digest identifies the tensors that
-        engines hold.
-        """
+        """Return a copy of the current weights, or of the adapter alone, on the trainer's device. Tensors are cast
+        (`published_dtypes`) before the digest is taken, so the digest identifies the tensors that engines hold."""
         tensors, dtypes = self._published()
         tensors = as_published(tensors, dtypes)
         self._stamp(weights_digest(tensors))
         return PublishedWeights(self._version, tensors)
 
     def publish_to(self, path: Path) -> PolicyVersion:
-        """Write the tensors that `publish` returns to the file `path` on the first rank, one after another.
-
-        Return the version. Collective: all ranks must call it. Raises OSError.
-        """
+        """Write the tensors that `publish` returns to the file `path` on the first rank, one after another. Return the
+        version. Collective: all ranks must call it. Raises OSError."""
         tensors, dtypes = self._published()
         if self._parallel.is_first:
             with TensorFile(path, {name: (dtypes[name], tensor.shape) for name, tensor in tensors.items()}) as file:
@@ -285,11 +280,8 @@ class LocalTrainer:
         return tensors, published_dtypes(self.model, tensors, self._publish_dtype)
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint (format: `checkpoint.py`), atomically in a single process.
-
-        With several ranks, each rank writes its part into an existing directory, and `RankedTrainer.save` creates this
-        directory atomically.
-        """
+        """Write a checkpoint (format: `checkpoint.py`), atomically in a single process. With several ranks, each rank
+        writes its part into an existing directory, and `RankedTrainer.save` creates this directory atomically."""
         if self._parallel.is_alone:
             with atomic_directory(directory) as unfinished:
                 self._write(unfinished)
@@ -314,20 +306,16 @@ class LocalTrainer:
             write_state(directory, self._tokenizer.hf, state)
 
     def _stamp(self, digest: str) -> None:
-        """Set the version's digest on every rank to the first rank's `digest`.
-
-        Only the first rank gathers all weights.
-        """
+        """Set the version's digest on every rank to the first rank's `digest`. Only the first rank gathers all
+        weights."""
         self._check_not_diverged()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint. Raises UserError, without changing anything, if it does not fit this trainer.
-
-        The version's number and digest come from the checkpoint. The lineage does not change, because a run that
-        returns to a checkpoint starts a new lineage.
-        """
+        """Load a checkpoint. Raises UserError, without changing anything, if it does not fit this trainer. The
+        version's number and digest come from the checkpoint. The lineage does not change, because a run that returns to
+        a checkpoint starts a new lineage."""
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})

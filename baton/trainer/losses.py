@@ -145,9 +145,7 @@ def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """CISPO (arXiv 2506.13585, equation 4): J = Σ_i Σ_t w_t sg(clip(r_t, 1 − clip_low, 1 + clip_high)) A_t log π_θ.
-
-    Every token keeps a gradient; the clip only bounds its coefficient.
-    """
+    Every token keeps a gradient; the clip only bounds its coefficient."""
     ratio = to_anchor(inputs, anchor).exp().detach()
     bounded = clip(ratio, shape.clip_low, shape.clip_high)
     surrogate = anchor.weights * bounded * inputs.advantages * torch.where(inputs.mask, inputs.logprobs, 0.0)
@@ -155,10 +153,8 @@ def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 
 def policy_gradient(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """REINFORCE with importance sampling: J = Σ_i Σ_t w_t r_t A_t.
-
-    At r_t = 1, token t gets the gradient w_t A_t ∇ log π_θ.
-    """
+    """REINFORCE with importance sampling: J = Σ_i Σ_t w_t r_t A_t. At r_t = 1, token t gets the gradient w_t A_t ∇ log
+    π_θ."""
     ratio = to_anchor(inputs, anchor).exp()
     surrogate = anchor.weights * ratio * inputs.advantages
     return Loss(_loss(surrogate, inputs, shape), ratio.detach(), torch.zeros_like(inputs.mask))
@@ -229,9 +225,7 @@ def aggregate(values: torch.Tensor, inputs: LossInputs, aggregation: Aggregation
 
 def divisor(num_episodes: int, num_trained_tokens: int, aggregation: Aggregation, longest: int) -> float:
     """Return the divisor of `aggregate`, from counts over a whole minibatch (table in the module's docstring).
-
-    `longest` is the maximum length of an episode in policy tokens.
-    """
+    `longest` is the maximum length of an episode in policy tokens."""
     if aggregation == "token_mean":
         return float(max(1, num_trained_tokens))
     return float(max(1, num_episodes) * (longest if aggregation == "length_constant" else 1))

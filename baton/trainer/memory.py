@@ -24,11 +24,8 @@ from baton.trainer.settings import TrainerSettings
 
 
 def spec_of(config: Any, num_params: int | None = None) -> ModelSpec:
-    """Return the numbers of a Hugging Face configuration.
-
-    `num_params`: number of parameters of the model, if they were counted. A model without attention heads is treated as
-    a model with a single head and only feed-forward layers.
-    """
+    """Return the numbers of a Hugging Face configuration. `num_params`: number of parameters of the model, if they were
+    counted. A model without attention heads is treated as a model with a single head and only feed-forward layers."""
     values = {key: value for key, value in config.to_dict().items() if value is not None}
     try:
         found = model_spec(values, str(config.model_type))
@@ -106,10 +103,8 @@ def trainer_phases(
 def logits_on_gpu(
     config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
 ) -> int:
-    """Return how many logits a rank on a GPU can compute at a time without raising its peak memory.
-
-    Computing more logits at a time is faster.
-    """
+    """Return how many logits a rank on a GPU can compute at a time without raising its peak memory. Computing more
+    logits at a time is faster."""
     model = spec_of(config)
     phases = trainer_phases(
         model,

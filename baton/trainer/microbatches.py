@@ -92,10 +92,8 @@ class MicroBatch:
         proximal_logprobs: torch.Tensor | None = None,
         elsewhere: Mapping[str, torch.Tensor] | None = None,
     ) -> LossInputs:
-        """Return the inputs of an objective for logprobs [B, K].
-
-        The default of `proximal_logprobs` is `logprobs` without gradient. `elsewhere`: `LossInputs.elsewhere`.
-        """
+        """Return the inputs of an objective for logprobs [B, K]. The default of `proximal_logprobs` is `logprobs`
+        without gradient. `elsewhere`: `LossInputs.elsewhere`."""
         return LossInputs(
             logprobs=logprobs,
             proximal_logprobs=logprobs.detach() if proximal_logprobs is None else proximal_logprobs,
@@ -117,10 +115,8 @@ class MicroBatch:
         return sent(torch.from_numpy(values), mask.device)
 
     def gather(self, values: torch.Tensor) -> list[FloatArray]:
-        """Take a [B, K] tensor, and return for each row the [P] values at the policy's tokens.
-
-        The inverse of `spread`.
-        """
+        """Take a [B, K] tensor, and return for each row the [P] values at the policy's tokens. The inverse of
+        `spread`."""
         flat = values.flatten()[self.inputs.policy_places].double().cpu().numpy()
         ends = np.cumsum([row.num_policy for row in self.rows])
         return [np.asarray(part) for part in np.split(flat, ends[:-1])]
@@ -259,12 +255,9 @@ def first_fit(
 
 
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
-    """Put each block of rows into the first chunk that has room for it.
-
-    A block is a pair of rows and their size in tokens. The nodes of a binary tree over the chunks contain the largest
-    free room of any chunk below the node. With this tree, the first chunk with enough room is found in logarithmic
-    time.
-    """
+    """Put each block of rows into the first chunk that has room for it. A block is a pair of rows and their size in
+    tokens. The nodes of a binary tree over the chunks contain the largest free room of any chunk below the node. With
+    this tree, the first chunk with enough room is found in logarithmic time."""
     chunks: list[list[TrainingSample]] = [[] for _ in blocks]
     leaves = 1 << max(0, len(blocks) - 1).bit_length()
     most_room = [max_tokens] * (2 * leaves)
@@ -417,10 +410,8 @@ def _with_advantages(
     algorithm = passes.algorithm
 
     def of_all(read: Callable[[PreparedMicroBatch], torch.Tensor]) -> list[FloatArray]:
-        """Return for each of `rows` the [P] values at the policy's tokens that `read` gives.
-
-        Each rank reads its own rows; a sum over ranks combines them.
-        """
+        """Return for each of `rows` the [P] values at the policy's tokens that `read` gives. Each rank reads its own
+        rows; a sum over ranks combines them."""
         own = {
             row.key: found
             for prepared in everything

@@ -75,10 +75,8 @@ def fit_attention(
 def fit_sharing(
     model: PreTrainedModel, trunk: PreTrainedModel | None, reference: PreTrainedModel | None, settings: TrainerSettings
 ) -> bool:
-    """Return whether `trainer.share_prompts` is set. If so, set the models' attention for shared prompts.
-
-    Raises UserError if a model does not give responses to a shared prompt the same scores as separate trajectories.
-    """
+    """Return whether `trainer.share_prompts` is set. If so, set the models' attention for shared prompts. Raises
+    UserError if a model does not give responses to a shared prompt the same scores as separate trajectories."""
     if not settings.share_prompts:
         return False
     for each in (model, trunk, reference):
@@ -110,10 +108,8 @@ def check_critic(head: Head | None, model: PreTrainedModel, algorithm: Algorithm
 
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    """Enable activation checkpointing and compilation as configured.
-
-    Raises UserError if one of them, or the optimiser, is not supported.
-    """
+    """Enable activation checkpointing and compilation as configured. Raises UserError if one of them, or the optimiser,
+    is not supported."""
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:

@@ -33,10 +33,8 @@ def learning_rate(
 
 
 def check_schedule(section: str, *, warmup_steps: int, decay: Decay, total_steps: int) -> None:
-    """Raise UserError when no step remains for the decay after the warm-up.
-
-    `section`: section of the recipe that has the keys.
-    """
+    """Raise UserError when no step remains for the decay after the warm-up. `section`: section of the recipe that has
+    the keys."""
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
             f"{section}.warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, "
@@ -104,10 +102,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update.
-
-    A moment in 8 bits has two tensors, `<moment>.codes/<parameter name>` and `<moment>.scale/<parameter name>`.
-    """
+    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update. A moment in
+    8 bits has two tensors, `<moment>.codes/<parameter name>` and `<moment>.scale/<parameter name>`."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         for key, tensor in optimizer.state.get(parameter, {}).items():

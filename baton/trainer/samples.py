@@ -91,10 +91,8 @@ class TrainingSample:
 def minibatches(
     batch: Batch, algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0
 ) -> list[list[TrainingSample]]:
-    """Return the training samples of each minibatch. They have advantages if advantages need no forward pass.
-
-    Raises UserError for a group with too few members or for fewer groups than minibatches.
-    """
+    """Return the training samples of each minibatch. They have advantages if advantages need no forward pass. Raises
+    UserError for a group with too few members or for fewer groups than minibatches."""
     for group in batch.groups:
         if len(group.members) < max(1, algorithm.fewest_judged):
             raise UserError(
@@ -110,10 +108,8 @@ def minibatches(
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
-    """Split groups into `num_parts` consecutive parts whose sizes differ by at most one.
-
-    Raises UserError when there are fewer groups than parts.
-    """
+    """Split groups into `num_parts` consecutive parts whose sizes differ by at most one. Raises UserError when there
+    are fewer groups than parts."""
     if num_parts > len(groups):
         raise UserError(
             f"algorithm.num_minibatches: got {num_parts}, allowed are at most {len(groups)}, the groups of a batch"
@@ -157,10 +153,8 @@ def _episode(member: ScoredTrajectory, algorithm: AlgorithmSettings, oldest: int
 
 
 def _turns(member: ScoredTrajectory) -> Turns | None:
-    """Return the turns of an episode, with the reward of each turn; None for a single-turn task.
-
-    The policy's tokens after the last exchange form a turn with reward 0, because the environment did not receive them.
-    """
+    """Return the turns of an episode, with the reward of each turn; None for a single-turn task. The policy's tokens
+    after the last exchange form a turn with reward 0, because the environment did not receive them."""
     if member.episode is None:
         return None
     num_tokens, given = [], []
@@ -213,11 +207,8 @@ def estimate(
     token_rewards: Sequence[FloatArray] | None = None,
     values: Sequence[FloatArray] | None = None,
 ) -> list[FloatArray]:
-    """Return the [P] advantages of each sample of a whole batch.
-
-    The algorithm's estimator receives each episode with the tokens of all its paths in order. `token_rewards` and
-    `values`: one [P] array per sample.
-    """
+    """Return the [P] advantages of each sample of a whole batch. The algorithm's estimator receives each episode with
+    the tokens of all its paths in order. `token_rewards` and `values`: one [P] array per sample."""
     places = range(len(samples))
     episodes = [list(paths) for _, paths in groupby(places, key=lambda place: samples[place].name)]
 

@@ -84,10 +84,8 @@ def fine_tune(
 
 
 def _microbatches(rows: list[Demonstration], max_tokens: int) -> Iterator[list[Demonstration]]:
-    """Split `rows`, which are sorted longest first, into parts of at most `max_tokens` padded tokens.
-
-    A row longer than `max_tokens` is a part of its own.
-    """
+    """Split `rows`, which are sorted longest first, into parts of at most `max_tokens` padded tokens. A row longer than
+    `max_tokens` is a part of its own."""
     begin = 0
     while begin < len(rows):
         end = begin + max(1, max_tokens // _padded(rows[begin]))

@@ -102,11 +102,9 @@ class Totals:
         self.imbalance = largest_places * parallel.share.size / max(1.0, self.places)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step. Losses and gradient norms are means over updates.
-
-        `policy/ess` is Kish's effective sample size (Σw)² / Σw², divided by the number of trained tokens. The weights w
-        are π_proximal / π_behavior before any correction truncates them.
-        """
+        """Return the metrics of the step. Losses and gradient norms are means over updates. `policy/ess` is Kish's
+        effective sample size (Σw)² / Σw², divided by the number of trained tokens. The weights w are π_proximal /
+        π_behavior before any correction truncates them."""
         sums, distance, num_tokens = self.tokens, self.distance, max(1.0, self.tokens.tokens)
         found = {
             "policy/loss": statistics.fmean(self.losses),
@@ -137,10 +135,8 @@ class Totals:
         return found
 
     def _value_metrics(self) -> dict[str, float]:
-        """Return the critic's metrics.
-
-        `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)²; it is absent if all R are equal.
-        """
+        """Return the critic's metrics. `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)²; it is absent if all R
+        are equal."""
         sums, num_tokens = self.values, max(1.0, self.values.tokens)
         found = {"value/loss": statistics.fmean(self.value_losses), "value/clip_frac": sums.clipped / num_tokens}
         if self.value_grad_norms:

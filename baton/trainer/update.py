@@ -44,10 +44,8 @@ class Learner:
 def make_learners(
     model: PreTrainedModel, critic: Critic | None, settings: TrainerSettings, algorithm: AlgorithmSettings
 ) -> list[Learner]:
-    """Return the learner of the policy and, if there is a separate critic, the learner of the critic.
-
-    The policy's learner includes a shared critic's head.
-    """
+    """Return the learner of the policy and, if there is a separate critic, the learner of the critic. The policy's
+    learner includes a shared critic's head."""
     policy = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [(policy, settings.lr)]
     if critic is not None:
@@ -83,10 +81,8 @@ class Update:
     is raised only after all passes, because a rank that stopped earlier would block the other ranks in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
-        """Perform one update with a minibatch.
-
-        Raises TrainingDiverged, before the weights change, if a loss or a gradient is not finite.
-        """
+        """Perform one update with a minibatch. Raises TrainingDiverged, before the weights change, if a loss or a
+        gradient is not finite."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
         shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)
@@ -128,11 +124,8 @@ class Update:
     def _elsewhere(
         self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch], shape: LossShape, correction: CorrectionShape
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Return `LossInputs.elsewhere` of each microbatch.
-
-        Passes run for this only if the algorithm compares whole episodes and an episode has several paths. Otherwise
-        the mappings are empty.
-        """
+        """Return `LossInputs.elsewhere` of each microbatch. Passes run for this only if the algorithm compares whole
+        episodes and an episode has several paths. Otherwise the mappings are empty."""
         algorithm = self.passes.algorithm
         found: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in prepared]
         if not prepared or not algorithm.compares_episodes or not any(row.path for row in part.rows):
@@ -222,10 +215,8 @@ class Update:
         return loss
 
     def _move(self, part: MiniBatch, *, has_gradient: bool) -> None:
-        """Clip the gradients and step the optimisers.
-
-        Raises TrainingDiverged if any rank found a number that is not finite, or a mismatch above the error limits.
-        """
+        """Clip the gradients and step the optimisers. Raises TrainingDiverged if any rank found a number that is not
+        finite, or a mismatch above the error limits."""
         norms, parallel = [], self.passes.parallel
         for learner in self.learners:
             if not has_gradient:

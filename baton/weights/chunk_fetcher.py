@@ -54,10 +54,8 @@ class ChunkFetcher:
         self._deadline = time.monotonic() + deadline_s
 
     def manifest(self, version: PolicyVersion, without: set[str]) -> tuple[Manifest, WeightsSource]:
-        """Return a version's manifest and the source that sent it. Sources named in `without` are not asked.
-
-        Raises WeightsFault when no source sends a valid manifest.
-        """
+        """Return a version's manifest and the source that sent it. Sources named in `without` are not asked. Raises
+        WeightsFault when no source sends a valid manifest."""
 
         def check(data: bytes) -> Manifest:
             manifest = decode_manifest(data)

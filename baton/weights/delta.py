@@ -70,10 +70,8 @@ def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
 
 
 def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
-    """Decode a part in place: `piece` contains the base's bytes before the call and the decoded bytes after it.
-
-    Raises WeightsFault for bytes that `encode` cannot have made; the content of `piece` is then undefined.
-    """
+    """Decode a part in place: `piece` contains the base's bytes before the call and the decoded bytes after it. Raises
+    WeightsFault for bytes that `encode` cannot have made; the content of `piece` is then undefined."""
     words = piece.view(f"u{word}")
     reader = BitReader(coded)
     match coding:

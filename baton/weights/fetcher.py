@@ -100,11 +100,9 @@ class Fetcher:
             self._held, self._staged = (version, tensors), None
 
     def fetch(self, want: PolicyVersion, *, deadline_s: float) -> Mapping[str, torch.Tensor]:
-        """Fetch and verify a version, hold it, and return its tensors. The caller must not change these tensors.
-
-        Raises WeightsFault when no source sends a complete and correct version, and DeadlineExceeded after
-        `deadline_s`. After an error the held version is the same as before.
-        """
+        """Fetch and verify a version, hold it, and return its tensors. The caller must not change these tensors. Raises
+        WeightsFault when no source sends a complete and correct version, and DeadlineExceeded after `deadline_s`. After
+        an error the held version is the same as before."""
         begin = time.monotonic()
         with self._lock:
             self.last = record = FetchStats(want)

@@ -27,10 +27,8 @@ def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
 
 
 def flattened(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], Bytes]:
-    """Copy tensors into a flat buffer on the host; return the manifest's entries and the buffer [bytes].
-
-    Raises WeightsFault for a dtype that the manifest does not support.
-    """
+    """Copy tensors into a flat buffer on the host; return the manifest's entries and the buffer [bytes]. Raises
+    WeightsFault for a dtype that the manifest does not support."""
     for name, tensor in tensors.items():
         if dtype_name(tensor.dtype) not in WORD_BYTES:
             raise WeightsFault(

@@ -41,10 +41,8 @@ def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
 
 
 def read_mask(reader: BitReader, n: int) -> Ints:
-    """Read a mask of n elements; return the positions of the true elements.
-
-    Raises WeightsFault for data that `write_mask` cannot have written.
-    """
+    """Read a mask of n elements; return the positions of the true elements. Raises WeightsFault for data that
+    `write_mask` cannot have written."""
     if n <= _FEW:
         return np.flatnonzero(reader.bits(n))
     count, is_rest = divmod(reader.number(2 * n + 1), 2)

@@ -70,10 +70,8 @@ class SharedMemory:
                 old.unlink()
 
     def read(self, version: PolicyVersion) -> dict[str, torch.Tensor] | None:
-        """Map a version's tensors without verifying them; return None if the version has no file.
-
-        Raises WeightsFault for a damaged file.
-        """
+        """Map a version's tensors without verifying them; return None if the version has no file. Raises WeightsFault
+        for a damaged file."""
         path = self._path(version)
         try:
             return load_file(path)

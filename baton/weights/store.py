@@ -72,11 +72,8 @@ class Store:
 
     def put_manifest(self, manifest: Manifest) -> None:
         """Store a version's manifest, which makes the version visible. All its chunks must have been stored before.
-        Storing the same manifest again changes nothing.
-
-        Raises WeightsFault when a different version with the same number is already published, and StorageFault when
-        writing fails.
-        """
+        Storing the same manifest again changes nothing. Raises WeightsFault when a different version with the same
+        number is already published, and StorageFault when writing fails."""
         version = manifest.version
         data = encode_manifest(manifest)
         with self._lock:
@@ -91,10 +88,8 @@ class Store:
             self._lineage = version.lineage
 
     def find(self, lineage: str, number: int) -> Manifest | None:
-        """Return the manifest of a version, or None if it is not published. A damaged manifest counts as absent.
-
-        Raises WeightsFault when the store does not answer, because then it is unknown whether the version exists.
-        """
+        """Return the manifest of a version, or None if it is not published. A damaged manifest counts as absent. Raises
+        WeightsFault when the store does not answer, because then it is unknown whether the version exists."""
         try:
             data = self.read_manifest(PolicyVersion(lineage, number))
         except FileNotFoundError:

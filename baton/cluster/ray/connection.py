@@ -109,11 +109,8 @@ class RayCluster:
         remove_placement_group(group)
 
     def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
-        """Return the options of an actor in a bundle of a placement group.
-
-        An actor that requests no `GPU` still sees the machine's GPUs, because it may have requested a GPU by another
-        resource.
-        """
+        """Return the options of an actor in a bundle of a placement group. An actor that requests no `GPU` still sees
+        the machine's GPUs, because it may have requested a GPU by another resource."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         rest = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}

@@ -188,11 +188,8 @@ class _RayAttempts:
         return self.order.load(overrides)
 
     def _own_trainer(self, placement: Placement, machines: dict[str, Machine]) -> Any:
-        """Reserve resources for a trainer in this process; return None if the ranks are actors.
-
-        The trainer runs in this process if it has exactly one rank, and this rank is on this machine and requests no
-        GPU from Ray.
-        """
+        """Reserve resources for a trainer in this process; return None if the ranks are actors. The trainer runs in
+        this process if it has exactly one rank, and this rank is on this machine and requests no GPU from Ray."""
         rank = placement.ranks[0]
         is_here = machines[rank.machine].id == self.cluster.here
         if len(placement.ranks) > 1 or not is_here or "GPU" in rank.resources:

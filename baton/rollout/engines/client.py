@@ -81,11 +81,9 @@ class EngineClient(ABC):
     be called from one thread."""
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
-        """Start the thread of the event loop.
-
-        name: name of the program in messages. answer_timeout_s: timeout of each call. close_s: maximum number of
-        seconds that `close` waits for `_stop`; afterwards it waits at most as long for the thread.
-        """
+        """Start the thread of the event loop. name: name of the program in messages. answer_timeout_s: timeout of each
+        call. close_s: maximum number of seconds that `close` waits for `_stop`; afterwards it waits at most as long for
+        the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
@@ -170,10 +168,8 @@ class EngineClient(ABC):
             raise
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine in the event loop and return its result. what: name of the call in error messages.
-
-        Raises DeadlineExceeded after `timeout_s`, and EngineFault if the coroutine fails or the program exits.
-        """
+        """Run a coroutine in the event loop and return its result. what: name of the call in error messages. Raises
+        DeadlineExceeded after `timeout_s`, and EngineFault if the coroutine fails or the program exits."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         deadline_s = time.monotonic() + timeout_s
         while True:

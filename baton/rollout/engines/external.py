@@ -98,10 +98,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def step(self) -> list[FromWorker]:
         """Record received tokens, start leases in free slots, and return reports. If no report is due, wait briefly for
-        tokens.
-
-        Raises EngineFault if a request fails in the program.
-        """
+        tokens. Raises EngineFault if a request fails in the program."""
         reports, self._outbox = self._outbox, []
         reports += [*self._collect_tokens(0.0), *self._abort_rows()]
         self._fill_slots()
@@ -114,10 +111,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return [*self._collect_tokens(0.0), *super().flush()]
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights immediately. Running leases continue under the new version.
-
-        Raises EngineFault, without changing any weight, for tensors that do not fit.
-        """
+        """Switch to new weights immediately. Running leases continue under the new version. Raises EngineFault, without
+        changing any weight, for tensors that do not fit."""
         loadable = self._loadable(tensors)
         self._client.pause()
         self._outbox += self._collect_tokens(0.0)

@@ -41,10 +41,8 @@ def noise_key(noise_seed: int, group_id: int, sample_index: int) -> int:
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a uniform random number in [0, 1), with 53 random bits, for each row.
-
-    keys: [W] results of `noise_key`. positions: [W] number of tokens after the prompt.
-    """
+    """Return a uniform random number in [0, 1), with 53 random bits, for each row. keys: [W] results of `noise_key`.
+    positions: [W] number of tokens after the prompt."""
     bits = _mix_array(keys ^ _mix_array(positions.astype(np.uint64) + np.uint64(_GOLDEN)))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -155,11 +155,8 @@ class RunningLease:
 
 
 class StopText:
-    """Detects the stop strings of one trajectory.
-
-    Only the policy's tokens after the last observation are searched. A stop string of n bytes spans at most n tokens
-    that have text, so only the last tokens must be decoded.
-    """
+    """Detects the stop strings of one trajectory. Only the policy's tokens after the last observation are searched. A
+    stop string of n bytes spans at most n tokens that have text, so only the last tokens must be decoded."""
 
     def __init__(self, lease: Lease, text: Text) -> None:
         self._stop = lease.sampling.stop
@@ -295,9 +292,7 @@ class SlotTable:
         kept: Sequence[bytes] | None = None,
     ) -> list[FromWorker]:
         """Append one token to every row and free the slots of finished trajectories; return the reports that are due.
-
-        All arguments are indexed by slot. Raises EngineFault if a logprob is not finite.
-        """
+        All arguments are indexed by slot. Raises EngineFault if a logprob is not finite."""
         reports: list[FromWorker] = []
         for slot, _ in self.running():
             experts = None if routing is None else routing[slot]
@@ -311,10 +306,7 @@ class SlotTable:
         self, slot: int, token: int, logprob: float, routing: bytes | None = None, kept: bytes | None = None
     ) -> Report | None:
         """Append one token to a row, and free the row's slot if the trajectory is finished; return a report if one is
-        due.
-
-        Raises EngineFault if the logprob is not finite.
-        """
+        due. Raises EngineFault if the logprob is not finite."""
         row, number = self.rows[slot], self.version.number
         assert row is not None, f"slot {slot} is empty and cannot receive a token"
         if not -1e30 < logprob < 1e30:

@@ -83,10 +83,8 @@ class WholeWeights:
         self._base_tensors: Mapping[str, Tensor] | None = None
 
     def whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a version by their names in a model file. Tied tensors occur once.
-
-        Raises EngineFault for tensors that do not fit the model, and for an adapter if `read_base` is None.
-        """
+        """Return the tensors of a version by their names in a model file. Tied tensors occur once. Raises EngineFault
+        for tensors that do not fit the model, and for an adapter if `read_base` is None."""
         if is_adapter(tensors):
             base = self.base()
             tensors = {**base, **dict(self._base.merged(base, tensors))}

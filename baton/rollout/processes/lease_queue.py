@@ -52,11 +52,9 @@ class LeaseQueue:
         return [*found, *((engine, abort) for engine, leases in enumerate(self.leases) if number in leases)]
 
     def assign(self) -> list[Handover]:
-        """Return the waiting leases for which there are free slots, each with its engine.
-
-        Leases of one group are sent to the same engine while that engine has free slots, because the engine then
-        prefills their common prompt only once.
-        """
+        """Return the waiting leases for which there are free slots, each with its engine. Leases of one group are sent
+        to the same engine while that engine has free slots, because the engine then prefills their common prompt only
+        once."""
         found: list[Handover] = []
         group_id = least = -1
         while waiting := self._begun or self._new:

@@ -56,11 +56,8 @@ class EngineProcess:
             raise self._exit_error() from error
 
     def receive(self) -> protocol.Progress | protocol.Serving | None:
-        """Return the next message, or None if no complete message has arrived.
-
-        Raises UserError if the process failed with a UserError, and EngineFault if the process failed otherwise or has
-        exited.
-        """
+        """Return the next message, or None if no complete message has arrived. Raises UserError if the process failed
+        with a UserError, and EngineFault if the process failed otherwise or has exited."""
         try:
             frame = self.socket.receive()
         except (EOFError, OSError) as error:
@@ -92,11 +89,9 @@ class EnginePool(WorkerTransport):
         timeout_s: float,
         trace: LeaseTrace | None = None,
     ) -> None:
-        """Start the processes and wait until all of them serve the version that `start` names.
-
-        timeout_s: maximum number of seconds until all processes serve a new version. Raises EngineFault or UserError if
-        a process fails, and DeadlineExceeded after `timeout_s`.
-        """
+        """Start the processes and wait until all of them serve the version that `start` names. timeout_s: maximum
+        number of seconds until all processes serve a new version. Raises EngineFault or UserError if a process fails,
+        and DeadlineExceeded after `timeout_s`."""
         self._slots = start.engine_settings().slots
         self._count = count
         self._inbox: list[FromWorker] = []

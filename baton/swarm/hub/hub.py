@@ -74,10 +74,7 @@ class Hub:
 
     def call(self, action: Callable[[], None]) -> None:
         """Submit an action to the hub's thread, which runs all actions in the order of their submission. An error of an
-        action ends the hub.
-
-        If an error has already ended the hub, raise this error.
-        """
+        action ends the hub. If an error has already ended the hub, raise this error."""
         self.check()
         self._loop.call_soon_threadsafe(self._do, action)
 

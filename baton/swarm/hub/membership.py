@@ -95,11 +95,8 @@ class Membership:
     # ---- commands of the broker --------------------------------------------------------------------------------------
 
     def execute(self, commands: Iterable[BrokerCommand]) -> None:
-        """Execute the broker's commands in order.
-
-        A command can cause further commands, such as a disconnection because a queue is full. The further commands are
-        executed after all commands that already wait.
-        """
+        """Execute the broker's commands in order. A command can cause further commands, such as a disconnection because
+        a queue is full. The further commands are executed after all commands that already wait."""
         self._commands.extend(commands)
         if self._is_executing:
             return

@@ -35,11 +35,9 @@ class WorkerConnection:
         self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
 
     async def hold(self, conversation: Coroutine[Any, Any, None]) -> None:
-        """Send queued frames until the conversation or the queue ends; then close the connection.
-
-        If the worker closes the connection first, the conversation still reads the messages that have arrived, because
-        the last message may be a Fault. The server cancels this call when the connection is lost.
-        """
+        """Send queued frames until the conversation or the queue ends; then close the connection. If the worker closes
+        the connection first, the conversation still reads the messages that have arrived, because the last message may
+        be a Fault. The server cancels this call when the connection is lost."""
         sender, reader = asyncio.create_task(self._send_all()), asyncio.create_task(conversation)
         try:
             await asyncio.wait({sender, reader}, return_when=asyncio.FIRST_COMPLETED)

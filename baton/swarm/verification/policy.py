@@ -372,11 +372,8 @@ class VerificationPolicy:
         return self._settings.own or not grant.is_own
 
     def _is_drawn(self, author: SegmentAuthor, name: str, turn: int) -> bool:
-        """Count a finished trajectory, and return whether to check it.
-
-        turn: number of tokens before the trajectory's last turn. Each turn has its own draw, because a worker may
-        notice that a turn is held back.
-        """
+        """Count a finished trajectory, and return whether to check it. turn: number of tokens before the trajectory's
+        last turn. Each turn has its own draw, because a worker may notice that a turn is held back."""
         account = self._of(author.worker)
         self._owners.setdefault(name, {})[author.worker] = None
         # trajectories of filtered groups are never reported as consumed, so the oldest trajectories must be removed

@@ -65,10 +65,8 @@ class Quarantine:
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
         """End quarantines, and return the ids of the workers. name: id or label of one worker, or name of an access
-        token, which stands for all its workers.
-
-        at: Unix seconds. Raises UserError if no quarantined worker has this name.
-        """
+        token, which stands for all its workers. at: Unix seconds. Raises UserError if no quarantined worker has this
+        name."""
         self.follow()
         found = tuple(dict.fromkeys(one.worker for one in self.records if name in _names(one)))
         if not found:
@@ -112,10 +110,7 @@ def _names(one: QuarantineRecord) -> tuple[str, ...]:
 
 def unquarantine(run: Path, name: str) -> tuple[str, ...]:
     """End the quarantine of workers of a run, record this in the audit log, and return the ids of the workers. name: as
-    in `Quarantine.lift`.
-
-    Raises UserError if the run has no quarantined workers with this name.
-    """
+    in `Quarantine.lift`. Raises UserError if the run has no quarantined workers with this name."""
     if not run.is_dir():
         raise UserError(f"the directory {run} does not exist: give the directory of a run, such as runs/NAME")
     kept = run / "quarantine.jsonl"

@@ -95,10 +95,8 @@ class WorkerSession:
         return self.welcome.heartbeat_s * messages.SILENT_HEARTBEATS
 
     def lost(self, now_s: float) -> float:
-        """End the connection, or an attempt to connect. Return the seconds until the next attempt.
-
-        Raises DeadlineExceeded if no hub has served the worker for too long.
-        """
+        """End the connection, or an attempt to connect. Return the seconds until the next attempt. Raises
+        DeadlineExceeded if no hub has served the worker for too long."""
         if self.is_ready:
             self._failures, self.served_s = 0, now_s
         self.is_ready = self.is_welcomed = False

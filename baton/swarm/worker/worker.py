@@ -91,9 +91,7 @@ class SwarmWorker:
 
     async def run(self) -> None:
         """Generate for the hub until `leave` is called, the run is complete or the hub refuses this worker (UserError).
-
-        Raises EngineFault if the engine has failed, and DeadlineExceeded if no hub is reachable for too long.
-        """
+        Raises EngineFault if the engine has failed, and DeadlineExceeded if no hub is reachable for too long."""
         self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
         tls = self._options.ssl or True
         # a connection from before an outage may be dead, so a connection is kept only between the chunks of one

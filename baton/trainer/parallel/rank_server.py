@@ -46,11 +46,8 @@ class RankServer:
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def handle(self, message: messages.ToRank) -> messages.FromRank:
-        """Answer a message. Known errors are answered with a Fault.
-
-        After a failed collective, the rank group cannot continue. Other errors are raised: the rank exits with a
-        traceback, and the transport detects the exit.
-        """
+        """Answer a message. Known errors are answered with a Fault. After a failed collective, the rank group cannot
+        continue. Other errors are raised: the rank exits with a traceback, and the transport detects the exit."""
         try:
             return self._answer(message)
         except (BatonError, OSError, RuntimeError, ValueError, AssertionError, SafetensorError) as error:

@@ -20,16 +20,12 @@ are ended."""
 
 
 class RankedTrainer:
-    """Implements `Trainer` for a model sharded over ranks.
-
-    Every request ends within `timeout_s` with an answer or an error. RankLost means that all ranks were ended.
-    """
+    """Implements `Trainer` for a model sharded over ranks. Every request ends within `timeout_s` with an answer or an
+    error. RankLost means that all ranks were ended."""
 
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
-        """Connect the ranks and construct the trainer in each rank.
-
-        Raises UserError for invalid settings, and RankLost.
-        """
+        """Connect the ranks and construct the trainer in each rank. Raises UserError for invalid settings, and
+        RankLost."""
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
         try:
             store = self._ask(messages.Listen(), messages.Listening)[0]

@@ -249,9 +249,8 @@ def _range(history: History, name: str) -> MetricRange:
 
 
 def _circumstances(facts: dict[str, Any]) -> Iterator[Fact]:
-    """Yield the command line and the package versions of run.json.
-
-    Absolute paths are shortened to their last part, because users may publish the page."""
+    """Yield the command line and the package versions of run.json. Absolute paths are shortened to their last part,
+    because users may publish the page."""
     command = [re.sub(r".*[/\\]", "", part) if os.path.isabs(part) else part for part in facts.get("command", ())]  # noqa: PTH117
     yield Fact("command", " ".join(command))
     for key in ("baton", "python", "platform"):

@@ -64,10 +64,7 @@ def steps_of(spans: Sequence[Span]) -> list[TracedStep]:
 
 def choose_windows(spans: Sequence[Span]) -> list[Window]:
     """Return one window for a short trace; otherwise the first steps, the slowest step with its neighbours, and the
-    last steps.
-
-    No window contains a gap, such as the time between a kill and the resume.
-    """
+    last steps. No window contains a gap, such as the time between a kill and the resume."""
     parts = [(part, steps_of(part)) for part in gapless_periods(spans)]
     parts = [(part, steps) for part, steps in parts if steps]
     if not parts:

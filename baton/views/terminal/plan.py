@@ -146,10 +146,8 @@ def replicas_by_shape(plan: Plan) -> list[list[Replica]]:
 
 
 def memory(part: Stage | Replica) -> str:
-    """Return the needed and the available memory per GPU in GB; `as measured` for a plan from measured rates.
-
-    Measured rates (`--rates`) have no memory model.
-    """
+    """Return the needed and the available memory per GPU in GB; `as measured` for a plan from measured rates. Measured
+    rates (`--rates`) have no memory model."""
     if not part.memory_bytes:
         return "as measured"
     return f"{part.memory_bytes / 1e9:.3g} of {part.memory_limit_bytes / 1e9:.3g}"

@@ -49,10 +49,8 @@ class Rendezvous:
 
 
 def join_replica(place: Mapping[str, Any], rank: int, world_size: int) -> GlooGroup:
-    """Join a communicator that `Rendezvous.announce` has described, as `rank` ≥ 1.
-
-    Raises WeightsFault if the sender has closed the communicator, and RuntimeError if the others do not join in time.
-    """
+    """Join a communicator that `Rendezvous.announce` has described, as `rank` ≥ 1. Raises WeightsFault if the sender
+    has closed the communicator, and RuntimeError if the others do not join in time."""
     host, timeout_s = place["host"], place["timeout_s"]
     limit = timedelta(seconds=timeout_s)
     whole = _dist.TCPStore(host, place["port"], is_master=False, wait_for_workers=False, timeout=limit)

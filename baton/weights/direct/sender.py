@@ -35,11 +35,9 @@ class ReplicaLink(Protocol):
         """Number of devices of the replica."""
 
     def call(self, method: str, info: Any, timeout_s: float) -> None:
-        """Call a method on all devices of the replica and wait until it returns. Raises BatonError.
-
-        Methods: `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update` of vLLM,
-        and Baton's `abort_transfer`, which ends a transfer that was left unfinished.
-        """
+        """Call a method on all devices of the replica and wait until it returns. Raises BatonError. Methods:
+        `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update` of vLLM, and
+        Baton's `abort_transfer`, which ends a transfer that was left unfinished."""
 
 
 class Communicator(Protocol):
@@ -106,11 +104,8 @@ class DirectSender:
         self, replica: str, version: PolicyVersion, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> None:
         """Wait until a replica serves a version. After `timeout_s`, raises WeightsFault with the cause of the replica's
-        last failure.
-
-        `check`: called about every second. It may raise an error, which ends the wait, if the replica cannot answer any
-        more.
-        """
+        last failure. `check`: called about every second. It may raise an error, which ends the wait, if the replica
+        cannot answer any more."""
 
         def is_served() -> bool:
             state = self._sync.replicas.get(replica)

@@ -119,9 +119,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write the new key and value of each row at the row's position; return all keys and values of the window.
-
-        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two tensors [W, kv_heads, kv_length, head_dim].
-        """
+        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two tensors [W, kv_heads, kv_length,
+        head_dim]."""
         window = self._window
         width, kv_length = window.width, window.kv_length
         with unordered_writes(key_states.device):  # each row writes to a slot of its own
@@ -178,10 +177,8 @@ class SlotCache(Cache):
             layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (keys, values)))
 
     def focus(self, width: int, kv_length: int, positions_W: Tensor) -> None:
-        """Select the slots below `width` and the positions below `kv_length` for the next step.
-
-        positions_W: position of the new token of each row.
-        """
+        """Select the slots below `width` and the positions below `kv_length` for the next step. positions_W: position
+        of the new token of each row."""
         window = self.window
         if window.width != width:
             window.width = width
@@ -202,11 +199,9 @@ class SlotCache(Cache):
         return Prefix(keys, values, end - start)
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
-        """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i.
-
-        `order` is a permutation of the lowest slots. Each cycle of the permutation needs temporary memory only for the
-        shortest row of the cycle.
-        """
+        """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
+        permutation of the lowest slots. Each cycle of the permutation needs temporary memory only for the shortest row
+        of the cycle."""
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):
             if first not in left:

@@ -184,11 +184,9 @@ class EmbeddedEngine(SlotEngine):
         return found
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
-        """Return the pieces of a row's prefix.
-
-        Normally the current version computes all pieces. If the lease accepts newer versions, pieces of the versions
-        under which its trajectory ran are used instead, provided that more of those are kept.
-        """
+        """Return the pieces of a row's prefix. Normally the current version computes all pieces. If the lease accepts
+        newer versions, pieces of the versions under which its trajectory ran are used instead, provided that more of
+        those are kept."""
         number = self.version.number
         keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
@@ -276,11 +274,8 @@ class EmbeddedEngine(SlotEngine):
 
     def _order_rows(self, width: int, *, is_ordering: bool) -> None:
         """Reset empty rows to position 0. With `is_ordering`, also move rows of similar length into adjacent slots if
-        this saves time.
-
-        Decode steps advance the positions of empty rows too. Without the reset, an empty row could have the largest
-        position and determine how many positions a step scans.
-        """
+        this saves time. Decode steps advance the positions of empty rows too. Without the reset, an empty row could
+        have the largest position and determine how many positions a step scans."""
         rows = self._table.rows[:width]
         self._inputs[:, len(rows) : width] = 0
         self._inputs[:, [slot for slot, row in enumerate(rows) if row is None]] = 0
@@ -331,10 +326,8 @@ def embedded_engine(
 def skeleton_engine(
     directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
 ) -> EmbeddedEngine:
-    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
-
-    base: tensors of the base model if versions are adapters, else None. Raises UserError for an unsupported model.
-    """
+    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded. base:
+    tensors of the base model if versions are adapters, else None. Raises UserError for an unsupported model."""
     place = torch_device(device)
     model = load_skeleton(directory, dtype=torch_dtype(settings.dtype, place), device=place, attention=attention)
     if base is not None:

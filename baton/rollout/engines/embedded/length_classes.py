@@ -37,11 +37,8 @@ class LengthClasses:
     """The classes of a decode step."""
 
     def __init__(self, kv_lengths: Sequence[int], values_per_position: int) -> None:
-        """Start with one class.
-
-        kv_lengths: allowed numbers of positions that a class may scan, ascending. values_per_position: kv_heads ×
-        head_dim.
-        """
+        """Start with one class. kv_lengths: allowed numbers of positions that a class may scan, ascending.
+        values_per_position: kv_heads × head_dim."""
         self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
         self._pairs = np.triu_indices(len(kv_lengths))
         """All pairs (i, j) with i ≤ j of indices into `kv_lengths`: numbers of positions that the first and the second
@@ -53,10 +50,7 @@ class LengthClasses:
 
     def ranges(self, length_W: Ints) -> list[SlotRange]:
         """Return the slots and the number of scanned positions of each class. The result is empty if classes save
-        nothing.
-
-        length_W: number of positions that the row of each slot attends to.
-        """
+        nothing. length_W: number of positions that the row of each slot attends to."""
         ends = [*(end for end in self.ends if end < len(length_W)), len(length_W)]
         longest = np.maximum.reduceat(length_W, [0, *ends[:-1]])
         lengths = self._kv_lengths[np.searchsorted(self._kv_lengths, longest)].tolist()
@@ -64,11 +58,9 @@ class LengthClasses:
         return ranges if self._cost(ranges) < len(length_W) * max(lengths) else []
 
     def order(self, length_W: Ints) -> Ints | None:
-        """Choose the classes again. Return the new order of the rows, or None if no row moves.
-
-        With the returned `order`, slot i receives the row of slot `order[i]`. A row moves only if its slot belongs to
-        another class than the row.
-        """
+        """Choose the classes again. Return the new order of the rows, or None if no row moves. With the returned
+        `order`, slot i receives the row of slot `order[i]`. A row moves only if its slot belongs to another class than
+        the row."""
         index_W = np.searchsorted(self._kv_lengths, length_W)
         chosen, end_C, best = self._best_classes(index_W)
         class_W = np.searchsorted(chosen, index_W)

@@ -101,11 +101,9 @@ class Network:
         uses_graphs: bool = False,
         attends_by_row: bool = False,
     ) -> None:
-        """Allocate the slots. Raises UserError for a model that does not work with this KV cache.
-
-        uses_graphs: whether `step` uses CUDA graphs on a CUDA device. attends_by_row: whether each row attends only
-        over its own length (`row_attention.py`); a decode step then always receives the whole cache.
-        """
+        """Allocate the slots. Raises UserError for a model that does not work with this KV cache. uses_graphs: whether
+        `step` uses CUDA graphs on a CUDA device. attends_by_row: whether each row attends only over its own length
+        (`row_attention.py`); a decode step then always receives the whole cache."""
         self._attends_by_row = attends_by_row
         self._attends_by_class = model.device.type == "cpu" and not attends_by_row and can_attend_by_class(model)
         if attends_by_row or self._attends_by_class:
@@ -151,9 +149,7 @@ class Network:
 
     def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
         """Compute the keys and values of up to `PrefillShape.rows` sequences that all have the same `prefill_shape`.
-
-        pasts: for each sequence, the pieces before it; empty if all sequences begin at position 0.
-        """
+        pasts: for each sequence, the pieces before it; empty if all sequences begin at position 0."""
         shape = prefill_shape(len(ids[0]), sum(piece.num_tokens for piece in pasts[0]) if pasts else 0)
         assert len(ids) <= shape.rows, f"cannot prefill {len(ids)} sequences in {shape.rows} rows"
         if shape not in self.prefill_rows:
@@ -191,11 +187,8 @@ class Network:
             return prefixes(cache, past, [len(row) for row in ids])
 
     def decode(self, ids_W: Tensor, position_W: Tensor, kv_length: int) -> Tensor:
-        """Run the model on one id for each of the lowest W slots, and return the logits [W, V].
-
-        position_W: position of each id in its slot. kv_length: number of positions to scan; classes of shorter rows
-        scan fewer.
-        """
+        """Run the model on one id for each of the lowest W slots, and return the logits [W, V]. position_W: position of
+        each id in its slot. kv_length: number of positions to scan; classes of shorter rows scan fewer."""
         classes = self.classes
         ranges = classes.ranges(position_W.numpy() + 1) if classes is not None and classes.ends else ()
         return self.decode_ranges(ids_W, position_W, kv_length, ranges)
@@ -224,12 +217,9 @@ class Network:
         return None if self.classes is None else self.classes.order(position_W + 1)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Copy new values into the parameters, cast to the parameters' dtype.
-
-        An adapter is merged into the weights of the last whole version. `tensors` may contain a tied parameter under
-        any of its names. Raises EngineFault, without changing any weight, for missing or unknown names and for
-        different shapes.
-        """
+        """Copy new values into the parameters, cast to the parameters' dtype. An adapter is merged into the weights of
+        the last whole version. `tensors` may contain a tied parameter under any of its names. Raises EngineFault,
+        without changing any weight, for missing or unknown names and for different shapes."""
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
             if self._shapes:
@@ -249,11 +239,9 @@ class Network:
         return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
 
     def sleep(self) -> None:
-        """Free the device memory of slots and weights. May be called twice.
-
-        After a whole version the weights are freed, because the next version replaces them. After an adapter the base
-        weights are restored and moved to host memory.
-        """
+        """Free the device memory of slots and weights. May be called twice. After a whole version the weights are
+        freed, because the next version replaces them. After an adapter the base weights are restored and moved to host
+        memory."""
         if self.is_resting:
             return
         self.is_resting = True
@@ -310,10 +298,8 @@ class Network:
 
     def _probe(self) -> tuple[SlotCache, float]:
         """Allocate the slots. Return the slots, and the relative difference between the logits of `decode` and of the
-        model's plain forward.
-
-        The test ids are longer than the longest sliding attention window if the context allows it.
-        """
+        model's plain forward. The test ids are longer than the longest sliding attention window if the context allows
+        it."""
         windows = [w for w in self._masks.windows.values() if w is not None]
         length = min(max([*windows, 0]) + 12, self._max_context_tokens)
         ids = [(7 * i + 1) % self.vocabulary for i in range(length)]
@@ -352,11 +338,9 @@ class Network:
         return (*(rows for rows in reversed(fewer) if is_same(rows)), most)
 
     def _same_shapes(self, like: Prefix) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ascending decode widths and cache lengths that compute the same bits as the largest ones.
-
-        For the comparison every position of every slot is filled with noise. On CUDA only the full width is used,
-        because a narrower step saves almost no time.
-        """
+        """Return the ascending decode widths and cache lengths that compute the same bits as the largest ones. For the
+        comparison every position of every slot is filled with noise. On CUDA only the full width is used, because a
+        narrower step saves almost no time."""
         full = self.cache.length
         noise = _noise(like, full)
         for slot in range(self._width):
@@ -376,10 +360,7 @@ class Network:
 
     def _same_classes(self) -> LengthClasses | None:
         """Return the classes of rows. Return None if classes change bits of the result, or if the model does not pass
-        slot ranges to its attention.
-
-        The slots must hold noise.
-        """
+        slot ranges to its attention. The slots must hold noise."""
         width, lengths = self._width, [n for n in self.kv_lengths if n <= self._max_context_tokens]
         if not self._attends_by_class or len(lengths) < 2:
             return None

@@ -78,10 +78,8 @@ class Rescorer:
         self._base = BaseWeights()
 
     def load(self, tensors: Mapping[str, Any], version: int) -> None:
-        """Load the weights of a version: a whole model, or an adapter for the last whole model.
-
-        Raises EngineFault, without changing any weight, for tensors that do not fit.
-        """
+        """Load the weights of a version: a whole model, or an adapter for the last whole model. Raises EngineFault,
+        without changing any weight, for tensors that do not fit."""
         own: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         if is_adapter(tensors):
             self._copy(own, self._base.merged(own, tensors))
@@ -92,10 +90,8 @@ class Rescorer:
         self.version = version
 
     def score(self, claims: Sequence[Claim]) -> list[Rescored]:
-        """Score the policy tokens of each claim that belong to the loaded version; return one result per claim.
-
-        All ids must be within the vocabulary, which `swarm/verification/checks.py` verifies first.
-        """
+        """Score the policy tokens of each claim that belong to the loaded version; return one result per claim. All ids
+        must be within the vocabulary, which `swarm/verification/checks.py` verifies first."""
         assert self.version is not None, "no version has been loaded"
         rows = [_row(claim, self.version) for claim in claims]
         found: dict[int, Rescored] = {}
@@ -251,10 +247,8 @@ def _masked_distance(
 
 def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for each target, the distance in log-odds between the draw and the target's interval, and the tail mass
-    (`Rescored`).
-
-    The masses below and above the target are summed separately, so bounds near 1 are as exact as bounds near 0.
-    """
+    (`Rescored`). The masses below and above the target are summed separately, so bounds near 1 are as exact as bounds
+    near 0."""
     ids_V = torch.arange(mass_NV.shape[-1], device=mass_NV.device)
     own_N1 = mass_NV.gather(1, targets_N[:, None])
     own_N = own_N1[:, 0]

@@ -78,10 +78,8 @@ def _attention(
     rows: Rows | Sequence[SlotRange] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention, with the signature that transformers requires.
-
-    query: [W, heads, 1, head_dim]. key, value: [W, kv_heads, L, head_dim]. Without `rows`, use `sdpa`.
-    """
+    """Compute attention, with the signature that transformers requires. query: [W, heads, 1, head_dim]. key, value: [W,
+    kv_heads, L, head_dim]. Without `rows`, use `sdpa`."""
     if rows is None or any(kwargs.get(name) is not None for name in _FOREIGN):
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return found

@@ -39,10 +39,8 @@ class SglangClient(EngineClient):
     """A client of one server. One thread calls all public methods."""
 
     def __init__(self, url: str, *, key: str | None, longest_event: int, answer_timeout_s: float) -> None:
-        """Connect to the server. longest_event: maximum bytes of an event of a stream.
-
-        Raises DeadlineExceeded if the server does not respond within START_TIMEOUT_S.
-        """
+        """Connect to the server. longest_event: maximum bytes of an event of a stream. Raises DeadlineExceeded if the
+        server does not respond within START_TIMEOUT_S."""
         super().__init__(f"the SGLang server at {url}", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
         self._url, self._longest_event = url.rstrip("/"), longest_event
         self._ending: set[str] = set()
@@ -67,10 +65,8 @@ class SglangClient(EngineClient):
         """Do nothing: `pause` has aborted all requests."""
 
     def load(self, directory: str, label: str) -> None:
-        """Make the server load weights from a directory and flush its prefix cache. Call `pause` first.
-
-        Raises EngineFault if the server refuses, or if it then reports another version than `label`.
-        """
+        """Make the server load weights from a directory and flush its prefix cache. Call `pause` first. Raises
+        EngineFault if the server refuses, or if it then reports another version than `label`."""
         self._call(self._load_weights(directory, label), self._answer_timeout_s, "to load new weights")
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
@@ -167,10 +163,8 @@ class SglangClient(EngineClient):
     async def _ask(
         self, method: str, path: str, body: Any = None, *, is_json: bool = True, may_lack: bool = False
     ) -> Any:
-        """Send one request that is not a stream, and return the response.
-
-        Raises EngineFault if there is no response, if it is too long, or if its status is not 200.
-        """
+        """Send one request that is not a stream, and return the response. Raises EngineFault if there is no response,
+        if it is too long, or if its status is not 200."""
         what = f"{self.name}: {method} {path}"
         try:
             async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:

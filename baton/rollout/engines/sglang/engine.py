@@ -60,11 +60,8 @@ class SglangEngine(ExternalEngine[SglangClient]):
             super().abort(lease_id)
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights. Running leases continue under the new version, with recomputed keys and values.
-
-        Raises EngineFault if tensors do not fit (no weight has changed then), or if the server does not load the
-        weights.
-        """
+        """Switch to new weights. Running leases continue under the new version, with recomputed keys and values. Raises
+        EngineFault if tensors do not fit (no weight has changed then), or if the server does not load the weights."""
         self._is_loading = True
         try:
             super().load_weights(tensors, version)
@@ -132,9 +129,7 @@ def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion,
 
 def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
     """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
-
-    read_base: reads the tensors of the base model; required if versions are adapters.
-    """
+    read_base: reads the tensors of the base model; required if versions are adapters."""
     own = settings.sglang
     if own.url is None:
         raise UserError(

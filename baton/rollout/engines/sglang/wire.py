@@ -91,10 +91,8 @@ def read_server(info: Any) -> ServerInfo:
 
 
 def load_of(answer: Any) -> int:
-    """Return the number of requests in the server from the response of `/get_load` or `/v1/loads`.
-
-    Raises EngineFault if the response has another form.
-    """
+    """Return the number of requests in the server from the response of `/get_load` or `/v1/loads`. Raises EngineFault
+    if the response has another form."""
     if isinstance(answer, dict) and "loads" in answer:
         answer = answer["loads"]
     parts = answer if isinstance(answer, list) else [answer]

@@ -67,10 +67,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
         return tensors
 
     def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
-        """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load.
-
-        If this fails, the weights may be incomplete, and vLLM stays paused until a load succeeds.
-        """
+        """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load. If this
+        fails, the weights may be incomplete, and vLLM stays paused until a load succeeds."""
         if self.direct is not None and not is_adapter(tensors):
             self.direct.load(tensors, label)
             return
@@ -141,11 +139,8 @@ def vllm_of_model(
     head_dtype: str = "auto",
     direct: DirectBackend | None = None,
 ) -> VllmEngine:
-    """Build an engine that serves the model of a directory, which may be an adapter, as `version`.
-
-    direct: backend that transfers later versions from the trainer's memory. With None, later versions are transferred
-    as files.
-    """
+    """Build an engine that serves the model of a directory, which may be an adapter, as `version`. direct: backend that
+    transfers later versions from the trainer's memory. With None, later versions are transferred as files."""
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
     if files.base_path != path and settings.vllm.lora_rank:
@@ -166,9 +161,7 @@ def vllm_from_skeleton(
     directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str
 ) -> VllmEngine:
     """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
-
-    read_base: reads the tensors of the base model; required if versions are adapters.
-    """
+    read_base: reads the tensors of the base model; required if versions are adapters."""
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy")
 

@@ -78,11 +78,9 @@ class _CheckedReceiver:
         self._is_reloading = False
 
     def _clean_up(self) -> None:
-        """Restore the layers' tensors after a failed transfer.
-
-        Otherwise vLLM 0.32 would keep the tensors that a layer has received so far. The next transfer would count these
-        tensors, and load some of them instead of its own tensors.
-        """
+        """Restore the layers' tensors after a failed transfer. Otherwise vLLM 0.32 would keep the tensors that a layer
+        has received so far. The next transfer would count these tensors, and load some of them instead of its own
+        tensors."""
         self._incoming.abandon()
         if self._is_reloading:
             self._is_reloading = False

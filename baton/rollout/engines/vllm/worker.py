@@ -60,11 +60,9 @@ class WeightsLoader:
     """Method of vLLM's worker."""
 
     def take_weights(self, path: str) -> int:
-        """Copy the tensors of a safetensors file into the model; return the number of tensors.
-
-        Each rank reads the whole file and keeps its shard. vLLM fuses, casts and repacks the weights. Raises
-        RuntimeError if a layer was not updated.
-        """
+        """Copy the tensors of a safetensors file into the model; return the number of tensors. Each rank reads the
+        whole file and keeps its shard. vLLM fuses, casts and repacks the weights. Raises RuntimeError if a layer was
+        not updated."""
         taken = 0
 
         def tensors() -> Iterator[tuple[str, Any]]:
