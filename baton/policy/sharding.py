@@ -40,19 +40,21 @@ class Sharded(torch.nn.Module):
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by the number of tokens or
         samples on all ranks together. `dtype`: dtype in which parameters are gathered, except the module's
-        `float32_parts`. Frozen parameters that the model keeps in float32, such as the biases of routers, stay whole on
-        each rank.
+        `float32_parts`. If it is not float32, parameters that the model keeps in float32 stay whole on each rank, such
+        as the biases of routers.
         """
         super().__init__()
         self.module = module
+        self.unsharded: list[str] = []
+        """Names of the trained parameters that stay whole on each rank. The caller sums their gradients."""
         policy, kept = MixedPrecisionPolicy(), set[torch.nn.Parameter]()
         if dtype is not torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for name in getattr(module, "float32_parts", ()):
                 fully_shard(module.get_submodule(name), mesh=mesh)
             model = getattr(module, "trunk", None) or module  # a critic on the policy's body has a head only
-            frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
-            kept = {p for name, p in frozen if is_float32(model, name)}
+            kept = {p for name, p in model.named_parameters() if is_float32(model, name)}
+            self.unsharded = [name for name, p in module.named_parameters() if p in kept and p.requires_grad]
         blocks = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
         for part in [*blocks, *_tables(module)]:
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)

@@ -12,11 +12,15 @@ import pytest
 import torch
 from rank_pool import RankPool
 from test_ranks import SHAPES, alone, assert_close, distance, gradients, ranked, setup_of, tensors, two_version_batch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_cases import VOCAB, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from baton.policy.load import load_empty
 from baton.policy.routing import num_bytes, routers_of
+from baton.policy.sharding import Sharded
+from baton.policy.stored_tensors import StoredTensors
 from baton.trainer.parallel.messages import TrainerSetup
 from baton.trainer.trainer import Trainer
 from baton.types import Author, Batch, Group, Segment
@@ -143,6 +147,74 @@ def test_ranks_in_bfloat16_choose_experts_by_the_float32_bias_of_their_router(
         assert distance(found, exact) < 2 * distance(rounded, exact)
         published = ranks.publish().tensors
         assert all(torch.equal(published[name], torch.tensor([1.003, 1.001, 1.002, 1.0])) for name in biases)
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "flint"])
+def test_ranks_in_bfloat16_train_the_float32_weights_of_a_router_as_one_process_does(
+    model_type: str, pool: RankPool, tmp_path: Path
+) -> None:
+    """Hidden states are positive, so experts 0 and 2 get the largest products. In bfloat16, all four rows of the
+    router's weight would be equal, and topk on a CPU would return 2 and 3."""
+    rows = torch.tensor([1.003, 1.001, 1.002, 1.0]) / 16  # a sigmoid of large products would be 1 for all four
+    config = tiny_config(model_type)
+    config.update({"vocab_size": VOCAB})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.get_input_embeddings().weight.data.abs_().add_(1.0)
+    model.get_parameter("model.layers.1.mlp.gate.weight").data.copy_(rows[:, None].expand(4, config.hidden_size))
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().hf.save_pretrained(tmp_path)
+    setup = setup_of(str(tmp_path), **{**SMOOTH, "moe_replay": "off"})
+
+    def changed(**trainer: Any) -> TrainerSetup:
+        return msgspec.structs.replace(setup, trainer={**setup.trainer, "dtype": "bfloat16", **trainer})
+
+    def of_sinks(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in found.items() if name.endswith("sinks")}
+
+    exact = gradients(alone(setup), tmp_path / "exact")
+    rounded = gradients(alone(changed()), tmp_path / "rounded")
+    shapes = {"two": {"activation_checkpointing": True}, "two copies of two that reduce each": {}, "stages": {}}
+    for name, more in shapes.items():
+        size, shape = SHAPES.get(name, (4, {"stages": 2}))
+        ranks = ranked(pool, size, changed(ranks=size, **shape, **more))
+        found = gradients(ranks, tmp_path / name)
+        experts = {name: tensor for name, tensor in found.items() if ".experts." in name and tensor.dim() == 3}
+        assert experts
+        for each in experts.values():
+            assert [place for place, one in enumerate(each) if one.abs().max() > 0] == [0, 2]
+        assert distance(found, exact) < 2 * distance(rounded, exact), name
+        if model_type == "flint":  # the router's own gradients cancel over tokens, so rounding dominates them
+            assert distance(of_sinks(found), of_sinks(exact)) < 0.1
+        other = alone(changed())
+        other.restore(tmp_path / name)
+        assert_close(tensors(other), tensors(ranks), atol=0)
+        other.save(tmp_path / f"{name} again")
+        again = StoredTensors.in_files(sorted((tmp_path / f"{name} again" / "baton").rglob("*.safetensors")))
+        assert all(torch.equal(again.whole(name), tensor) for name, tensor in found.items())
+
+
+def test_ranks_gather_the_parameters_in_float32_that_a_family_keeps_in_float32() -> None:
+    """Torch's fake process group copies this rank's shard only, but casts like a real one."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = AutoModelForCausalLM.from_config(tiny_config("flint"))
+        seen: dict[str, torch.dtype] = {}
+
+        def note(module: torch.nn.Module, name: str) -> None:
+            seen.update({f"{name}.{key}": p.dtype for key, p in module.named_parameters(recurse=False)})
+
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda part, _, name=name: note(part, name))
+        sharded = Sharded(model, init_device_mesh("cpu", (2,)), torch.bfloat16)
+        sharded.run(lambda whole: whole(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False).logits)
+    finally:
+        torch.distributed.destroy_process_group()
+    exact = {name for name, dtype in seen.items() if dtype is torch.float32}
+    layers = range(model.config.num_hidden_layers)
+    assert exact == {"model.layers.1.mlp.gate.weight", *(f"model.layers.{place}.self_attn.sinks" for place in layers)}
+    assert exact == set(sharded.unsharded)
+    assert set(seen.values()) == {torch.float32, torch.bfloat16}
 
 
 @MODELS

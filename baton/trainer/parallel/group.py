@@ -154,6 +154,7 @@ class RankGroup(SingleRank):
         self._sharded: dict[int, Sharded] = {}
         self._cut: dict[int, StageModel] = {}
         self._left_apart: list[torch.nn.Parameter] = []
+        self._unsharded: list[torch.nn.Parameter] = []
         self._shared: list[torch.nn.Parameter] = []
         self._stored: dict[int, StoredTensors] = {}
 
@@ -177,10 +178,11 @@ class RankGroup(SingleRank):
             if self._products is not None and model is not None:
                 apart = {id(parameter) for parameter in split_products(model, self._products)}
                 names = [name for name, parameter in module.named_parameters() if id(parameter) in apart]
-            self._sharded[id(module)] = Sharded(module, self._shards, self._dtype)
+            sharded = self._sharded[id(module)] = Sharded(module, self._shards, self._dtype)
             if (weights := own or stored[0]) is not None:
                 fill_model(module, weights, self._device)
             self._left_apart += [module.get_parameter(name) for name in names]
+            self._unsharded += [module.get_parameter(name) for name in sharded.unsharded]
             self._shared += [module.get_parameter(name) for name in shared]
 
     def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
@@ -201,12 +203,15 @@ class RankGroup(SingleRank):
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum the gradients of layers that each rank applied only to its own attention heads. Sum the gradients of a
-        tied embedding over the first and the last stage."""
+        """Sum the gradients of layers that each rank applied only to its own attention heads, and of parameters that
+        FSDP does not shard. Sum the gradients of a tied embedding over the first and the last stage."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
                 dist.all_reduce(local(parameter.grad), group=self._products.get_group())
+        for parameter in self._unsharded:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self._data.get_group())
         for parameter in self._shared:
             if parameter.grad is not None and local(parameter.grad).numel():
                 self.pipeline.add_other_end(local(parameter.grad))
