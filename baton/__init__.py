@@ -28,8 +28,7 @@ _PLACES = {
     "plan": "plan",
     "simulate": "simulate",
 }
-"""Public name → the module of this package that defines the name. If the name is itself a module, the value is that
-module."""
+"""Public name → the module that defines the name. If the name is itself a module, the value is that module."""
 
 
 def __getattr__(name: str) -> Any:

@@ -22,8 +22,7 @@ from baton.errors import DeadlineExceeded
 
 
 class TimedEvent(msgspec.Struct, frozen=True, gc=False):
-    """Base class of the events that the scheduler receives. The scheduler takes the time from events and reads no
-    clock."""
+    """Base class of the scheduler's events. The scheduler takes the time from events and reads no clock."""
 
     at_s: float
     """Time of the event in seconds: on the monotonic clock in a live run, on the virtual clock in the simulator."""

@@ -22,8 +22,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 _SEPARATORS = frozenset("\u2028\u2029")
-"""Characters that some programs display as line breaks. `_is_control` lists them, because their Unicode categories are
-not those of control characters."""
+"""Characters that some programs display as line breaks, although Unicode does not count them as control characters."""
 
 
 def visible(text: str, *, keep: str = "\n\t") -> str:

@@ -203,8 +203,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Add `path` to any OSError raised in the context that names no file. Convert I/O errors of safetensors to
-    OSError."""
+    """Add `path` to any OSError of the context that names no file. Convert I/O errors of safetensors to OSError."""
     try:
         yield
     except SafetensorError as error:

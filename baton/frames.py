@@ -19,8 +19,7 @@ from collections.abc import Iterable, Sequence
 
 _HEADER = struct.Struct("!Q")
 _MAX_RECEIVE_BYTES = 4 * 1024**2
-"""Maximum number of bytes per read. Reads are short, because the parent must serve its other children while a frame of
-gigabytes arrives."""
+"""Maximum bytes per read, so that the parent can serve other children while a frame of gigabytes arrives."""
 
 
 class FrameSocket:
@@ -43,8 +42,7 @@ class FrameSocket:
         return sum(map(len, self._unsent))
 
     def send(self, data: bytes) -> None:
-        """Send a frame and queue the bytes that the socket does not accept. Raises OSError if the other process has
-        exited."""
+        """Send a frame; queue the bytes that the socket does not accept. Raises OSError if the peer has exited."""
         self._unsent += (memoryview(_HEADER.pack(len(data))), memoryview(data))
         self.send_more()
 
@@ -86,8 +84,7 @@ class FrameSocket:
             self._body = bytearray(size)
 
     def send_all(self, data: bytes) -> None:
-        """Send a frame and block until the socket has accepted it. Only children call this: the wait ends if the parent
-        exits."""
+        """Send a frame and block until it is accepted. Only children call this: the wait ends if the parent exits."""
         self.send(data)
         while self._unsent:
             _wait_for([(self, selectors.EVENT_WRITE)], None)
@@ -116,8 +113,7 @@ def frame_socket_of(descriptor: int, max_frame_bytes: int) -> FrameSocket:
 
 
 def start_child(command: str, *, threads: int, max_frame_bytes: int) -> tuple[FrameSocket, subprocess.Popen[bytes]]:
-    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads. Return this process's end of a socket
-    pair to the child, and the child."""
+    """Start `python -m baton COMMAND DESCRIPTOR` with `threads` torch threads; return a socket to it, and the child."""
     ours, theirs = frame_sockets(max_frame_bytes)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if threads == 1:  # with more threads, passive waiting makes a step about 1.5 times as long

@@ -14,8 +14,7 @@ from typing import Any
 
 
 class Stopped(BaseException):
-    """A stop was requested. Like KeyboardInterrupt it derives from BaseException, so `except Exception` does not catch
-    it."""
+    """A stop was requested. It derives from BaseException, so `except Exception` does not catch it."""
 
 
 class StopRequest:
@@ -54,8 +53,7 @@ class StopRequest:
             self._interrupts = False
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Request a stop in the same way as a signal with this number. A `number` of 0 means that no signal was
-        received."""
+        """Request a stop as a signal with this number does; 0 means that no signal was received."""
         if self.signal is None:
             self.signal = number
             self._say(

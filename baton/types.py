@@ -87,8 +87,7 @@ def id_column(ids: Sequence[int]) -> TokenColumn[int]:
 
 
 def plain(value: object) -> list[Any]:
-    """Return the values of a `TokenColumn` as a list. Every msgspec encoder of trajectories uses this function as
-    `enc_hook`."""
+    """Return the values of a `TokenColumn` as a list: the `enc_hook` of all msgspec encoders of trajectories."""
     if isinstance(value, TokenColumn):
         return list(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
@@ -134,8 +133,7 @@ class FailureCause(StrEnum):
 
 
 ENVIRONMENT = "environment"
-"""Name of the reward part that the environment of a multi-turn task gives. Every multi-turn episode has this part,
-unless its environment failed."""
+"""Name of the reward part that environments give. A multi-turn episode lacks it only if its environment failed."""
 
 
 class EpisodeFinish(StrEnum):
@@ -184,8 +182,7 @@ class Prompt(msgspec.Struct, frozen=True):
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     """Additional input of reward scorers, as plain JSON values. For a dataset row: all columns except the prompt."""
     is_conversation: bool = False
-    """True if the data contained a list of messages. False if the data contained a single text, which became the last
-    message."""
+    """True if the data had a list of messages; False if it had a text, which became the last message."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -229,9 +226,8 @@ class Segment(msgspec.Struct, frozen=True):
             )
 
     def followed_by(self, other: Segment, *, is_merged: bool) -> Segment:
-        """Append another segment's tokens to the buffers of this segment, and return a segment of the appended tokens.
-        With `is_merged`, the returned segment begins with this segment's own tokens. The cost is linear in the other
-        segment (`TokenColumn.appended`)."""
+        """Append another segment's tokens to this one's buffers; return them as a segment, with `is_merged` after this
+        segment's own tokens. The cost is linear in the other segment (`TokenColumn.appended`)."""
         ids, logprobs = self.token_ids, self.behavior_logprobs
         assert isinstance(ids, TokenColumn)
         assert isinstance(logprobs, TokenColumn)
@@ -264,8 +260,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
     group_id: int
     """Id that is unique within a run. It is never reused, not even after a restart."""
     sample_index: int
-    """Index within the group, from 0. Run seed, group id, sample index and token position determine the sampling
-    noise."""
+    """Index within the group, from 0. Run seed, group id, sample index and position determine the noise."""
     prompt_ids: Sequence[int]
     """[prompt] Exactly the token ids that the engine received. Any sequence may be given."""
     segments: tuple[Segment, ...] = ()
@@ -333,8 +328,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def turn_offset(self) -> int:
-        """Number of tokens after the prompt and before the current turn, which begins after the last observation. 0 if
-        there is no observation."""
+        """Number of tokens after the prompt before the current turn, which follows the last observation."""
         offset = self.num_tokens
         for s in reversed(self.segments):
             if s.author is Author.ENVIRONMENT:
@@ -409,8 +403,7 @@ class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     """Paths before the last one. The last path is `ScoredTrajectory.trajectory`."""
     finish_reason: EpisodeFinish | None = None
     attempt: int = 0
-    """Number of earlier attempts at this episode. Each of them ended because its environment failed or because its
-    tokens were not trusted."""
+    """Number of earlier attempts, which ended because the environment failed or tokens were not trusted."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     """Numbers that the environment reported with its last observation."""
     is_success: bool | None = None
@@ -512,8 +505,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     """Strings that end a trajectory when its text contains one of them. The token that completes it is kept."""
     reports_kept: bool = False
-    """Report which tokens top-k and top-p kept, and behavior logprobs over these. Requires a top_k of at most MAX_KEPT,
-    and a temperature above 0."""
+    """Report the kept tokens, and behavior logprobs over these. Requires top_k ≤ MAX_KEPT and a temperature above 0."""
 
     @property
     def max_kept(self) -> int:
@@ -556,8 +548,7 @@ class Report(msgspec.Struct, frozen=True, tag="Report"):
 
     lease_id: int
     token_offset: int
-    """Number of response tokens before `segments`. The receiver appends `segments` only if it has exactly this number
-    of response tokens."""
+    """Number of response tokens before `segments`. A receiver with another number does not append these."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None = None
     is_aborted: bool = False
@@ -580,8 +571,7 @@ class WorkLost(msgspec.Struct, frozen=True, tag="WorkLost"):
 
 
 class WorkRevoked(msgspec.Struct, frozen=True, tag="WorkRevoked"):
-    """The revocation of a trajectory whose tokens are not trusted. If the trajectory had a lease, the lease has
-    ended."""
+    """The revocation of a trajectory whose tokens are not trusted. If it had a lease, the lease has ended."""
 
     noise_seed: int
     """Noise seed of the lease. It distinguishes training from evaluations, whose group ids may be equal."""

@@ -39,7 +39,6 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     resources: dict[str, float]
     """Ray resource → amount to request."""
     threads: int
-    """Number of torch threads."""
     slots: int = 0
     """Number of trajectories that a worker generates concurrently."""
     share: float = 0.0
@@ -69,7 +68,6 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def training_machines(self) -> frozenset[str]:
-        """Names of the machines that run a trainer rank."""
         return frozenset(spec.machine for spec in self.ranks)
 
 
@@ -233,8 +231,7 @@ class PlacementChange(msgspec.Struct, frozen=True):
 
 
 def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
-    """Compare the running workers with the wanted workers. A running worker is kept if a wanted worker has the same
-    GPUs, parallel shape and slots."""
+    """A running worker is kept if a wanted worker has the same GPUs, parallel shape and slots."""
     left = {_shape(spec): spec for spec in now}
     kept, begun = [], []
     for spec in wanted:

@@ -28,8 +28,7 @@ from baton.specs.workload import LengthSettings, Workload
 
 TIME_LIMIT_S = 30.0
 SLACK = 0.02
-"""A plan that moves fewer GPUs is preferred if its step time exceeds that of the fastest plan by at most this
-fraction."""
+"""A plan that moves fewer GPUs is preferred if its step time exceeds the shortest by at most this fraction."""
 
 
 class ReplanResult(msgspec.Struct, frozen=True):

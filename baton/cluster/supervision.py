@@ -121,8 +121,7 @@ class SupervisionRules(RestartRule):
     """The limits and delays of `Supervision`."""
 
     settle_s: float = 2.0
-    """A new plan is made when the machines have not changed for this number of seconds, because several machines often
-    join or leave together."""
+    """Seconds without a change of the machines before a new plan: several machines often join or leave together."""
 
 
 @dataclass(slots=True)
@@ -160,8 +159,7 @@ class Supervision:
         return [StartProcess(watched.spec) for watched in self._specs.values()]
 
     def handle(self, event: Event) -> list[Command]:
-        """Return the commands that follow from an event, in the order of execution. Events of removed processes are
-        ignored."""
+        """Return the commands that follow from an event, in order. Events of removed processes are ignored."""
         return list(self._apply_event(event))
 
     def _apply_event(self, event: Event) -> Iterator[Command]:

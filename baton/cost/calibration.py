@@ -21,16 +21,14 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""Key of an efficiency that is a share of a peak → (attribute of `Gpu` with the peak, size of the file's unit, name of
-this unit)."""
+"""Efficiency that is a share of a peak → (attribute of `Gpu` with the peak, size and name of the file's unit)."""
 
 
 class AchievedSettings(Settings):
     """A value of the catalogue of achieved rates."""
 
     value: float
-    """The value that plans use. In the table of a GPU type, the efficiencies in `PEAKS` are stated as absolute
-    rates."""
+    """The value that plans use. For a GPU type, the efficiencies in `PEAKS` are absolute rates."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]
@@ -78,10 +76,9 @@ class GpuCalibration(msgspec.Struct, frozen=True):
 
     gpus: tuple[str, ...]
     parameters: tuple[Parameter, ...]
-    """Parameters of all GPU types come first. Parameters of a single GPU type replace them for this type."""
+    """Parameters of all GPU types, then those of single GPU types, which take precedence."""
     own: Efficiencies
-    """A user's measurements, which have no range. These measurements replace the parameters of the GPU types that they
-    name."""
+    """A user's measurements, without ranges. They replace the parameters of the GPU types that they name."""
 
     def at(self, pick: Callable[[Parameter], float] = lambda parameter: parameter.value) -> Efficiencies:
         """Return the efficiencies with the value that `pick` selects for each parameter. A CPU gets the default of

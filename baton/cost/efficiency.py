@@ -12,19 +12,16 @@ from baton.settings import Settings
 
 
 class Efficiency(Settings):
-    """The efficiency of one GPU type: a section of a calibration file. Shares refer to the peak figures of the
-    catalogue."""
+    """The efficiency of one GPU type: a section of a calibration file. Shares refer to the catalogue's peaks."""
 
     train: float = Field(default=0.4, gt=0, le=1)
     """Achieved share of peak FLOP/s in training. AReaL (2505.24298) figure 6a: 388 to 455 of an H800's 989 TFLOP/s."""
     backward: float = Field(default=2.0, gt=0)
     """Time of a backward pass divided by the time of a forward pass. The default 2 is the ratio of their FLOPs."""
     train_beside: float = Field(default=1.0, gt=0)
-    """Factor by which a train step is slower while engines use the same cores, beyond the effect of having fewer
-    cores."""
+    """Factor by which a train step is slower while engines use the same cores, besides having fewer cores."""
     engine_beside: float = Field(default=1.0, gt=0)
-    """Factor by which engines are slower while the trainer uses the same cores, beyond the effect of having fewer
-    cores."""
+    """Factor by which engines are slower while the trainer uses the same cores, besides having fewer cores."""
     prefill: float = Field(default=0.5, gt=0, le=1)
     """Achieved share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)

@@ -46,8 +46,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int, point: Measurement) -> float:
-    """Predict the time of the decode step, prefill or train step that `point` measured. The trainer has `devices` GPUs
-    or cores."""
+    """Predict the time of the step or prefill that `point` measured. The trainer has `devices` GPUs or cores."""
     if point.phase == "decode":
         return decode_s(model, work, place, 1, (model.num_layers,), point.batch, point.context)
     if point.phase == "prefill":
@@ -84,8 +83,7 @@ def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int
 def with_rollout(
     model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement
 ) -> tuple[Efficiency, Measurement]:
-    """Fit `trajectory_overhead_s` to the measured time of a whole batch. Return the efficiencies, and the
-    measurement with its prediction."""
+    """Fit `trajectory_overhead_s` to the time of a whole batch; return efficiencies and predicted measurement."""
     rest_s = point.seconds - rollout_s(model, work, place, engines, point)
     overhead_s = max(0.0, rest_s * engines / point.batch)
     found = place.efficiency.model_copy(update={"trajectory_overhead_s": overhead_s})
@@ -94,7 +92,7 @@ def with_rollout(
 
 
 class OverlapMeasurement(msgspec.Struct, frozen=True):
-    """Measured speeds of a train step and of full engines that run at the same time on shared cores."""
+    """Measured speeds of a train step and of engines without free slots that run at the same time on shared cores."""
 
     threads: int
     """Number of threads of the trainer."""
@@ -182,8 +180,7 @@ def _fit_train(
 
 
 def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
-    """Return the coefficients of the columns that minimise the squared relative errors. The first coefficient is at
-    least 0."""
+    """Return the coefficients of the columns that minimise the squared relative errors. The first one is at least 0."""
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     ones = np.ones(len(seconds))
     found = [float(value) for value in np.linalg.lstsq(matrix, ones, rcond=None)[0]]
@@ -193,8 +190,7 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float]) -> Efficiency:
-    """Minimise `error` by coordinate descent: change one parameter at a time by a factor, and reduce the factor if
-    no change helps."""
+    """Minimise `error` by coordinate descent, with a factor that is reduced when no change helps."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0

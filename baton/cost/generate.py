@@ -57,9 +57,8 @@ class ReplicaCost(msgspec.Struct, frozen=True):
     batch: int
     tokens_per_s: float
     pause_s: float
-    """Time per train step that is lost for generation. With overlap, this is the time to prefill running trajectories
-    under the new version. Without overlap, it is the time lost at the end of a batch, when few trajectories still
-    run."""
+    """Generation time lost per train step: with overlap, to prefill running trajectories under the new version; without
+    overlap, at the end of a batch, when few trajectories still run."""
     memory_bytes: float
     """Memory used on the GPU of the replica that needs the most memory."""
 
@@ -119,8 +118,7 @@ def largest_batch(model: ModelSpec, work: Workload, place: DeviceClass, tp: int,
 def decode_s(
     model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...], batch: float, context: float
 ) -> float:
-    """Return the time of a decode step of `batch` trajectories. Each pipeline stage processes `batch / pp` trajectories
-    at a time."""
+    """Return the time of a decode step of `batch` trajectories. Each stage processes `batch / pp` of them at a time."""
     pp, eff, gpu = len(layers), place.efficiency, place.gpu
     rows = batch / pp
     seen = model.seen(context)
@@ -149,8 +147,7 @@ def decode_s(
 def prefill_s(
     model: ModelSpec, place: DeviceClass, tp: int, layers: tuple[int, ...], tokens: float, squared: float
 ) -> float:
-    """Return the prefill time of one sequence on the slowest stage of a replica. `squared` is the mean square of the
-    token count."""
+    """Return the prefill time of one sequence on the slowest stage. `squared`: mean square of the tokens."""
     window = model.seen(tokens) / tokens if tokens else 1.0
     flops = model.layer_flops_per_token * tokens + model.attention_flops_per_pair * squared / 2 * window
     return max(layers) * flops / tp / (place.gpu.flops * place.efficiency.prefill)

@@ -34,8 +34,7 @@ MAX_LOGITS = 2**24
 MOST_LOGITS = 2**28
 """Maximum number of logits that a trainer computes at a time, even if there is memory for more."""
 LOGIT_BYTES = 10.0
-"""Bytes per logit: its product in bfloat16 (2), the logit in float32 (4), its probability or gradient in float32
-(4)."""
+"""Bytes per logit: product in bfloat16 (2), logit in float32 (4), probability or gradient in float32 (4)."""
 PRODUCT_ROWS = 8192
 """Rows of the head's gradient that are computed at a time on CUDA in bfloat16 (`policy/head.py`)."""
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
@@ -86,13 +85,11 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     is_stage: Array = False
     """Whether the rank belongs to one of several pipeline stages. FSDP then gathers even a single rank's weights."""
     value_bytes: int = 2
-    """Bytes of a value in linear layers: 2 for bfloat16, which autocast (one process) or gathers (several ranks)
-    produce."""
+    """Bytes of a value in linear layers: 2 for bfloat16, from autocast (one process) or gathers (several ranks)."""
     recomputes: bool = True
     """Whether activations are recomputed in the backward pass."""
     whole_gradients: bool = False
-    """Whether gradients are reduced only once per update, so that until then each rank holds the gradients of all
-    parameters."""
+    """Whether gradients are reduced once per update; until then, each rank holds all gradients."""
     adapter_params: float = 0.0
     """Parameters of the trained adapter; 0 if all weights are trained."""
     base_bytes: float = 4.0
@@ -131,15 +128,13 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
-    """Return the vocabulary parameters of a stage: the input embedding on the first stage, the output head on the
-    last. Tied weights count once."""
+    """Return the parameters of a stage's embedding (first stage) and head (last stage). Tied weights count once."""
     both = np.logical_and(is_first, is_last) & model.is_tied
     return model.embedding_params * (np.asarray(is_first, float) + np.asarray(is_last, float) - np.asarray(both, float))
 
 
 def adapter_params(model: ModelSpec, rank: int) -> float:
-    """Return the number of parameters of LoRA adapters of rank `rank` on all linear layers. Fused experts are not
-    linear layers and get no adapter."""
+    """Return the number of parameters of LoRA adapters on all linear layers, which exclude fused experts."""
     width, keys = model.num_heads * model.head_dim, model.kv_values_per_token / 2
     mlp = 0.0 if model.num_experts > 1 else 3 * model.hidden + model.ffn_params / model.hidden
     return rank * model.num_layers * (4 * model.hidden + 2 * width + 2 * keys + mlp)
@@ -166,8 +161,7 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
 
 
 def _is_rounded(how: RankShape) -> Array:
-    """Return whether the residual stream is bfloat16. With gathered or frozen bfloat16 weights it is; with autocast it
-    is float32."""
+    """Return whether the residual stream is bfloat16: with gathered or frozen bfloat16 weights, not with autocast."""
     has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
 
@@ -259,8 +253,7 @@ def _between(copies: Term, how: RankShape) -> tuple[Term, ...]:
 
 
 def _until_blocks(kept: Term) -> Term:
-    """Return the kept activations of the blocks. The activations of the last norm are freed before the blocks' backward
-    pass."""
+    """Return the blocks' kept activations. Those of the last norm are freed before the blocks' backward pass."""
     return Term(kept.name, 0.0, kept.per_layer)
 
 
@@ -307,8 +300,7 @@ def overhead(num_bytes: Array, *, on_cpu: bool) -> Term:
 
 
 def state_bytes_per_param(model: ModelSpec, how: RankShape) -> Array:
-    """Return the bytes of state (weights and moments, not gradients) per parameter that a rank holds between two
-    steps."""
+    """Return the bytes per parameter that a rank holds between two steps: weights and moments."""
     kept = [term for term in _state(model, how, np.asarray(1.0), np.asarray(1.0)) if term.name != "gradients"]
     return sum(term.bytes(model.num_layers) for term in kept) / model.params
 

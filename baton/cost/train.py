@@ -27,8 +27,7 @@ from baton.specs.workload import Workload
 
 Floats = NDArray[np.float64]
 UPDATE_TRAFFIC_BYTES = 32.0
-"""Bytes that AdamW reads and writes per parameter: 4 of the gradient, 12 + 12 of master weights and moments, 2 of
-the weights; rounded up."""
+"""Bytes that AdamW reads and writes per parameter: gradient 4, master weights and moments 24, weights 2, rounded up."""
 GRADIENT_BYTES = 6.0
 """Bytes sent per parameter: gradients are reduced in fp32, weights are gathered in bf16."""
 
@@ -140,8 +139,7 @@ def stage_terms(
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Return the gradient or optimiser time of a stage. The stage's vocabulary parameters count as layers with the same
-    total number of parameters."""
+    """Return the gradient or optimiser time of a stage. Vocabulary parameters count as layers of equal size."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s
 

@@ -41,8 +41,7 @@ class LoadedEnvironment:
 
 
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
-    """Import an environment and recognise its shape. Raises UserError if the import fails, or if the environment has
-    none of the known shapes."""
+    """Import an environment and recognise its shape. Raises UserError if this fails."""
     factory = import_function(spec.path, what=f"environment {spec.name!r}:")
     kind: Any = factory if inspect.isclass(factory) else type(_probe(factory, spec))
     replay: Replay = getattr(kind, "replay", "log") if spec.replay is None else spec.replay
@@ -110,8 +109,7 @@ def _has(kind: type, method: str) -> bool:
 
 
 class _Gymnasium:
-    """Adapts Gymnasium and GEM. If the action space is discrete, the last integer in a turn is the action. Observations
-    are converted to text."""
+    """Adapts Gymnasium and GEM: observations become text; a discrete action is the last integer in a turn."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -44,8 +44,7 @@ class Calculator(ToolEnvironment):
         max_turns: int | None = None,
         is_compact: bool = False,
     ) -> None:
-        """If `is_compact` is True, a call is a turn like `12*34=`, and the prompt is only the expression. Raises
-        UserError for values out of range."""
+        """`is_compact`: a call is a turn like `12*34=`, and the prompt is only the expression. Raises UserError."""
         if not 1 <= num_operations <= 50 or not 1 <= digits <= 9:
             raise UserError(
                 f"calculator: got num_operations {num_operations} and digits {digits}; allowed are 1 to 50 and 1 to 9"
@@ -79,7 +78,6 @@ class Calculator(ToolEnvironment):
         return f"{left}{operation}{right}="
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Execute a call, or score the answer."""
         call = re.fullmatch(r"\s*(-?\d{1,40})([-+*])(-?\d{1,40})=?\s*", action) if self._is_compact else None
         if call is None:
             return super().step(action)

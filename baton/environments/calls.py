@@ -26,8 +26,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
     family: str
     """Form in which the template writes tool calls; `tools.py` lists the families."""
     is_rendered: bool = False
-    """Whether the template renders the JSON schemas of tools. If not, the environment's instructions contain the
-    schemas."""
+    """Whether the template renders the schemas of tools. If not, the instructions contain the schemas."""
 
 
 class EnvironmentSpec(msgspec.Struct, frozen=True, tag="EnvironmentSpec"):
@@ -75,11 +74,9 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
     """The turns before `action`. If the process has no instance of the episode, it builds an instance from these turns.
     If the process has an instance that has executed all these turns, the pool sends only the last of them."""
     action: str | None = None
-    """Text of the turn to execute. None: execute no turn, and return the observation after the last turn of `log`, or
-    after the reset if there is none."""
+    """Text of the turn to execute. None: return the observation after the last turn of `log`, or after the reset."""
     first_digest: str = ""
-    """Digest of the first observation, which the prompt contains. If it is empty, the first observation is not compared
-    with it."""
+    """Digest of the first observation, which the prompt contains. If it is empty, it is not compared."""
     num_left_out: int = 0
     """Number of earlier turns of the episode that `log` does not contain."""
 

@@ -6,8 +6,7 @@ from typing import Any, Literal, Protocol
 
 Replay = Literal["log", "never"]
 """How an environment is rebuilt after its process ended. `log`: reset with the same seed, then repeat the recorded
-actions. `never`: the instance is not rebuilt, because its actions have effects outside the process; the episode starts
-again."""
+actions. `never`: the episode starts again, because its actions have effects outside the process."""
 
 
 class Environment(Protocol):

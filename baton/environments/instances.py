@@ -91,8 +91,7 @@ class EnvironmentInstances:
         return instance.observations[-1]
 
     def _rebuild(self, request: ActRequest, *, is_replaced: bool) -> _Instance:
-        """Reset a new instance, and repeat the actions of the log. Raises _Failed if the digest of an observation
-        differs from the recorded digest."""
+        """Reset a new instance and repeat the log's actions. Raises _Failed for an observation with another digest."""
         loaded = self._environments[request.environment]
         if loaded.replay == "never" and (request.log or is_replaced):
             what = "has executed other actions" if is_replaced else "is gone"
@@ -148,8 +147,7 @@ class EnvironmentInstances:
     def _call(
         self, request: ActRequest, name: str, method: Callable[[], Result], random_state: Any
     ) -> tuple[Result, float, Any]:
-        """Call the environment; return (result, seconds, random state). Calls that `serial` covers run one at a
-        time."""
+        """Call the environment; return (result, seconds, random state). Calls under `serial` run one at a time."""
         serial = self._environments[request.environment].serial
         is_serial = serial == "all" or serial == name
         with self._serial if is_serial else nullcontext():

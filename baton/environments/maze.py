@@ -21,8 +21,7 @@ class Maze:
     def __init__(
         self, size: int = 7, view: int = 2, max_turns: int = 12, actions_per_turn: int = 4, form: Form = "ragen"
     ) -> None:
-        """`size`: odd, including the outer walls. `view`: number of visible cells in each direction. Raises UserError
-        for values out of range."""
+        """`size`: odd, with the outer walls. `view`: visible cells in each direction. Raises UserError."""
         if size < 5 or size % 2 == 0 or min(view, max_turns, actions_per_turn) < 1 or form not in ("ragen", "compact"):
             raise UserError(
                 f"maze: got size {size}, view {view}, max_turns {max_turns}, actions_per_turn {actions_per_turn}, form "
@@ -41,7 +40,6 @@ class Maze:
         return self._observation()
 
     def canonical(self) -> str:
-        """Return the maze with player and goal, up to rotation and reflection."""
         cells = range(self._size)
         return canonical_grid(["".join(self._symbol((row, column)) for column in cells) for row in cells])
 

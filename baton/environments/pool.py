@@ -42,8 +42,7 @@ TICK_S = 0.25
 GRACE_S = 5.0
 """A process with running calls that sends nothing for `timeout_s` plus this number of seconds is killed."""
 KILL_S = 5.0
-"""Seconds after SIGTERM in which a process, and the processes that its environments started, must end before
-SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL of a process and of the processes that its environments started."""
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 10.0
 
 
@@ -71,8 +70,7 @@ class _EnvironmentProcess:
     pipe: FrameSocket | None = None
     is_ready: bool = False
     seen_at: float = 0.0
-    """Latest of three times: the start of the process, its last message, and the start of a call while no other call
-    was running."""
+    """Latest of: the start of the process, its last message, the start of a call while no other call was running."""
     restart_at: float = 0.0
     num_failed_starts: int = 0
 
@@ -120,9 +118,8 @@ class EnvironmentPool:
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets of the processes. One of them becomes readable when a process sends a result for `collect`. The
-        sequence is empty if the caller must call `collect` at once, because a result is already available or a process
-        is being restarted."""
+        """Sockets of the processes, which become readable when a process sends a result for `collect`. Empty if
+        `collect` must be called at once, because a result is available or a process is being restarted."""
         pipes = [process.pipe for process in self._processes if process.pipe is not None and process.is_ready]
         return pipes if len(pipes) == len(self._processes) and not self._done else ()
 
@@ -139,8 +136,7 @@ class EnvironmentPool:
         self._dispatch(self._homes[key])
 
     def collect(self, timeout_s: float) -> list[calls.Observation | calls.ActFailure]:
-        """Return the results so far. If there is none, wait at most `timeout_s` for the first. Raises UserError if a
-        process cannot be restarted."""
+        """Return the results; wait at most `timeout_s` for the first. Raises UserError if a restart fails."""
         deadline_s = time.monotonic() + timeout_s
         self._poll(0.0)
         while not self._done and (left_s := deadline_s - time.monotonic()) > 0:
@@ -262,8 +258,7 @@ class EnvironmentPool:
             self._lose(process, FailureCause.TIMEOUT, "stopped responding and was killed")
 
     def _dispatch(self, process: _EnvironmentProcess) -> None:
-        """Start the next calls of a process. A call runs alone if a process has ended or stopped responding while it
-        ran this call."""
+        """Start the next calls of a process. A call that a process has failed to complete runs alone."""
         while process.is_ready and process.waiting and len(process.running) < self._max_running:
             call = process.waiting[0]
             request = call.request

@@ -176,8 +176,7 @@ def _restrict_files() -> None:
 
 
 def _restrict_calls() -> None:
-    """Install a seccomp filter. With this filter, forbidden system calls and the start of a process fail with EPERM.
-    Threads can still be started."""
+    """Install a seccomp filter: forbidden system calls and new processes fail with EPERM; threads still work."""
     machine = platform.machine()
     load, jump_equal, jump_greater, jump_set, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000

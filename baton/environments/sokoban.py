@@ -58,8 +58,7 @@ class Room:
         return Room(self.size, self.floor, self.targets, boxes, ahead)
 
     def drawn(self, symbols: str, *, outer_wall: bool = True) -> str:
-        """Return the rows of the room, one symbol per cell. `symbols`: the symbol of each kind of cell, in the order of
-        `SYMBOLS`."""
+        """Return the rows of the room, one symbol per cell. `symbols`: one per kind of cell, as in `SYMBOLS`."""
         cells = range(self.size) if outer_wall else range(1, self.size - 1)
         return "\n".join("".join(symbols[self._symbol((row, column))] for column in cells) for row in cells)
 
@@ -143,8 +142,7 @@ def _pulled(
 
 
 def _walked(dice: random.Random, free: frozenset[Cell], player: Cell, probability: float) -> Cell:
-    """Return the player's position after at most three random moves. Without these moves, the player would always start
-    beside a box."""
+    """Return the position after at most three random moves, because otherwise the player starts beside a box."""
     visited = [player]
     while len(visited) <= 3 and dice.random() <= (probability if len(visited) == 1 else 0.5):
         ahead = [(visited[-1][0] + rows, visited[-1][1] + columns) for rows, columns in MOVES.values()]
@@ -198,15 +196,13 @@ class Sokoban:
         return self._observation()
 
     def canonical(self) -> str:
-        """Return the room up to rotation and reflection."""
         return self._room.canonical
 
     def random_action(self, dice: random.Random) -> str:
         return random_moves(dice, self._form, self._actions_per_turn)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Execute the moves of one turn. Words that are not moves are skipped. A turn with such words gets the
-        (negative) format reward once."""
+        """Execute the moves of one turn. Other words are skipped, but cost the (negative) format reward once."""
         moves, is_valid = read_moves(action, self._form)
         reward = 0.0 if is_valid else FORMAT_REWARD
         num_effective = 0

@@ -29,16 +29,14 @@ from baton.types import Message
 _USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
 """Texts that no template contains, so that their positions in a rendered conversation are known."""
 _OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
-"""Text of an observation that no template contains. A template that writes messages as JSON or HTML changes this text,
-and is refused."""
+"""Text of an observation that no template contains. A template that changes it (JSON, HTML) is refused."""
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
 _KEPT = frozenset((_OPEN_THOUGHT, _CLOSE_THOUGHT, *CALL_MARKERS))
 """Special tokens that are part of the text of a turn."""
 _TOOL = "quokka7tool"
 _THOUGHT_TAGS = re.compile(rf"(\s|{_OPEN_THOUGHT}|{_CLOSE_THOUGHT})*")
 _BEGIN_TEXT, _END_TEXT = "\ufdd0", "\ufdd1"
-"""Unicode noncharacters that `prompt` puts around text of special tokens before it renders a history, so that this text
-is encoded as plain text."""
+"""Unicode noncharacters that `prompt` puts around special tokens in messages, to encode these as plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,7 @@ class TokenBridge:
     """Continues conversations of one tokenizer and chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Derive from the chat template the text around an observation. Raises UserError if this is impossible for the
-        template."""
+        """Derive from the chat template the text around an observation. Raises UserError if this is impossible."""
         self._tokenizer = tokenizer
         template = str(tokenizer.hf.get_chat_template())
         added = tokenizer.hf.added_tokens_decoder
@@ -129,8 +126,7 @@ class TokenBridge:
         return tuple(ids)
 
     def _overlap(self, turn_ids: Sequence[int], header: Sequence[int]) -> int:
-        """Return how many of the first ids of `header` are already the last ids of `turn_ids`. The end of a turn may be
-        several tokens."""
+        """Return how many of the first ids of `header` are already the last ids of `turn_ids`."""
         num = next((n for n, token_id in enumerate(header) if token_id not in self._added), len(header))
         return next((n for n in range(num, 0, -1) if tuple(turn_ids[-n:]) == tuple(header[:n])), 0)
 
@@ -138,8 +134,7 @@ class TokenBridge:
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
     def _marked(self, message: Message) -> str:
-        """Return the text of a message with `_BEGIN_TEXT` and `_END_TEXT` around special tokens. A turn keeps its tags,
-        such as those of tool calls."""
+        """Return the text of a message with its special tokens marked. A turn keeps its tags, as of tool calls."""
         pattern = self._markers if message.role == "assistant" else self._named
         return pattern.sub(rf"{_BEGIN_TEXT}\g<0>{_END_TEXT}", _clean(message.content))
 
@@ -196,8 +191,7 @@ class TokenBridge:
         return _THOUGHT not in self._text(messages, is_open=True)
 
     def _derive_tool_format(self) -> ToolFormat | None:
-        """Find the tool family (`tools.py`) that can read the calls that this template writes, and find whether the
-        template renders schemas."""
+        """Find the tool family (`tools.py`) that reads this template's calls, and whether it renders schemas."""
         call = ToolCall(_TOOL, {"text": "a b", "number": 7})
         function = {"name": call.name, "arguments": call.arguments}
         calls = [{"id": "quokka777", "type": "function", "function": function}]
@@ -237,15 +231,13 @@ class TokenBridge:
 
 
 def _is_mark(token: str, template: str) -> bool:
-    """Whether an added token without the special flag is a mark, such as <think> or <|file_sep|>, and not a word or an
-    HTML tag."""
+    """Whether an added token that is not special is a mark such as <think> or <|file_sep|>, not a word or HTML tag."""
     is_in_form = re.fullmatch(r"<[|｜].+[|｜]>|</?(think|tool_call|tool_response)>", token) is not None
     return bool(token.strip()) and (is_in_form or token in template)
 
 
 def _opens(prompt: str, shown: str) -> bool:
-    """Whether a generation prompt equals the text that the template writes before a reply in the history, except for
-    tags of reasoning."""
+    """Whether a generation prompt is the text before a reply in the history, except for tags of reasoning."""
     num_equal = next((n for n, (a, b) in enumerate(zip(prompt, shown, strict=False)) if a != b), len(shown))
     return _THOUGHT_TAGS.fullmatch(prompt[num_equal:]) is not None
 

@@ -87,8 +87,7 @@ def _call(source: Any) -> ToolCall:
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the JSON schema of a function from its annotations and Google-style docstring. Raises UserError if they
-    are incomplete."""
+    """Return the JSON schema of a function from its annotations and Google docstring. Raises UserError."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     known = getattr(function, "__func__", function)  # each episode has its own bound method
@@ -111,16 +110,14 @@ def prompt_text(prompt: Any) -> str:
 
 
 def accepted_by(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values whose names are parameters of a function, or all values if the function has a `**`
-    parameter."""
+    """Return the values that are parameters of a function, or all values if the function has a `**` parameter."""
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {name: value for name, value in values.items() if takes_all or name in parameters}
 
 
 def with_success(reward: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a reward and its `info`. `info["success"]` is whether the reward is at least 1; `info` is empty if the
-    reward is not a number."""
+    """Return a reward and its `info`: `success` is whether a numeric reward is at least 1."""
     reward = waited(reward)
     return reward, {"success": float(reward) >= 1.0} if isinstance(reward, Real) else {}
 
@@ -129,8 +126,7 @@ class ToolEnvironment:
     """An environment whose turns call functions. The first observation is the row's `prompt`."""
 
     instructions = ""
-    """Text that precedes the first observation. A subclass may set it; `configure` appends instructions for the
-    tools."""
+    """Text before the first observation. A subclass may set it; `configure` appends instructions for the tools."""
 
     def __init__(
         self,
@@ -142,8 +138,8 @@ class ToolEnvironment:
     ) -> None:
         """`tools`: functions or import paths. `family`: form of calls; by default that of the chat template. `reward`:
         import path of a function that scores the last turn. It receives the turn's text and columns of the row. Without
-        it, the reward is 0. `max_turns`: the `max_turns` of the task is its default and its upper limit. Raises
-        UserError for an unknown family, or for a function that cannot be imported or has no schema."""
+        it, the reward is 0. `max_turns`: at most the task's `max_turns`, which is the default. Raises UserError for an
+        unknown family, or for a function that cannot be imported or has no schema."""
         if family not in (None, *FAMILIES):
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
         functions = [import_function(one, what="tool") if isinstance(one, str) else one for one in tools]

@@ -110,8 +110,7 @@ def _pick(free: Sequence[int], name: str, request: _Request, prefer: dict[str, s
 
 
 def _mutual(cluster: Cluster, nodes: Sequence[int]) -> list[float]:
-    """Return, for each node, the median bandwidth to the other nodes of the pool. Training prefers nodes with high
-    values."""
+    """Return each node's median bandwidth to the pool's other nodes. Training prefers nodes with high values."""
     found = []
     for a in nodes:
         rates = sorted((cluster.bytes_per_s[a][b] for b in nodes if b != a), reverse=True)

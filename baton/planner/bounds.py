@@ -55,8 +55,7 @@ class RolloutBound:
         return best
 
     def times_s(self, gpus: NDArray[np.int64]) -> Floats:
-        """Return lower bounds on the time to generate a step's tokens, shape [candidates]. `gpus` has shape
-        [candidates, pools]."""
+        """Return lower bounds on the rollout time [candidates], for `gpus` [candidates, pools]."""
         least = np.zeros(len(gpus))
         for price, table in zip(self.prices, self.tables, strict=True):
             least = np.maximum(least, self._root(gpus.astype(float), table, price * self.gate if price else 0.0))

@@ -74,8 +74,7 @@ def certainty(
     time_limit_s: float,
     clock: Clock = time.monotonic,
 ) -> Certainty:
-    """Return how certain a plan is. `is_robust`: whether `inputs` has the worst ends of the calibration's ranges
-    instead of the calibrated values."""
+    """Return how certain a plan is. `is_robust`: whether `inputs` has the worst ends of the ranges."""
     end_s = clock() + time_limit_s
     unchanged_s = step_s(inputs, plan, inputs.efficiencies)
     worst, value, best = (

@@ -32,8 +32,7 @@ MOST_ROWS = 20
 
 
 def make_colocated_plan(inputs: Inputs) -> Plan:
-    """Return the best plan in which training and generation alternate on the same GPUs. Raises UserError if no plan
-    is feasible."""
+    """Return the best plan that trains and generates alternately. Raises UserError if there is none."""
     check_solver()
     serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
     problem = make_problem(serial)
@@ -60,8 +59,7 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
 
 
 def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats:
-    """Return, for each pool, how many bytes of state (weights and moments) the trainer keeps on each GPU between steps;
-    shape [pools]."""
+    """Return the bytes of weights and moments that the trainer keeps on each GPU between steps, [pools]."""
     table, model = problem.table, inputs.model
     found = np.zeros(len(problem.pools.pools))
     if inputs.rates is not None:

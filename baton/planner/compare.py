@@ -64,8 +64,7 @@ def homogeneous(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: float) -> Cluster:
-    """Return a cluster of `count` GPUs in nodes like `node`. The last node has fewer GPUs if `count` is not a multiple
-    of the number of GPUs per node."""
+    """Return a cluster of `count` GPUs in nodes like `node`. The last node may have fewer GPUs."""
     sizes = [node.num_gpus] * (count // node.num_gpus) + ([count % node.num_gpus] if count % node.num_gpus else [])
     nodes = tuple(
         msgspec.structs.replace(node, name=f"{node.gpu.name.lower()}-{index}", num_gpus=size)
@@ -76,8 +75,7 @@ def equal_nodes(like: Cluster, name: str, node: Node, count: int, bytes_per_s: f
 
 
 def split_plan(inputs: Inputs, train_share: float) -> Plan:
-    """Return the best plan in which `train_share` of the GPUs of each type train. Raises UserError if no training
-    shape or no replica shape fits."""
+    """Return the best plan in which `train_share` of the GPUs of each type train. Raises UserError."""
     problem = make_problem(inputs)
     train = np.array([round(pool.num_gpus * train_share) for pool in problem.pools.pools], dtype=np.int64)
     found = evaluate_division(problem, RolloutProgram(problem), train)

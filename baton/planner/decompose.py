@@ -46,16 +46,14 @@ MOST_CANDIDATES = 40_000
 MOST_SPLITS = 4000
 """Maximum number of splits of the layers per set of pools. If there are more splits, similar splits are merged."""
 SPARE = (0, 1, 2)
-"""Numbers of additional tensor-parallel groups to try for each pool when a candidate is converted to training
-shapes."""
+"""Numbers of additional tensor-parallel groups per pool to try when a candidate becomes training shapes."""
 PASSES = 4
 """Number of passes that increase the required numbers of tensor-parallel groups. Several passes are made because the
 numbers depend on each other. With fewer passes, the bound is valid but weaker."""
 
 
 class _Family(msgspec.Struct, frozen=True):
-    """All candidates of one set of pools. Each list has one array [candidates] per pool, in the order of the
-    pipeline."""
+    """All candidates of a set of pools. Lists have one array [candidates] per pool, in the pipeline's order."""
 
     order: tuple[int, ...]
     stages: list[Ints]
@@ -204,8 +202,7 @@ def _passing(
 
 
 def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
-    """Return publication times, shape [candidates, pools]. A pool's share of the layers is used as its share of the
-    weights."""
+    """Return publication times [candidates, pools]. A pool's share of the layers stands for its share of weights."""
     pools = problem.pools
     shares = np.zeros((len(family.split[0]), len(pools.pools)))
     for place, k in enumerate(family.order):
@@ -216,8 +213,7 @@ def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floa
 def _keeping_pace(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, rows: Ints, groups: list[Floats], left_s: Floats
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose pools have enough GPUs to train within `left_s` [candidates], and the number of groups that
-    each pool needs."""
+    """Return the rows whose pools can train within `left_s` [candidates], and the groups that each pool needs."""
     work, pools = inputs.work, problem.pools.pools
     overhead = max(pool.place.efficiency.train_overhead_s for pool in pools)
     per_rank = work.trained_tokens / work.minibatches / work.longest_tokens
@@ -271,8 +267,7 @@ def _generating(
 def _least_groups(
     problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
-    """Return the smallest dp with which each stage of a pool takes at most the time `pace`. `groups` is a known lower
-    bound."""
+    """Return the smallest dp with which no stage of a pool takes longer than `pace`. `groups`: a lower bound."""
     pool = problem.pools.pools[family.order[place]]
     rate = stage_link(problem.pools, family.order, place, family.stages[place][alive])
     node, tp = max(pool.sizes), family.tp[place][alive]
@@ -314,8 +309,7 @@ def _tail_s(
 
 
 def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints) -> Bools:
-    """Return whether the layers fit into memory at the largest possible dp. Vocabulary parameters count only on
-    pools with one stage."""
+    """Return whether the layers fit at the largest dp. Vocabulary parameters count only on one-stage pools."""
     fits = np.ones(len(alive), dtype=bool)
     depth = np.sum([stage[alive] for stage in family.stages], axis=0)
     widest = np.max([most[alive] for most in family.most], axis=0)
@@ -344,8 +338,7 @@ def _realise(
     ceiling_s: float,
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
-    """Turn the remaining rows into training shapes, also with a few more groups per pool, and solve the problem with
-    these shapes."""
+    """Turn the remaining rows into training shapes, also with `SPARE` groups, and solve with these shapes."""
     share = MOST_CANDIDATES // max(1, sum(1 for rows, _ in passing if len(rows)))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):

@@ -103,8 +103,7 @@ def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:
 def _try(
     problem: AssignmentProblem, program: RolloutProgram, entries: _Entries, place: int, step_s: float
 ) -> tuple[Solution | None, float]:
-    """Return the candidate's solution and a lower bound on its step time. The solution is None if it is not faster than
-    `step_s`."""
+    """Return the candidate's solution (None if not faster than `step_s`) and a lower bound on its step time."""
     table, step = problem.table, problem.step
     row, sync_s = int(entries.rows[place]), float(entries.sync_s[place])
     train_s, lower = float(table.time_s[row]), float(entries.bound_s[place])

@@ -78,8 +78,7 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
 
 
 def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
-    """Raise the UserError if trainer and rollout fit separately but not together, or if the staleness bound allows too
-    few trajectories."""
+    """Raise the UserError if trainer and rollout fit only separately, or the staleness bound is too strict."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:

@@ -62,8 +62,7 @@ class Pools(msgspec.Struct, frozen=True):
 
     pools: tuple[GpuPool, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
-    """[pools, pools] bandwidth between a node of one pool and a node of the other; on the diagonal, between two nodes
-    of the pool."""
+    """[pools, pools] bandwidth between nodes of two pools; on the diagonal, between two nodes of the pool."""
     view: View
 
     @property

@@ -83,13 +83,11 @@ class StepModel(msgspec.Struct, frozen=True):
         return sync_s + (max(filled, train_s) if self.overlaps else filled + train_s)
 
     def reward_s(self, rollout_s: float) -> float:
-        """Return the scoring time that remains after the rollout. All trajectories except the last are scored during
-        the rollout."""
+        """Return the scoring time after the rollout, during which all trajectories except the last are scored."""
         return max(0.0, self.judge_s - rollout_s) + self.latency_s
 
     def rollout_budget_s(self, step_s: float, sync_s: float, train_s: float) -> float:
-        """Return the longest rollout time with which a step takes at most `step_s`; negative if no rollout is short
-        enough."""
+        """Return the longest rollout time with which a step takes at most `step_s`; negative if there is none."""
         left = step_s - sync_s - self.latency_s - (0.0 if self.overlaps else train_s)
         is_possible = left >= self.judge_s and (not self.overlaps or sync_s + train_s <= step_s)
         return left if is_possible else -1.0
@@ -106,8 +104,7 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     step: StepModel
     trained_tokens: float
     train_rate_bound: Floats
-    """[pools] upper bound on the batches per second and GPU of any training shape. Used for bounds if the table is
-    incomplete."""
+    """[pools] upper bound on any shape's batches per second and GPU, for bounds if the table is incomplete."""
     sync_bound_s: float
     """Lower bound on the publication time."""
 
@@ -147,8 +144,7 @@ def make_step(work: Workload) -> StepModel:
 
 
 def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
-    """Return publication times, [candidates, pools]. `shares` [candidates, pools] is the share of the weights that
-    each pool trains."""
+    """Return publication times [candidates, pools]. `shares` [candidates, pools]: of the trained weights."""
     latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
     times: Floats = publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
     return times

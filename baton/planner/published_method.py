@@ -21,8 +21,7 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """Iterations without improvement after which the search stops (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Maximum number of divisions. If a division by single GPUs has more possibilities, the cluster is divided by whole
-nodes, or else by groups of nodes."""
+"""Maximum number of divisions by single GPUs. Above it, the cluster is divided by nodes or groups of nodes."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:
@@ -59,8 +58,7 @@ def _inner_pairs(pool: GpuPool) -> Floats:
 
 
 def divisions(problem: AssignmentProblem) -> Ints:
-    """Return the numbers of GPUs that train, [divisions, pools], in increments of one GPU, one node or several
-    nodes."""
+    """Return the numbers of GPUs that train, [divisions, pools], in steps of one GPU, one node or several nodes."""
     pools = problem.pools.pools
     steps = [list(range(pool.num_gpus + 1)) for pool in pools]
     stride = 1
@@ -135,8 +133,7 @@ def taken_sizes(pool: GpuPool, count: int) -> list[int]:
 
 
 def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train: Ints) -> Solution | None:
-    """Return the fastest training shape and the fastest replicas of a fixed division, or None if no training shape or
-    no replica fits."""
+    """Return the fastest training shape and replicas of a fixed division; None if a side does not fit."""
     fits = np.nonzero(_rows_within(problem, train))[0]
     if not len(fits):
         return None

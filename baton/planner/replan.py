@@ -96,16 +96,14 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
 
 
 def least_moves(options: Sequence[ReplanOption], slack: float) -> ReplanOption:
-    """Among the options that are slower than the fastest by at most `slack`, return the option that moves the fewest
-    GPUs."""
+    """Return the option that moves the fewest GPUs, among those slower than the fastest by at most `slack`."""
     fastest = min(option.plan.breakdown.step_s for option in options)
     near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + slack)]
     return min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
 
 
 def jobs(plan: Plan) -> dict[str, str]:
-    """Return a description of the job of each GPU. If a GPU has the same role and shape in two plans, its two
-    descriptions are equal."""
+    """Return a text for each GPU's job, which is equal in two plans if role and shape are equal."""
     found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
     shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)
     for replica in plan.replicas:
@@ -126,8 +124,7 @@ def _pool_of(problem: AssignmentProblem, gpu: str) -> int | None:
 
 
 def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> list[int]:
-    """Return, for each column, the number of replicas of its shape in the running plan that still have all their
-    GPUs."""
+    """Return, for each column, how many of its replicas in the running plan still have all their GPUs."""
     counts = [0] * len(problem.columns)
     for replica in running.replicas:
         pool = _pool_of(problem, replica.gpu)
@@ -139,8 +136,7 @@ def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> li
 
 
 def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> int | None:
-    """Return the row of the running plan's training shape, or None if one of its GPUs is lost or the table has no
-    such shape."""
+    """Return the row of the running plan's training shape; None if it lost a GPU or is not in the table."""
     if not set(running.training.gpu_ids) <= there:
         return None
     wanted = np.zeros((3, len(problem.pools.pools)), dtype=np.int64)
@@ -201,8 +197,7 @@ def _beside(
 
 
 def _trained_beside(problem: AssignmentProblem, program: RolloutProgram, kept: list[int]) -> Solution | None:
-    """Return the solution that keeps the replicas, with the training shape of the shortest step. Only the 8 fastest
-    shapes that fit are tried."""
+    """Return the best solution that keeps the replicas. Only the 8 fastest training shapes that fit are tried."""
     table = problem.table
     shapes = zip(table.gpus.tolist(), table.tp.tolist(), strict=True)
     rows = np.nonzero([min(program.less(program.left(*shape), kept)) >= 0 for shape in shapes])[0]

@@ -60,8 +60,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
 
 
 def _parts(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield the cluster and, if it is not too large, the parts of it in which some GPU types have only their largest
-    node."""
+    """Yield the cluster and, if it is small, the parts in which some GPU types have only their largest node."""
     yield cluster
     if cluster.num_gpus > MOST_GPUS_IN_PARTS:
         return
@@ -86,8 +85,7 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 
 
 def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
-    """Return a plan of a part of the cluster as a plan of the whole cluster. The other GPUs are idle, but included
-    in the price."""
+    """Return a plan of a part as a plan of the whole cluster. The other GPUs are idle, but part of the price."""
     seated = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     seated |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
     outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in seated)
@@ -127,8 +125,7 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
 def solve(
     inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the solution that `method` finds, and the problem to whose table the solution's row refers. The solution's
-    bound is that of method `exact`."""
+    """Return the problem with the solution's row, and the solution of `method`, with the bound of `exact`."""
     best = solve_exact(problem, time_limit_s=time_limit_s / 2)
     if best is None:
         refuse_division(problem, inputs.model)

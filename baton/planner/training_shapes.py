@@ -32,8 +32,7 @@ CROSSING_STAGES = (1, 2)
 MAX_CROSSED = 3
 """Maximum number of pools in one pipeline."""
 MAX_SHAPES = 400_000
-"""Maximum number of shapes that are evaluated for a set of pools. If a set of pools has more shapes, only some of them
-are evaluated."""
+"""Maximum number of shapes that are evaluated for a set of pools, if it has more."""
 SATURATED_SHAPES = 3
 """Number of shapes tried on each pool that trains with all its GPUs, if not all shapes are evaluated."""
 
@@ -62,14 +61,12 @@ class Shapes(msgspec.Struct, frozen=True):
 
 
 class LayerBalance(msgspec.Struct, frozen=True):
-    """How the candidates divide the layers over pipeline stages, and the resulting times. All arrays have shape
-    [candidates]."""
+    """How candidates divide the layers over pipeline stages, and the resulting times. Arrays are [candidates]."""
 
     pace_s: Floats
     """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""
     stage_layers: tuple[tuple[Ints, Ints, Ints], ...]
-    """For each pool, the layers of the pipeline's first stage, of the stages in between and of its last stage; 0 if
-    the pool has no such stage."""
+    """For each pool, layers of its first, middle and last stages of the pipeline; 0 without such a stage."""
     compute_s: Floats
     bubble_s: Floats
     gradients_s: Floats
@@ -84,8 +81,7 @@ class LayerBalance(msgspec.Struct, frozen=True):
 
 
 def train_table(model: ModelSpec, work: Workload, pools: Pools, *, cross_types: bool = True) -> TrainTable:
-    """Return the training shapes that fit into memory. `is_complete` of the table is False if only some shapes were
-    evaluated."""
+    """Return the training shapes that fit into memory. `is_complete`: whether all shapes were evaluated."""
     alone = [pool_shapes(model, work, pools, index) for index in range(len(pools.pools))]
     tables = []
     is_complete = True
@@ -159,8 +155,7 @@ def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> Iterator
 
 
 def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield combinations of the pools' shapes: either all combinations, or only those in which all pools except one
-    train with all their GPUs."""
+    """Yield all combinations of the pools' shapes, or those in which all pools but one train with all GPUs."""
     if count <= MAX_SHAPES:
         yield _product(alone)
         return
@@ -313,8 +308,7 @@ def _kinds(
 
 
 def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> Floats:
-    """Return the bandwidth of the slowest link between stages of a pool, or between the pool and its neighbours, shape
-    [candidates]."""
+    """Return the bandwidth of the slowest link of a pool's stages with each other or with neighbours, [candidates]."""
     index = order[place]
     pool = pools.pools[index].place
     slowest = np.where(stages > 1, pool.inter_bytes_per_s, np.inf)

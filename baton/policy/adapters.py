@@ -107,14 +107,12 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's adapter, keyed by their names in `state_dict`. The tensors are detached, but not
-    copied."""
+    """Return the tensors of a model's adapter by their names in `state_dict`, detached but not copied."""
     return {name: tensor.detach() for name, tensor in all_tensors(model).items() if ".lora_" in name}
 
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return a model's adapter in the published form, with the scale multiplied into B. If `raw` is given, use its
-    tensors instead of the model's."""
+    """Return an adapter in the published form, with the scale in B: the tensors of `raw` or the model's."""
     raw = raw_tensors(model) if raw is None else raw
     config: Any = model.peft_config[_NAME]
     found = {}
@@ -127,8 +125,7 @@ def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | No
 
 
 def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the adapter of a checkpoint. Tensors have the names that `raw_tensors` uses. Raises UserError if there is no
-    adapter."""
+    """Read the adapter of a checkpoint, with the names of `raw_tensors`. Raises UserError if there is none."""
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
@@ -208,14 +205,12 @@ class BaseWeights:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the copies. Called after a whole model was loaded, because that model is the base of the next
-        adapter."""
+        """Drop the copies, after a whole model was loaded, which is the base of the next adapter."""
         self._kept.clear()
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Copy the base weights back to the engine's weights `own`, which removes the merged adapter. Then drop the
-        copies."""
+        """Copy the base weights back to the engine's weights `own`, without the merged adapter; drop the copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
         self._kept.clear()

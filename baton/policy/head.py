@@ -28,13 +28,11 @@ MAX_LOGITS = 2**24
 more logits computes them in pieces, and the backward pass recomputes the logits of each piece."""
 
 _ENTROPY_ROWS = 4096
-"""Maximum number of tokens whose probabilities [tokens, V] are in memory at the same time while the entropy is
-summed."""
+"""Maximum tokens whose probabilities [tokens, V] are in memory while the entropy is summed."""
 
 CACHED_LOGITS = 2**19
-"""Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). Reading more logits
-from memory would take longer than computing with them. This limit does not apply to the matrix products, which process
-more rows at a time."""
+"""Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). Beyond it, reading
+logits takes longer than computing with them. Matrix products process more rows at a time."""
 
 PRODUCT_ROWS = 8192
 """In bfloat16, the head's gradient [V, H] is computed in blocks of this number of rows. Each block is stored in a
@@ -45,8 +43,7 @@ _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 multiplied by the value, −1 if they are divided."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Keys of a model's configuration with a cap c: the model changes a logit x to c · tanh(x / c) (Gemma, RecurrentGemma,
-xLSTM)."""
+"""Keys of a model's configuration with a cap c: logits become c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
 
 _PROBE_LOGIT = 100.0
 """Largest logit that `_checked` produces when it tests a head. The value is far above the usual caps, so that the check
@@ -80,8 +77,7 @@ class Head:
 
 
 def use_float32_head(model: PreTrainedModel) -> None:
-    """Make a model's head compute a float32 output from its bfloat16 inputs and weights, even under autocast. Call it
-    before `find_head`."""
+    """Make a head compute float32 from bfloat16 inputs and weights, even under autocast. Call before `find_head`."""
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     if type(head) is torch.nn.Linear:
         head.forward = partial(_float32_linear, head)  # type: ignore[method-assign]
@@ -116,8 +112,7 @@ def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 @cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether a device can multiply bfloat16 matrices with a float32 result. CPUs and some ROCm builds of torch
-    do not."""
+    """Return whether a device multiplies bfloat16 matrices to float32. CPUs and some ROCm builds of torch do not."""
     factor = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.mm(factor, factor, out_dtype=torch.float32)
@@ -171,8 +166,7 @@ def _configured(model: PreTrainedModel, module: Any) -> Head | None:
 
 @torch.no_grad()
 def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
-    """Return the head if its logits equal those of the model's `forward`, tested on hidden states that give large
-    logits."""
+    """Return the head if its logits equal those of `forward`, tested on hidden states that give large logits."""
     base: Any = getattr(model, "base_model", model)
     if head is None or base is model:
         return None
@@ -329,8 +323,7 @@ def _gradient(
     of_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient with respect to the linear layer's output: [n, V] float32. For logits x: ∂ log π(t) / ∂x_v =
-    1[v = t] − p_v, and ∂H / ∂x_v = −p_v (log p_v + H). With sampling masks, the gradient is 0 at all tokens outside the
-    mask."""
+    1[v = t] − p_v, and ∂H / ∂x_v = −p_v (log p_v + H). The gradient is 0 outside a sampling mask."""
     shaped = _logits(head, products, kept)
     logits = shaped if wanted.temperature == 1.0 else shaped / wanted.temperature
     logprobs = logits - normaliser[:, None]

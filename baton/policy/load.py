@@ -156,8 +156,7 @@ def _fit_head(model: PreTrainedModel, head_dtype: str) -> None:
 
 
 def supported_attention(config: PretrainedConfig, attention: str) -> str:
-    """Return `attention`. If it is "sdpa" and transformers has no SDPA for this model family, log a warning and return
-    "eager"."""
+    """Return `attention`; for "sdpa" and a model family without it, log a warning and return "eager"."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention != "sdpa" or kind is None or kind._supports_sdpa:
         return attention
@@ -231,8 +230,7 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
 
 
 def dtype_of(path: str) -> str:
-    """Return the dtype that a model's configuration names. If `EXPORT_DTYPES` lacks this dtype, return "float32", which
-    loses no bits."""
+    """Return the dtype in a model's configuration, or "float32", which loses no bits, if `EXPORT_DTYPES` lacks it."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError):
@@ -242,8 +240,7 @@ def dtype_of(path: str) -> str:
 
 
 def end_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a response: the end-of-sequence ids that the generation config, the config and the
-    tokenizer name."""
+    """Return the ids that end a response, from the generation config, the config and the tokenizer."""
     found: list[int] = []
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     for ids in (configured, model.config.eos_token_id, tokenizer.hf.eos_token_id):
@@ -274,8 +271,7 @@ def device_type(name: str) -> str:
 
 
 def torch_device(name: str, key: str = "model.device") -> torch.device:
-    """Return the torch device of a recipe's device name. Raises UserError, which names the recipe key `key`, if the
-    device is unavailable."""
+    """Return the torch device of a recipe's device name. Raises UserError naming `key` if it is unavailable."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -137,15 +137,13 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(model: PreTrainedModel) -> None:
-    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because float32 attention is faster there
-    (`packing.py`)."""
+    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, which is faster there (`packing.py`)."""
     if model.device.type == "cpu":
         prefer_packed_attention(model)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute each block's activations in the backward pass instead of keeping them. Raises UserError for a model
-    whose blocks do not support this."""
+    """Recompute each block's activations in the backward pass. Raises UserError for an unsupported model."""
     # Newer releases of transformers renamed the method.
     enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "context_fn": recomputing})

@@ -11,8 +11,7 @@ import torch
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""File with the memory limit of a container (cgroup v2). Outside a container the file is absent; if no limit is set, it
-contains "max"."""
+"""File with the memory limit of a container (cgroup v2). Absent outside a container; "max" without a limit."""
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -22,8 +21,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the number of bytes that these tensors occupy on devices of this type. A storage that several tensors
-    share counts once."""
+    """Return the bytes that these tensors occupy on devices of this type. A shared storage counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _is_on(t, device)}
     return sum(storages.values())
 
@@ -47,8 +45,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak number of bytes that this process's tensors have occupied on a CUDA device since the last call of
-    this function."""
+    """Return the peak bytes of this process's tensors on a CUDA device since the last call."""
     peak = int(torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)
     return peak

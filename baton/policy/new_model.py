@@ -19,8 +19,7 @@ END = "<|end|>"
 PAD = "<|pad|>"
 ROLES = ("system", "user", "assistant")
 VISIBLE_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""Tags that the tokenizer encodes as one token each. They are not special tokens, because scorers need them in the
-decoded text."""
+"""Tags that are one token each, but not special tokens, because scorers need them in the decoded text."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}"
     + END
@@ -29,8 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def scratch_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer that encodes each digit and symbol as a token of its own. The tokenizer has a
-    chat template."""
+    """Train a byte-level BPE tokenizer with a chat template, which encodes each digit and symbol separately."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -42,8 +42,7 @@ class PackedTokens:
     input_ids: torch.Tensor
     """[T] int64"""
     positions: torch.Tensor
-    """[T] int64 positions, which restart at 0 at each row. If responses share a prompt, the positions of each response
-    start at the length of the prompt."""
+    """[T] int64 positions: from 0 in each row, or from the length of the prompt in responses that share it."""
     places: torch.Tensor
     """[N] indices of the tokens to score, row by row."""
     before: torch.Tensor
@@ -159,8 +158,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for query, key and value [1, heads, T, D]; return [1, T, heads, D]. transformers requires this
-    signature."""
+    """Compute attention for query, key, value [1, heads, T, D]; return [1, T, heads, D], as transformers does."""
     tokens = _packed.get()
     shapes = () if tokens is None else tokens.shapes
     if query.device.type == "cpu":  # bfloat16 attention is several times slower than float32

@@ -26,8 +26,7 @@ the router chooses this expert itself."""
 
 
 class _Choice(TorchFunctionMode):
-    """Within a router, replaces the top k of its E scores [T, E] by given experts. The router weights these experts as
-    if it had chosen them."""
+    """Replaces a router's top k of its E scores [T, E] by given experts, which the router weights as usual."""
 
     def __init__(self, num_experts: int, given: torch.Tensor | None) -> None:
         super().__init__()
@@ -81,8 +80,7 @@ class RoutingReplay:
 
     @contextmanager
     def replayed(self, routing: Routing | None) -> Iterator[None]:
-        """Replay recorded choices in all passes within the context. The context must include the backward pass, which
-        may recompute blocks."""
+        """Replay recorded choices within the context. Include the backward pass, which may recompute blocks."""
         self._replayed = routing
         try:
             yield
@@ -128,8 +126,7 @@ class RoutingReplay:
 
 
 def routers_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return a model's routers by name. The model may be on the meta device. A router is a module with integers `top_k`
-    and `num_experts`."""
+    """Return by name a model's routers: modules with integers `top_k` and `num_experts`. Works on the meta device."""
 
     def is_router(module: Any) -> bool:
         counts = getattr(module, "top_k", None), getattr(module, "num_experts", None)

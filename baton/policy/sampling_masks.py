@@ -39,8 +39,7 @@ def decoded(masks: Sequence[bytes], vocabulary: int) -> Tensor:
 
 
 def kept_logits(products_NV: Tensor, kept_NK: Tensor, shaped: Callable[[Tensor], Tensor] = Tensor.float) -> Tensor:
-    """Return the logits [N, K] of the kept tokens. `shaped`: function that computes logits from the head's matrix
-    products."""
+    """Return the logits [N, K] of the kept tokens. `shaped`: computes logits from the head's products."""
     chosen_NK = products_NV.gather(-1, kept_NK.clamp(min=0).long())
     return shaped(chosen_NK).masked_fill(kept_NK < 0, _REMOVED)
 

@@ -9,8 +9,7 @@ from pydantic import Field
 from baton.settings import Settings
 
 DTypeName = Literal["float32", "bfloat16"]
-"""Supported dtypes. float16 is not supported: it is two hundred times slower than bfloat16 on a CPU, and needs loss
-scaling on a GPU."""
+"""Supported dtypes. float16 is 200 times slower than bfloat16 on a CPU, and needs loss scaling on a GPU."""
 
 DTypeChoice = Literal["auto", "float32", "bfloat16"]
 """A dtype, or "auto": bfloat16 on CUDA, float32 on a CPU and on GPUs without bfloat16 (V100, T4)."""
@@ -25,14 +24,12 @@ class ModelSettings(Settings):
     """[model] The policy to train."""
 
     path: str
-    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or the name of a model in the local
-    hub cache. `models/quickstart` is the shipped model. A run's directory stands for its newest checkpoint. An adapter
-    is merged into its base model."""
+    """Directory of a Hugging Face causal LM, or the name of a model in the local hub cache. `models/quickstart` is the
+    shipped model. A run's directory stands for its newest checkpoint. An adapter is merged into its base model."""
     device: str = "auto"
     """`auto` (CUDA if available, else CPU), or a torch device such as `cuda:1`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers in trainer and engine. Model families without SDPA (Gemma-2, GPT-OSS)
-    use `eager` after a warning."""
+    """Attention of transformers in trainer and engine. Models without SDPA (Gemma-2, GPT-OSS) use `eager`."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """`float32`: the head computes float32 logits and log-probabilities in trainer and engine, while other layers
     compute in bfloat16. `auto`: the dtype in the model's configuration (`head_dtype`, which a run with `float32`

@@ -68,8 +68,7 @@ class Sharded(torch.nn.Module):
                 part.set_gradient_divide_factor(1.0)
 
     def forward(self, work: Callable[[Any], Any]) -> Any:
-        """Call `work`, which must return a tensor or a tuple of tensors, because FSDP attaches its hooks to the
-        returned tensors."""
+        """Call `work`, which must return a tensor or a tuple of tensors, because FSDP attaches hooks to them."""
         return work(self.module)
 
     def run(self, work: Callable[[Any], Result]) -> Result:
@@ -87,8 +86,7 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Set whether the next backward pass sums gradients over the ranks. If `is_on` is False, each rank keeps its
-        own gradients."""
+        """Set whether the next backward pass sums gradients over the ranks; otherwise each rank keeps its own."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
 

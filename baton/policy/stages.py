@@ -26,15 +26,13 @@ class StageModel:
     """A model that has been cut to one stage."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], stage: int) -> None:
-        """Cut `model` in place. `layers`: number of layers of each stage. Raises UserError if transformers has no
-        pipeline plan for the model."""
+        """Cut `model` in place. `layers`: layers of each stage. Raises UserError if the model has no pipeline plan."""
         base: Any = model.base_model
         before, after = _plan_of(model)
         is_first, is_last = stage == 0, stage == len(layers) - 1
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         self.arrived: Tensor | None = None
-        """Output of the previous stage, for the next forward pass. None in a probe, which runs this stage alone on
-        invented hidden states."""
+        """Output of the previous stage. None in a probe, which runs this stage alone on placeholder hidden states."""
         self.specs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         """Tensors of the whole model, on the meta device."""
         prefix = f"{model.base_model_prefix}."
@@ -45,8 +43,7 @@ class StageModel:
         embedding, head = base.get_submodule(before[0]), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_tied = getattr(head, "weight", None) is embedding.weight
         self.shared = [f"{prefix}{before[0]}.weight"] if is_tied and (is_first or is_last) and len(layers) > 1 else []
-        """Names of the parameters that both the first and the last stage have: the weight of a tied embedding. Empty on
-        all other stages."""
+        """On the first and the last stage: names of the parameters that both have (a tied embedding's weight)."""
         if not is_first:
             setattr(base, before[0], _Embedding(self, embedding, embedding.weight if is_tied and is_last else None))
         for name in () if is_first else before[1:]:
@@ -123,8 +120,7 @@ class _Entry(_Elsewhere):
 
 
 class _Embedding(_Elsewhere):
-    """Replaces the embedding of the first stage. If the embedding is tied to the head, the last stage keeps the
-    embedding's weight in this module."""
+    """Replaces the embedding of the first stage. With tied weights, it holds the last stage's copy."""
 
     def __init__(self, stage: StageModel, part: torch.nn.Embedding, tied: torch.nn.Parameter | None) -> None:
         super().__init__(part)
@@ -132,7 +128,7 @@ class _Embedding(_Elsewhere):
         self._width, self._dtype = part.embedding_dim, part.weight.dtype
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the previous stage's output instead of embeddings of ids, or invented hidden states in a probe."""
+        """Return the previous stage's output instead of embeddings of ids, or placeholder hidden states in a probe."""
         if self._stage.arrived is not None:
             return self._stage.arrived.view(*hidden_states.shape, -1)
         return torch.nn.functional.one_hot(hidden_states % self._width, self._width).to(self._dtype)

@@ -64,8 +64,7 @@ class StoredPiece:
     """Name of the piece in its file."""
     box: Box
     kept: tuple[int, ...]
-    """Dimensions of the tensor that are also dimensions of the piece. In every other dimension, the piece covers a
-    single index."""
+    """Dimensions of the tensor that the piece has too. In the others, the piece covers a single index."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,8 +72,7 @@ class StoredPiece:
 
 
 class StoredTensors:
-    """Named tensors in files or in memory. Any part of a tensor can be read. Files stay mapped until the object is
-    deleted."""
+    """Named tensors in files or in memory, of which any part can be read. Files stay mapped while the object exists."""
 
     def __init__(self, pieces: Mapping[str, Sequence[tuple[StoredPiece, Callable[[], Any]]]]) -> None:
         """`pieces`: for each name, its pieces, each with a function that returns an object whose slices are tensors."""
@@ -108,8 +106,7 @@ class StoredTensors:
         return cls(found)
 
     def fill(self, name: str, into: torch.Tensor, box: Box | None = None) -> None:
-        """Read a tensor, or its part `box`, into a tensor of the same shape. Raises ValueError if the files lack some
-        of the requested values."""
+        """Read a tensor, or its part `box`, into one of the same shape. Raises ValueError if values are missing."""
         box = box_of(into) if box is None else box
         num_read = 0
         for piece, source in self._pieces[name]:
@@ -124,8 +121,7 @@ class StoredTensors:
             raise ValueError(f"{name} is incomplete: the files have {num_read} of {into.numel()} numbers")
 
     def like(self, name: str, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor in the dtype and layout of `like`. `device`: default is the device of `like`. If `like` is
-        sharded, read this rank's shard."""
+        """Read a tensor in the dtype, layout and (by default) device of `like`; if it is sharded, this rank's shard."""
         own = torch.empty(local(like).shape, dtype=like.dtype, device=device or like.device)
         self.fill(name, own, box_of(like))
         if not isinstance(like, DTensor):
@@ -320,8 +316,7 @@ class ModelWriter:
     def __init__(
         self, directory: Path, layout: Mapping[str, Sequence[StoredPiece]], dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """`layout`: the pieces of each tensor. Creates the weight files, and an index file if there are several. Raises
-        OSError."""
+        """`layout`: the pieces of each tensor. Creates weight files, with an index for several. Raises OSError."""
         self._layout = layout
         groups: list[dict[str, Spec]] = [{}]
         size = total = 0

@@ -24,8 +24,7 @@ def policy_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that are trained and saved: the adapter's tensors if the model has an adapter, otherwise all
-    tensors of the model."""
+    """Return the tensors that are trained and saved: those of the adapter if there is one, otherwise all."""
     return raw_tensors(model) if has_adapters(model) else policy_tensors(model)
 
 

@@ -36,8 +36,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the tokenizer of a model directory or a run. Raises UserError when the tokenizer is missing or has no chat
-    template."""
+    """Load the tokenizer of a model directory or a run. Raises UserError if it or its chat template is missing."""
     check_model_path(path, holding="tokenizer_config.json")
     name, revision = split_revision(path)
     from transformers import AutoTokenizer  # imported here because the import is slow and few commands need it
@@ -62,8 +61,7 @@ def split_revision(path: str) -> tuple[str, str]:
 
 
 def model_directory(path: str) -> Path:
-    """Return the directory with the files of a model: the path itself, or a snapshot in the hub cache, which
-    `check_model_path` has downloaded."""
+    """Return the directory of a model's files: the path, or the snapshot that `check_model_path` downloaded."""
     name, revision = split_revision(path)
     found = try_to_load_from_cache(name, "config.json", revision=revision) if not Path(path).is_dir() else None
     return Path(found).parent if isinstance(found, str) else Path(path)
@@ -89,8 +87,7 @@ def check_model_path(path: str, *, holding: str = "config.json") -> None:
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Patterns of the files of a model that are downloaded. Other files on the hub are copies of the weights for other
-frameworks."""
+"""Patterns of a model's files to download. Other files on the hub are weights for other frameworks."""
 
 
 def _is_cached(path: str, holding: str) -> bool:

@@ -48,8 +48,7 @@ from baton.types import (
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Number of steps of each mode before the measurement starts. After these steps, the number of groups carried from one
-batch to the next is steady."""
+"""Steps of each mode before the measurement, after which the number of carried groups is steady."""
 _PROBE_TOKENS = 9
 """Number of tokens of each row in the measurement of full steps. The first step prefills, and is not counted."""
 _NORMAL = NormalDist()
@@ -69,7 +68,6 @@ class ScriptedLengths:
     """
 
     mean: float
-    """Mean length in tokens."""
     longest: int
     between: float
     """Standard deviation, between groups, of the logarithm of the length."""
@@ -122,8 +120,7 @@ class ModeResult(msgspec.Struct, frozen=True):
     """Number of tokens that the engine prefilled beyond one prompt per delivered group, divided by the number of
     generated tokens. The additional prefilled tokens belong to aborted responses and their prompts."""
     shares: dict[str, float]
-    """Shares of the time: decode steps; prefills (the additional time of a step with a prefill); loads of weights; the
-    controller (the rest)."""
+    """Shares of the time: decode, prefill (additional time of a step with a prefill), loads, controller (the rest)."""
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
@@ -153,8 +150,7 @@ class BenchResult(msgspec.Struct, frozen=True):
 
 
 class TimedTransport(LocalTransport):
-    """A transport that sets the response length of each lease, and records number of rows, prefilled tokens and time of
-    each step."""
+    """A transport that sets each lease's response length, and records each step's rows, prefilled tokens and time."""
 
     def __init__(self, engine: Engine, lengths: ScriptedLengths, clock: Callable[[], float]) -> None:
         super().__init__(engine)
@@ -163,7 +159,6 @@ class TimedTransport(LocalTransport):
         self.steps: list[tuple[int, int, float]] = []
         """(number of decoded rows, number of prefilled tokens, seconds) of each step."""
         self.load_s = 0.0
-        """Seconds spent loading weights."""
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, Lease):

@@ -28,14 +28,13 @@ REPEATS = 5
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
 """Context lengths at which decode and prefill are measured, as shares of the engine's maximum context length."""
 START_S = 600.0
-"""Maximum number of seconds until a busy engine has started. It is long because several engines start at the same
-time."""
+"""Maximum number of seconds until a busy engine has started. Several engines start at the same time."""
 Say = Callable[[str], None]
 
 
 @contextmanager
 def companions(command: Sequence[str], count: int) -> Iterator[None]:
-    """Run `count` processes while the context is open. Each process has an engine that generates all the time."""
+    """Run `count` processes with busy engines while the context is open."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
@@ -81,8 +80,7 @@ def _engine(recipe: Recipe) -> EmbeddedEngine:
 
 
 def engine_points(recipe: Recipe, say: Say) -> Iterator[Measurement]:
-    """Measure decode steps and prefills for several batch sizes and context lengths, and the prefill of a single
-    sequence."""
+    """Measure decode steps and prefills for several batch sizes and contexts, and the prefill of one sequence."""
     engine = _engine(recipe)
     slots, longest = recipe.engine.slots, recipe.engine.max_context_tokens
     batches = sorted({max(1, slots // 4), max(1, slots // 2), slots})

@@ -59,8 +59,7 @@ NEVER_STALE = 1_000
 LONGEST_ROLLOUT = 256
 """Maximum response length in tokens, which limits the duration of the measurement."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
-"""Kinds of train steps to measure: (factor by which generated lengths are multiplied, share of groups with nonzero
-advantages)."""
+"""Kinds of train steps to measure: (factor of generated lengths, share of groups with nonzero advantages)."""
 
 
 class StepTimings(msgspec.Struct):
@@ -141,8 +140,7 @@ class _Rollouts:
         return statistics.median(seconds[1:]), statistics.median(rates[1:])
 
     def handover_s(self) -> float:
-        """Return the median number of seconds that a slot is empty between two leases of the last batch; 0 if no slot
-        had two leases."""
+        """Return the median seconds that a slot is empty between two leases of the last batch; 0 if unknown."""
         gaps: list[float] = []
         ends: dict[tuple[str, int], float] = {}
         for span in sorted(self.spans, key=lambda span: span.begin_s):
@@ -159,8 +157,7 @@ class _Rollouts:
 
 
 def measure_train_steps(recipe: Recipe, threads: int, say: Say) -> StepTimings:
-    """Measure batches and train steps alternately, several times for each kind of train step; then measure both at the
-    same time."""
+    """Measure batches and train steps alternately, several times for each of `TRAIN_KINDS`; then both at once."""
     trainer = _trainer(recipe)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -235,8 +232,7 @@ def _step_s(trainer: Trainer, batch: Batch) -> float:
 
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
-    """Return a batch whose trajectories have the lengths of `trajectories` multiplied by `factor`. Rewards differ in a
-    fraction `share` of the groups."""
+    """Return a batch with the lengths of `trajectories` times `factor`. Rewards differ in `share` of the groups."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
     groups: dict[int, list[ScoredTrajectory]] = {}
@@ -261,8 +257,7 @@ def _num_tokens(batch: Batch) -> int:
 
 
 def _publish_s(recipe: Recipe, trainer: Trainer) -> float:
-    """Return the median number of seconds that a publication takes: write the weights to a file, read the file, and
-    load the weights into an engine."""
+    """Return the median seconds of a publication: write the weights to a file, read it, load it into an engine."""
     engine = build_engine(recipe, recipe.model.path, PolicyVersion("profile", 0))
     times = []
     with tempfile.TemporaryDirectory() as directory:

@@ -65,8 +65,7 @@ MAY_CHANGE = (
 )
 """Keys, and whole sections, that a resumed run may change without any effect on its results."""
 MUST_NOT_CHANGE = "environments.max_observation_chars"
-"""The only key of the sections in `MAY_CHANGE` that affects the results: it determines which observations are
-shortened."""
+"""The only key of the sections in `MAY_CHANGE` that affects the results: it shortens observations."""
 
 
 FROM_NEXT_STEP = (
@@ -142,8 +141,7 @@ def compare_for_resume(before: dict[str, Any], now: dict[str, Any]) -> list[str]
 
 
 def with_current_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's resolved recipe with the current names of its keys. An earlier version of Baton may have written
-    the recipe."""
+    """Return a run's resolved recipe, which an earlier version of Baton may have written, with current keys."""
 
     def kept(tree: Any, prefix: str) -> Any:
         if not isinstance(tree, dict):

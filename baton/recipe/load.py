@@ -37,8 +37,7 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] | Mapping
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return the sections of a recipe file, or of the shipped recipe with this name. Raises UserError if neither exists
-    or the file is not TOML."""
+    """Return the sections of a recipe file, or of the shipped recipe with this name. Raises UserError."""
     path = find(path)
     if not path.is_file():
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
@@ -79,8 +78,7 @@ FUNCTIONS = ("task.environment", "eval.task.environment", "reward.function")
 
 
 def _find_beside(tree: dict[str, Any], directory: Path) -> None:
-    """Replace each relative path that exists in the recipe's directory. Other paths are relative to the current
-    directory."""
+    """Replace relative paths that exist in the recipe's directory. Others are relative to the current directory."""
     for key in (*PATHS, *FUNCTIONS) if directory != Path() else ():
         *parents, last = key.split(".")
         nodes: list[Any] = [tree]
@@ -169,7 +167,6 @@ def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> list[str
 
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of a section, even if the section is optional or an element of a list. Return None if the key is
-    not a section."""
+    """Return the class of a section, which may be optional or an element of a list; None for other keys."""
     candidates: list[Any] = [field.annotation, *get_args(field.annotation)]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

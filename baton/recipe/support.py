@@ -25,8 +25,7 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether each non-default value of this axis needs a test with each non-default value of every other crossed
-    axis."""
+    """Whether non-default values of this axis need tests with those of every other crossed axis."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

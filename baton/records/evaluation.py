@@ -29,8 +29,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     task: str
     num_prompts: int
     samples: int
-    """Number of responses per prompt (k). For the task `all`, which combines all tasks, this is 1 if the tasks have
-    different numbers."""
+    """Number of responses per prompt (k). For the combined task `all`, 1 if the tasks differ."""
     temperature: float
     """Sampling temperature; 0 means greedy decoding."""
     accuracy: Interval | None
@@ -43,8 +42,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     unjudged: int = 0
     """Number of responses whose scoring failed; accuracy and pass@k exclude them."""
     reward: float | None = None
-    """Mean reward of the scored responses; None if no response was scored, or if an earlier version of Baton wrote the
-    result."""
+    """Mean reward of the scored responses; None if none was scored, or in a result of an earlier Baton."""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     """Name of a reward part → its mean."""
     step: int | None = None

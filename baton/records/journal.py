@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS entries (
 
 
 class EntryKey(NamedTuple):
-    """Key of an entry. Of kinds that do not belong to a group, `number` is a step or 0."""
+    """Key of an entry. For kinds that do not belong to a group, `number` is a step or 0."""
 
     kind: str
     number: int = 0
@@ -213,8 +213,7 @@ class Journal:
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:
-        """Delete the tokens and the reward of a trajectory that is no longer trusted. The trajectory starts again from
-        its prompt."""
+        """Delete tokens and reward of a trajectory that is no longer trusted; it starts again from its prompt."""
         self._remove(("segments", "finished", "judged", *_OF_AN_EPISODE), group_id, sample_index)
 
     def discarded(self, group_id: int, cause: str) -> None:
@@ -222,8 +221,7 @@ class Journal:
         self._put(EntryKey("discarded", group_id), cause)
 
     def counted(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a step's batch, then call `settle`. Call this before the batch is written to the run's
-        directory."""
+        """Record the metrics of a step's batch, then settle. Call before writing the batch to the run's directory."""
         self._put(EntryKey("batch", step), metrics)
         self.settle()
 
@@ -331,13 +329,13 @@ class Journal:
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
-        """Remove the entries of these kinds and of a number; sample: only those of one sample."""
+        """Remove the entries of these kinds with this number. sample: only those of this sample."""
         of_sample = () if sample is None else (sample,)
         where = f"kind IN ({', '.join('?' * len(kinds))}) AND number = ?{' AND sample = ?' * len(of_sample)}"
         self._execute(f"DELETE FROM entries WHERE {where}", *kinds, number, *of_sample)
 
     def _find(self, kinds: Sequence[str], number: int | None = None) -> list[tuple[EntryKey, Any]]:
-        """Return the entries of these kinds, ordered by key. number: only those of one number."""
+        """Return the entries of these kinds, ordered by key. number: only those with this number."""
         of_number = () if number is None else (number,)
         where = f"kind IN ({', '.join('?' * len(kinds))}){' AND number = ?' * len(of_number)}"
         with self._faults():

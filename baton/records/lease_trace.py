@@ -61,8 +61,7 @@ class LeaseTrace:
         self._slots: dict[str, _Slots] = {}
 
     def on_lease(self, lease: Lease, actor: str, slots: int) -> None:
-        """Start the span of a lease that was sent to the engine of `actor`, or queue the lease if all slots are
-        busy."""
+        """Start the span of a lease sent to the engine of `actor`, or queue the lease if all slots are busy."""
         held = self._held[lease.lease_id] = _Held(lease, actor)
         of_engine = self._slots.setdefault(actor, _Slots(slots))
         of_engine.waiting[lease.lease_id] = held
@@ -90,8 +89,7 @@ class LeaseTrace:
             self.ended(message.lease_id, "abort")
 
     def ended(self, lease_id: int, how: str) -> None:
-        """End the span of a lease, even if its worker continues the lease. how: value of `ended` in the span. An
-        unknown lease is ignored."""
+        """End a lease's span, even if its worker continues. how: value of `ended`. Ignores an unknown lease."""
         held = self._held.pop(lease_id, None)
         if held is None:
             return

@@ -37,8 +37,7 @@ class LogSettings(Settings):
     """Project at Weights & Biases; the default is "baton". If this key is set, `loggers` need not contain wandb."""
 
     trace: bool = True
-    """True: every lease, train step and publication is written to trace.jsonl, which `baton trace` and the report page
-    read."""
+    """True: write every lease, train step and publication to trace.jsonl, for `baton trace` and the report page."""
 
     @field_validator("loggers", "wandb")
     @classmethod
@@ -60,8 +59,7 @@ class Sink(Protocol):
     """A destination of metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write metrics of one step. A step's metrics may be written in several calls. A resumed run may write a step
-        again."""
+        """Write metrics of one step. A step may have several calls, and a resumed run may write it again."""
 
     def close(self) -> None:
         """Flush and close the destination."""
@@ -122,8 +120,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Sink that writes event files in `tensorboard/`. It writes synchronously, because a background thread would hide
-    write errors."""
+    """Sink that writes event files in `tensorboard/`, synchronously, because a thread would hide write errors."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -218,6 +215,5 @@ def _wandb_id(directory: Path) -> str:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl in order, or an empty list if there is no file. An incomplete last row
-    is omitted."""
+    """Return the rows of a run's metrics.jsonl; empty without the file. Omits an incomplete last row."""
     return read_rows(directory / ROWS, dict[str, Any])

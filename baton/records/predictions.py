@@ -17,8 +17,7 @@ from baton.files import write_whole
 
 FILE = "predictions.json"
 MEMORY = "trainer memory"
-"""The term whose prediction depends on the size of the run's largest microbatch, and therefore on the lengths of
-responses."""
+"""The term whose prediction depends on the run's largest microbatch, and thereby on response lengths."""
 TOLERANCE = 0.15
 """A term is off if the measured value differs from the predicted value by more than this fraction. For terms whose unit
 is `share`, this number is the allowed difference instead."""
@@ -47,8 +46,7 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
 """Name of a term → (unit, function that computes the term from a row of metrics). The function raises KeyError if the
-row lacks a metric. The response length is an input of the predictions: a difference in it explains differences of other
-terms."""
+row lacks a metric. The response length is an input of the predictions, and explains differences of other terms."""
 
 
 MemoryByTokens = tuple[tuple[int, float], ...]
@@ -62,20 +60,17 @@ class Prediction(msgspec.Struct, frozen=True):
     term: str
     value: float
     by_tokens: MemoryByTokens = ()
-    """Only for the term `MEMORY`; empty for other terms. `value` is the number of bytes of the last pair, which assumes
-    responses of the maximum length."""
+    """Only for the term `MEMORY`. `value` has the bytes of the last pair: responses of the maximum length."""
 
     def at(self, tokens: float | None) -> float:
-        """Return the predicted value if the largest microbatch has `tokens` tokens. None means the maximum number of
-        tokens."""
+        """Return the predicted value for a largest microbatch of `tokens` tokens. None: the maximum number."""
         if tokens is None or not self.by_tokens:
             return self.value
         places, values = np.array(self.by_tokens).T
         return float(np.interp(tokens, places, values))
 
     def assumption(self, tokens: float | None) -> str:
-        """Return a sentence with the assumption that `at` makes about the largest microbatch; empty if it makes
-        none."""
+        """Return a sentence with the assumption of `at` about the largest microbatch; empty if there is none."""
         if not self.by_tokens:
             return ""
         most = f"{self.by_tokens[-1][0]:,} tokens, the most that the recipe allows"
@@ -125,8 +120,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
-    """Compare predictions with the metrics of a run. Rows of evaluations and the first train steps (`WARM_SHARE`) are
-    excluded."""
+    """Compare predictions with a run's metrics, except evaluations and the first train steps (`WARM_SHARE`)."""
     steps = [row for row in rows if "perf/step_time" in row and row["step"] > predictions.after_step]
     steps = steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
     tokens, found = _peak_tokens(steps), []
@@ -172,8 +166,7 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
 
 
 class RunPredictions:
-    """The predictions of a run that this process executes. Changes that other processes make to predictions.json are
-    not read."""
+    """The predictions of this process's run. Changes of predictions.json by other processes are not read."""
 
     def __init__(self, directory: Path, current: Predictions | None) -> None:
         self.current = current

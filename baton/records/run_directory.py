@@ -46,9 +46,8 @@ from baton.types import Group, plain
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 Source = Literal["batch", "evaluation", "greedy", "skipped"]
-"""Selects groups that are recorded for a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled or
-the greedy responses of the evaluation after the step. `skipped`: the batch of the step that `skip_groups` removed
-last."""
+"""Recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled or the greedy
+responses of the evaluation after the step. `skipped`: the batch of the step that `skip_groups` removed last."""
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)
@@ -68,8 +67,7 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """lock: the directory's lock, which a caller that writes must hold. Without a lock, `check_held` does
-        nothing."""
+        """lock: the directory's lock, required for writing. Without it, `check_held` does nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -80,8 +78,7 @@ class RunDirectory:
 
     @classmethod
     def check_free(cls, path: Path, *, overwrite: bool) -> None:
-        """Raise UserError if the path contains a run and `overwrite` is False, or if it contains files that do not
-        belong to a run."""
+        """Raise UserError if the path contains a run and not `overwrite`, or files that do not belong to a run."""
         if not path.exists():
             return
         if not path.is_dir():
@@ -194,8 +191,7 @@ class RunDirectory:
         write_whole(self._groups_file(step, source), gzip.compress(lines, compresslevel=4, mtime=0))
 
     def skip_groups(self, step: int) -> None:
-        """Rename the recorded batch of a step, so that it is no longer part of the run. Batches of the same step that
-        were skipped earlier are kept."""
+        """Rename a step's recorded batch, so that it leaves the run. Earlier skipped batches of the step are kept."""
         self.check_held()
         self._groups_file(step).rename(self._groups_file(step, "skipped", self._num_skipped(step) + 1))
         flush_to_disk(self._trajectories)
@@ -230,8 +226,7 @@ class RunDirectory:
     def write_evaluation(
         self, step: int, results: Sequence[Evaluation], groups: Mapping[Source, Sequence[Group]] = {}
     ) -> None:
-        """Write the evaluations of a step, and their groups. They replace all recorded evaluations of this step and of
-        later steps."""
+        """Write the evaluations of a step, with their groups, in place of those of this and of later steps."""
         for source, evaluated in groups.items():
             self._write_groups(step, evaluated, source)
         self.check_held()
@@ -302,8 +297,7 @@ def without_none(value: Any) -> Any:
 
 
 def _commit() -> str | None:
-    """Return the commit of Baton's source tree, or None if it is not in a repository. The suffix `+changes` means that
-    files differ from the commit."""
+    """Return the commit of Baton's source tree, with `+changes` if files differ; None outside a repository."""
     root = Path(baton.__file__).parents[1]
     if not (root / ".git").exists():  # an installed package may be inside the repository of another project
         return None

@@ -30,8 +30,8 @@ from baton.files import make_directory, write_whole
 
 RETRY_S = 0.05
 RETRIES = 20
-"""How often `take` tries again, because a lock may be held for a moment without a run: by `status`, and, after a kill
-of its process, by a program that the process was just starting. Between fork and exec, the program has its files."""
+"""Number of retries of `take`. A lock may be held briefly without a run: by a call of `status`, or by a child process
+of a killed run between fork and exec."""
 LOCK_FILES = frozenset({"lock", "holder.json"})
 
 
@@ -57,8 +57,7 @@ class RunLock:
     """The lock of a run's directory, held by this process."""
 
     def __init__(self, directory: Path, file: IO[bytes], holder: LockHolder, made: Sequence[Path]) -> None:
-        """made: directories that `take` created, deepest first. `release` removes these directories if no run was
-        started."""
+        """made: directories that `take` created, deepest first. `release` removes them if no run was started."""
         self._directory, self._file, self._holder, self._made = directory, file, holder, made
 
     @classmethod

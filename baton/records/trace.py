@@ -30,8 +30,7 @@ from baton.files import append, writing
 ASIDE = -1
 """Lane for the work of an actor that occupies no slot, such as weight transfer."""
 BEGIN, GAP = "begin", "gap"
-"""Names of marks, which are spans without duration. `BEGIN`: a process started at this time. `GAP`: spans are missing
-from the trace at this time."""
+"""Names of marks, which are spans without duration. `BEGIN`: a process starts. `GAP`: spans are missing."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -125,8 +124,7 @@ class TraceWriter:
         self.span(name, "trainer", 0, now_s, now_s, **facts)
 
     def flush(self) -> None:
-        """Write the recorded spans to the file, without waiting for the disk. Only one thread may call `flush`. Raises
-        OSError if writing fails."""
+        """Write the recorded spans to the file, without waiting for the disk. For one thread only. Raises OSError."""
         with self._lock:
             spans, self._pending, self._is_overfull = self._pending, [], False
         if self._directory is None or not spans:
@@ -145,8 +143,7 @@ class TraceWriter:
         append(self._path, bytes(lines))
 
     def _reopen(self, directory: Path) -> None:
-        """Continue the file to which an earlier process wrote last. If the last line of the file is incomplete, add a
-        line break."""
+        """Continue the last file of an earlier process. If its last line is incomplete, add a line break."""
         first, before, last = trace_files(directory)
         self._path, self._room = (last, self._limit // 4) if last.exists() else (first, self._limit // 2)
         if last.exists():
@@ -206,8 +203,7 @@ def _read(path: Path) -> Iterator[Span]:
 
 @dataclass(slots=True)
 class StageTimer:
-    """Measures how many seconds each stage has taken since the last `take`, and writes each stage to the trace as a
-    span."""
+    """Measures the seconds of each stage since the last `take`, and writes each stage to the trace as a span."""
 
     trace: TraceWriter = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -215,8 +211,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
-        """Add the duration of the context to the stage `name`. span: name of the span in the trace; by default, the
-        name of the stage."""
+        """Add the duration of the context to the stage `name`. span: name in the trace; by default, `name`."""
         begin_s = self.now_s()
         try:
             yield

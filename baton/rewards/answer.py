@@ -29,8 +29,7 @@ INSTRUCTIONS: dict[str, str] = {
     "last_number": "Think step by step, then end with the final answer as a number.",
     "letter": 'Think step by step, then end with "Answer: " and the letter of the correct choice.',
 }
-"""Answer format → system message that asks for this format. `answer.instruct = false` omits the message. `regex` has no
-message."""
+"""Answer format → system message that asks for it, unless `answer.instruct = false`. `regex` has no message."""
 
 _NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?<!\w)[$€£]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 _STATED = re.compile(

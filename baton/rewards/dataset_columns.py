@@ -40,8 +40,7 @@ def lookup(row: Mapping[str, Any], column: str) -> Any:
 
 
 def find_reference(row: Mapping[str, Any]) -> Any:
-    """Return the row's value in the first column of `REFERENCE_COLUMNS` that has a value; None if all of them lack
-    one."""
+    """Return the row's value in the first column of `REFERENCE_COLUMNS` that has one; None if all lack one."""
     return next((value for c in REFERENCE_COLUMNS if (value := lookup(row, c)) is not None), None)
 
 

@@ -46,8 +46,7 @@ BUILT_IN: dict[Signature, tuple[str, ...]] = {
     "trl": ("prompts", "completions", "completion_ids", "answer"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-"""Calling convention → names of its arguments. Functions of `names` and `trl` may also have each column of the row as
-an argument."""
+"""Calling convention → names of its arguments. Columns of the row are also arguments of `names` and `trl`."""
 
 
 def import_function(path: str, what: str = "reward function") -> RewardFunction:
@@ -89,8 +88,7 @@ def detect_signature(function: RewardFunction) -> Signature:
 
 
 def check_arguments(path: str, function: RewardFunction, signature: Signature, tasks: Iterable[ScoredTask]) -> None:
-    """Raise UserError if a function needs an argument that is neither in `BUILT_IN` nor a column of every task in
-    `tasks`."""
+    """Raise UserError if a function needs an argument that `BUILT_IN` and the columns of a task lack."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -207,8 +205,7 @@ def number(result: Any) -> Outcome:
 
 
 def malformed(result: Any, why: str) -> CallFailure:
-    """Return the failure for an invalid result. `why`: verb phrase such as `has no 'score'`, whose subject is the
-    result."""
+    """Return the failure for an invalid result. `why`: predicate of the result, such as `has no 'score'`."""
     try:
         shown = repr(result)
     except Exception:  # noqa: BLE001 - such as an integer with more digits than Python prints
@@ -272,8 +269,7 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
 
 
 def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for which the function has parameters. If a parameter is required and the row lacks its
-    column, the argument is None."""
+    """Return the arguments that the function takes. A required one whose column the row lacks is None."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return arguments

@@ -56,8 +56,7 @@ class Isolation:
     """Description of the isolation in one line for the user."""
 
     def enter_scratch(self) -> None:
-        """Make `scratch` the working directory. Called after all imports, because import paths are relative to the
-        run's directory."""
+        """Make `scratch` the working directory, after all imports, whose paths are relative to the run's directory."""
         os.chdir(self.scratch)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch)
 
@@ -125,8 +124,7 @@ def detach_streams() -> None:
 
 
 def import_from(sys_path: Iterable[str], memory_bytes: int) -> None:
-    """Use `sys_path`, the run's `sys.path`, for imports. On Linux, limit the memory that this process may allocate;
-    `memory_bytes` = 0 sets no limit."""
+    """Use the run's `sys_path` for imports. On Linux, limit this process's memory; `memory_bytes` = 0: no limit."""
     sys.path[:] = [str(Path(entry).absolute()) for entry in sys_path]
     if memory_bytes and sys.platform == "linux":
         import resource
@@ -166,8 +164,7 @@ def _forget_signals() -> None:
 
 
 def _wait(child: int, wake: int) -> int:
-    """Wait for the child to end, and kill it on SIGTERM or when the run ends. Return the child's exit code, or 128 + n
-    if signal n killed the child."""
+    """Wait for the child; kill it on SIGTERM or when the run ends. Return its exit code, or 128 + its signal."""
     poll = select.poll()
     poll.register(0, 0)  # event mask 0: poll reports only that the other end has closed; the scorer reads the data
     poll.register(wake, select.POLLIN)
@@ -189,8 +186,7 @@ def _wait(child: int, wake: int) -> int:
 
 
 def _kill_descendants(session: int) -> None:
-    """Kill children repeatedly until none is left, because the children of a killed process become children of this
-    process."""
+    """Kill children until none is left, because children of a killed process become children of this process."""
     while True:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(session, signal.SIGKILL)
@@ -232,8 +228,7 @@ def _exit_code(status: int) -> int:
 
 
 def _enter_namespaces(*, network: bool) -> str | None:
-    """Enter new namespaces; return None, or the reason why they are not available. The next fork creates the first
-    process of the PID namespace."""
+    """Enter new namespaces, the PID namespace with the next fork; return None, or why they are not available."""
     if sys.platform != "linux":
         return f"not on {sys.platform}"
     uid, gid = os.getuid(), os.getgid()
@@ -262,8 +257,7 @@ def _raise_loopback() -> None:
 
 
 def _mount_proc() -> None:
-    """Mount a /proc that shows only the namespace's processes. If a container forbids the mount, /proc still shows all
-    processes."""
+    """Mount a /proc that shows only the namespace's processes, unless a container forbids the mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)

@@ -32,11 +32,9 @@ from baton.types import FailureCause
 Calls = tuple[protocol.Call, ...]
 Outcomes = tuple[protocol.Outcome, ...]
 KILL_S = 5.0
-"""Seconds that a supervisor process has to kill its scorer and the scorer's children, before the supervisor itself is
-killed."""
+"""Seconds for a supervisor process to kill its scorer and the scorer's children, before it is killed."""
 GRACE_S = 1.0
-"""Seconds after a call's deadline during which a shared process may report the timeout itself. Afterwards the process
-is killed."""
+"""Seconds after a call's deadline for a shared process to report the timeout, before it is killed."""
 
 
 class _WorkerExited(Exception):
@@ -67,8 +65,7 @@ class WorkerPool:
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
-        """Start a worker process; return a line for the user that describes its isolation. Raises UserError if the
-        process cannot load its scorers."""
+        """Start a worker process; return a line about its isolation. Raises UserError if it cannot load its scorers."""
         self._idle.append(await self._start_worker_process())
         return self._isolation
 
@@ -151,8 +148,7 @@ class _ScorerProcess:
         return cls(process)
 
     def set_up(self, setup: protocol.ScorerSetup) -> Awaitable[protocol.ScorerReady]:
-        """Send the list of scorers to load. The returned awaitable raises _WorkerExited if the process ends before it
-        replies."""
+        """Send the scorers to load. The awaitable raises _WorkerExited if the process ends before it replies."""
         self._send(setup)
         return self._ready
 

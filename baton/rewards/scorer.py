@@ -60,12 +60,10 @@ NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
 OF_EPISODES = ("function", "http")
 """Kinds of reward parts that score multi-turn episodes."""
 OF_ANSWERS = ("exact", "math", "format")
-"""Kinds of reward parts that apply only to single-turn tasks. In a multi-turn task, the environment's reward takes
-their place."""
+"""Kinds of reward parts for single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MAX_UNANSWERED = 32
 """After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested: a call
-that it has answered before is repeated. If the scorer answers the test, the responses caused the failures and the run
-continues."""
+that it has answered before is repeated. If it succeeds, the responses caused the failures and the run continues."""
 
 Finished = Trajectory | ScoredTrajectory
 """A finished trajectory, or a multi-turn episode with the reward of its environment."""
@@ -106,9 +104,8 @@ class RewardScorer:
         answers: Mapping[str, AnswerSettings],
         settings: JudgeSettings | None = None,
     ) -> None:
-        """Import the reward functions. Raises UserError if an import fails, the recipe has no reward part, or a part
-        applies to no task. `tasks`: the single-turn tasks; empty if all tasks of the recipe are multi-turn. `answers`:
-        answer format by task name."""
+        """Import the reward functions. Raises UserError if an import fails, there is no reward part, or a part applies
+        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
@@ -305,8 +302,7 @@ class RewardScorer:
         ]
 
     def _result(self, call: Call, outcomes: dict[str, Outcome]) -> RewardResult:
-        """Combine the outcomes for one response. `outcomes`: name of each reward part → its outcome; the empty name is
-        the task's scorer."""
+        """Combine the outcomes for one response. `outcomes`: name of a reward part → outcome; "": the task's scorer."""
         task_scorer, score = self._scorers.get(call.prompt.task), outcomes.get("")
         rewards = self._rewards_of(call)
         failure = _failure(task_scorer, score)
@@ -485,8 +481,7 @@ def _too_large(total: float) -> tuple[FailureCause, str] | None:
 
 
 def require_judged(groups: Sequence[Group], what: str) -> None:
-    """Raise UserError if no trajectory has a reward, because then a scorer does not work. The error states the cause of
-    the first failure."""
+    """Raise UserError, with the cause of the first failure, if no trajectory has a reward."""
     failures = [member.judgement.failure for group in groups for member in group.members]
     if failures and all(failure is not None for failure in failures):
         raise UserError(f"none of the {len(failures)} trajectories of {what} could be scored: {failures[0]}")
@@ -504,8 +499,7 @@ def _per_response(name: str, score: Callable[[Call], Outcome]) -> _InlineScorer:
 
 
 def _is_answered(outcomes: Outcomes) -> bool:
-    """Return whether a scorer answered. A value, an invalid value and an exception are answers; a timeout and a crash
-    are not."""
+    """Return whether a scorer answered: with a valid or invalid value or an exception, not a timeout or a crash."""
     answered = (FailureCause.RAISED, FailureCause.MALFORMED)
     return any(isinstance(o, CallValue) or o.cause in answered for o in outcomes)
 

@@ -30,8 +30,7 @@ class Call(msgspec.Struct, frozen=True):
     answer: str | None
     """Answer extracted from the response; None if the response does not follow the answer format."""
     token_ids: tuple[int, ...] = ()
-    """Token ids of the response as the engine sampled them, shape [L]. For an episode: the token ids of all its paths,
-    including observations."""
+    """Token ids of the response as sampled, shape [L]; of an episode, of all paths, with observations."""
     episode: Episode | None = None
     """The episode, without its earlier paths; None for a single-turn task."""
     turns: tuple[Message, ...] = ()
@@ -98,8 +97,7 @@ Score = Callable[[Call], Outcome]
 """Function that scores one response. An exception counts as a failure of the scorer."""
 Scorer = Spec | Literal["inline"] | None
 """Where the answers of a task are scored. `inline`: the run's process calls `ScoredTask.score`. A spec: a worker
-process loads and calls the scorer, because the scorer may hang for some answers. None: the task has no scorer, and only
-reward functions score."""
+process loads and calls the scorer, which may hang. None: only reward functions score."""
 
 
 class ScoredTask(Protocol):
@@ -118,12 +116,10 @@ class ScoredTask(Protocol):
         """Keys of the metadata that at least one prompt of the task has."""
 
     def portable(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the metadata to send to a worker process, with additional values if these make `score` faster in the
-        worker process."""
+        """Return the metadata for a worker process, with additional values if these make `score` faster there."""
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Return the score of an extracted answer, from 0 to 1. 1 means correct; a score between 0 and 1 is partial
-        credit."""
+        """Return the score of an extracted answer: 1 means correct; a score between 0 and 1 is partial credit."""
 
 
 class ScorerSetup(msgspec.Struct, frozen=True, tag="Setup"):

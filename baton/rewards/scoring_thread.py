@@ -38,8 +38,7 @@ Result = TypeVar("Result")
 
 
 class ScoringThread:
-    """Makes calls of reward scorers in its own thread. The coroutines of this class must run in the event loop of this
-    thread; see `run`."""
+    """Makes calls of reward scorers in its own thread. Its coroutines must run in this thread's event loop (`run`)."""
 
     def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
         """Start the thread. Worker processes and connections start when a call first needs them."""
@@ -126,8 +125,7 @@ class ScoringThread:
     async def _retried(
         self, call: Callable[[], Awaitable[Outcomes]], cause: FailureCause, key: str, concurrency: int
     ) -> Outcomes:
-        """Make a call, and repeat the call if it fails with `cause`. `concurrency`: maximum concurrent calls with the
-        same `key`; 0 sets no limit."""
+        """Make a call, and repeat it if it fails with `cause`. `concurrency`: maximum calls per `key`; 0: no limit."""
         limit = self._limits.setdefault(key, asyncio.Semaphore(concurrency)) if concurrency else nullcontext()
 
         async def attempt() -> Outcomes:

@@ -94,15 +94,12 @@ class JudgeSettings(Settings):
     workers: int = Field(default=2, ge=1)
     """Number of worker processes for scorers that may hang or crash. Each process executes one call at a time."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Maximum duration of one call in seconds; `deadline_s` of a [[reward]] overrides it. A process whose call takes
-    longer is killed."""
+    """Maximum seconds of one call, whose process is then killed; `deadline_s` of a [[reward]] overrides it."""
     retries: int = Field(default=2, ge=0)
-    """Maximum number of times that a call is repeated, with growing pauses, after a crash or if a remote scorer is
-    unreachable."""
+    """Maximum repetitions of a call, with growing pauses, after a crash or if a remote scorer is unreachable."""
     network: bool = False
     """True: worker processes may use the network, for example to call a model behind a URL."""
     env: tuple[str, ...] = ()
-    """Names of environment variables, for example of an API key, that worker processes get in addition to PATH, HOME
-    and similar variables."""
+    """Names of further environment variables for worker processes, such as an API key, besides PATH and HOME."""
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one worker process may allocate; 0 sets no limit."""

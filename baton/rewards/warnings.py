@@ -17,8 +17,7 @@ from baton.types import FailureCause, FinishReason, Group, RewardResult, ScoredT
 MAX_EXPLAINED = 10
 """Maximum number of kinds of failure that are explained; further kinds are only counted."""
 EQUAL_STEPS = 3
-"""Number of consecutive steps with equal rewards that cause the first warning. The number doubles after each
-warning."""
+"""Number of consecutive steps with equal rewards before the first warning; doubled after each warning."""
 FEW_CORRECT = 0.1
 """Below this share of correct responses, the first impression suggests easier problems."""
 
@@ -61,8 +60,7 @@ class RewardWarnings:
         ]
 
     def stepped(self, step: int, groups: Sequence[Group]) -> list[str]:
-        """Return a list with a warning if every group had equal rewards in each of the last steps (`EQUAL_STEPS`);
-        otherwise an empty list."""
+        """Return a warning if every group had equal rewards in the last `EQUAL_STEPS` steps; otherwise nothing."""
         self._equal_steps = self._equal_steps + 1 if have_equal_rewards(groups) else 0
         if not self._equal_steps:
             self._next_warning = EQUAL_STEPS
@@ -148,8 +146,7 @@ def _values(scored: Sequence[ScoredTrajectory]) -> str:
 
 
 def _share_without_answer(scored: Sequence[ScoredTrajectory]) -> float:
-    """Return the share of responses without an answer. An episode counts as a response with an answer, because its
-    environment rewards it."""
+    """Return the share of responses without an answer. An episode counts as one with an answer."""
     return sum(m.judgement.answer is None and m.episode is None for m in scored) / len(scored)
 
 

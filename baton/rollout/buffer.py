@@ -37,8 +37,7 @@ class Buffer:
         self._open: dict[int, None] = {}
         """Ids of the open groups, in the order in which the groups were opened; the values are unused."""
         self._complete: dict[int, int] = {}
-        """Id of each complete group → oldest version among the group's tokens, in the order in which the groups became
-        complete."""
+        """Id of each complete group → oldest version among its tokens, in the order of completion."""
         self._refused: tuple[int, int] | None = None
         """(`version`, `_num_changes`) at the last `take`, if that call found too few groups."""
         self._num_changes = 0

@@ -47,8 +47,7 @@ from baton.types import (
 from baton.types import Abort as AbortLease
 
 MAX_REFUSALS = 8
-"""Consecutive refused leases per slot after which the controller raises EngineFault. A correct worker serves the
-version that its leases require."""
+"""Consecutive refused leases per slot before EngineFault. A correct worker serves the versions of its leases."""
 
 
 class PromptSource(Protocol):
@@ -116,9 +115,8 @@ class RolloutController:
         self._on_scored: Callable[[int], None] = lambda count: None
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
-        """Seconds spent waiting since the last call of `take_seconds`: `generate` for the worker between train steps,
-        `hidden` for the worker during a train step, `judge` for the scorer, `environment` for environments while no
-        trajectory is leased."""
+        """Seconds spent waiting since the last `take_seconds`: for the worker between train steps (`generate`) or
+        during them (`hidden`), for the scorer (`judge`), and for environments while nothing is leased."""
         if player is not None:
             self.seconds["environment"] = 0.0
 
@@ -131,8 +129,7 @@ class RolloutController:
         num_batches: float = math.inf,
     ) -> None:
         """Start at `version`, which equals the number of batches delivered before. cursor: the journal's cursor in the
-        prompt stream. carried: open groups of an earlier process. num_batches: number of batches in the whole run; it
-        limits how many groups are opened."""
+        prompt stream. carried: open groups of an earlier process. num_batches: of the run; limits opened groups."""
         self.scheduler = self.make_scheduler(
             self.rules, version=version, next_group_id=cursor.next_group_id, num_batches=num_batches
         )
@@ -157,9 +154,8 @@ class RolloutController:
     def resume(
         self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
     ) -> list[OpenGroup]:
-        """Start at `version` with the journal's cursor and open groups; return the open groups. cursor: that of the
-        checkpoint. newest_group_id: the largest group id in a recorded batch. Both are needed only if the journal's
-        last entries are lost."""
+        """Start at `version` with the journal's cursor and open groups; return these. cursor: of the checkpoint.
+        newest_group_id: largest id in a recorded batch. Both are for a journal whose last entries are lost."""
         assert self._journal is not None, "a controller without a journal cannot resume"
         place = self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:
@@ -203,9 +199,8 @@ class RolloutController:
         return groups
 
     def run_until(self, is_over: Callable[[float], bool]) -> None:
-        """Process messages until `is_over` returns true. Called during a train step. is_over: waits at most the given
-        number of seconds and returns whether the train step has ended. In `sync` and `partial` the worker is idle, so
-        this method only waits."""
+        """Process messages during a train step; in `sync` and `partial`, only wait. is_over: waits at most the given
+        number of seconds and returns whether the train step has ended."""
         while not is_over(0.0):
             if self.rules.mode == "async" and (self._is_busy or not self._slots):
                 self._pump(SHORT_WAIT_S, "hidden")
@@ -214,8 +209,7 @@ class RolloutController:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Abort all rollouts, yield while worker and scorer are idle, and resume the rollouts afterwards. Used while an
-        evaluation needs the worker."""
+        """Abort all rollouts, yield while worker and scorer are idle (for an evaluation), and resume the rollouts."""
         self._dispatch(ev.DispatchPaused(self._now_s()))
         self._pump_until(lambda: not (self.scheduler.num_leased or self._num_scoring))
         yield
@@ -582,8 +576,7 @@ class RolloutController:
 
 
 def _episodes_over(carried: OpenGroup) -> dict[int, ScoredTrajectory]:
-    """Return the finished episodes of a restored group. Their reward is that of the environment, without reward
-    functions."""
+    """Return the finished episodes of a restored group, with the environment's reward only."""
     found = {}
     for trajectory in carried.members:
         scored = carried.judged.get(trajectory.sample_index)

@@ -75,9 +75,8 @@ class VllmSettings(Settings):
     """Maximum rank of a [lora] adapter that vLLM applies without merging it into the base weights. A new version is
     then sent as the adapter alone. With 0, each adapter is merged into the base weights."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some arguments can run code
-    (trust_remote_code). A worker therefore accepts arguments only from its own command line, or from the run that
-    started the worker."""
+    """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some can run code
+    (trust_remote_code), so a worker accepts them only from its command line, or from the run that started it."""
     answer_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a token or a response after which the engine is considered dead."""
 
@@ -110,8 +109,7 @@ class VllmSettings(Settings):
 
 
 class SglangSettings(Settings):
-    """[engine.sglang] a running SGLang server, which no other client may use. `slots` and `max_context_tokens` of
-    [engine] also apply."""
+    """[engine.sglang] a running SGLang server for this run only. `slots` and `max_context_tokens` of [engine] apply."""
 
     url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
     """URL of the server, such as http://127.0.0.1:30000."""
@@ -131,28 +129,23 @@ class EngineSettings(Settings):
     """`embedded`: Baton's own engine, on any device. `vllm`: vLLM in its own processes (pip install
     'baton-rl[vllm]'). `sglang`: a running SGLang server. A worker can override the kind: baton worker --engine."""
     processes: int = Field(default=0, ge=0)
-    """Number of engine processes on a CPU, with one torch thread each; 0 runs one engine in the trainer's process. Only
-    for kind `embedded`."""
+    """Number of `embedded` engine processes on a CPU, with one torch thread each; 0: in the trainer's process."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """GPUs for the engines that the run starts on this machine, such as [2, 3], as indices among the visible GPUs. By
     default, the GPUs that no trainer rank uses; if no GPU is free, engines share the trainer's GPUs."""
     slots: int = Field(default=64, ge=8, multiple_of=8)
     """Number of trajectories that an engine generates concurrently; a multiple of 8."""
     max_context_tokens: int = 1024
-    """Maximum tokens of prompt and response together. The KV cache is allocated for slots × max_context_tokens at
-    start."""
+    """Maximum tokens of prompt and response together. The KV cache has slots × max_context_tokens."""
     dtype: DTypeChoice = "auto"
-    """Dtype of the weights and the KV cache: bfloat16 or float32; `auto` is bfloat16 if `model.device` is CUDA, else
-    float32."""
+    """Dtype of weights and KV cache: bfloat16, float32, or `auto`: bfloat16 if `model.device` is CUDA, else float32."""
     report_every_tokens: int = 256
-    """Maximum tokens between two reports of a trajectory. If a worker dies, at most this many tokens are lost per
-    trajectory."""
+    """Maximum tokens between two reports of a trajectory, and maximum loss if its worker dies."""
     report_routing: bool = False
     """In a mixture of experts, report which experts the routers selected for each token. trainer.moe_replay = "engine"
     uses these reports. They have one byte per token, router and selected expert. Only for kind `embedded`."""
     cuda_graphs: bool = False
-    """Decode with CUDA graphs in all shapes for which a graph computes bit-identical logits. Only for kind `embedded`
-    on CUDA. Not tested on a GPU."""
+    """Decode with CUDA graphs where their logits are bit-identical. Only `embedded` on CUDA. Not tested on a GPU."""
     row_attention: bool = False
     """Let each row of a decode step attend only over its own length. By default, all rows attend over the length of the
     longest row; on a CPU, of the longest of similar rows. Only for kind `embedded` in bfloat16. Requires a C compiler
@@ -186,8 +179,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     decoded_tokens: int = 0
     decode_steps: int = 0
     decode_rows: int = 0
-    """Number of rows that all decode steps computed, including rows without a lease. The occupancy is `decoded_tokens /
-    decode_rows`."""
+    """Rows that all decode steps computed, with or without lease. Occupancy: `decoded_tokens / decode_rows`."""
 
 
 class Engine(Protocol):

@@ -43,13 +43,11 @@ from baton.types import (
 
 
 class EnvironmentClient(Protocol):
-    """Runs environments. `submit` does not block; `collect` returns the answers later. One client serves training and
-    evaluations."""
+    """Runs environments, for training and evaluations. `submit` does not block; `collect` returns answers later."""
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets to wait on: one is readable when an answer arrives. Without sockets, call `collect` every few
-        milliseconds."""
+        """Sockets, one of which is readable when an answer arrives. Without them, call `collect` every few ms."""
 
     def submit(self, request: ActRequest) -> None:
         """Send an action, without waiting."""
@@ -75,8 +73,7 @@ class EnvironmentInbox:
         self._kept: dict[int, list[Observation | ActFailure]] = {}
 
     def sockets(self, stream: int) -> Sequence[FrameSocket]:
-        """Return the client's sockets; none if the inbox already has answers for `stream`, because then no wait is
-        needed."""
+        """Return the client's sockets; none if the inbox already has answers for `stream`, so no wait is needed."""
         return () if self._kept.get(stream) else self.client.sockets
 
     def collect(self, stream: int, timeout_s: float) -> list[Observation | ActFailure]:
@@ -90,8 +87,7 @@ class EnvironmentInbox:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """The limits of a multi-turn task. Limits in tokens count the tokens that the policy writes, unless stated
-    otherwise."""
+    """The limits of a multi-turn task. Tokens are those that the policy writes, unless stated otherwise."""
 
     environment: str
     """Name of the environment in the client."""
@@ -105,8 +101,7 @@ class EpisodeRules:
     """Whether a resumed run repeats the recorded actions of an open episode to rebuild its environment. If not, the
     episode begins again, because it is unknown whether the environment executed the last action."""
     max_attempts: int = 3
-    """Maximum number of attempts at an episode whose environment fails. After the last failed attempt, the episode has
-    no reward."""
+    """Maximum number of attempts at an episode whose environment fails. Then the episode has no reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +222,7 @@ class EpisodePlayer:
         return Episode() if opened is None else opened.episode
 
     def may_replay(self, prompt: Prompt) -> bool:
-        """Whether an open episode of an earlier process continues; otherwise the episode begins again from its
-        prompt."""
+        """Whether an open episode of an earlier process continues; otherwise it begins again from its prompt."""
         return not self.plays(prompt) or self._setup.tasks[prompt.task].may_replay
 
     def num_paths(self, key: tuple[int, int]) -> int:
@@ -443,8 +437,7 @@ def path_seeds(noise_seed: int, num_paths: int) -> list[int]:
 
 
 _PATH_SEED = 0x9E3779B97F4A7C15
-"""2^64 / golden ratio. Multiples of this constant are added to the noise seed, so that the paths of an episode have
-distinct seeds."""
+"""2^64 / golden ratio. Its multiples, added to the noise seed, give each path of an episode its own seed."""
 _FINISH = {
     EpisodeFinish.ENVIRONMENT: FinishReason.ENVIRONMENT,
     EpisodeFinish.PARSE_ERROR: FinishReason.ENVIRONMENT,

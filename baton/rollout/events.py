@@ -36,8 +36,7 @@ class TokensLost(TimedEvent, frozen=True, tag="Lost"):
 
 
 class Revoked(TrajectoryEvent, frozen=True, tag="Revoked"):
-    """The tokens of a trajectory are not trusted: the trajectory must be generated again. Its group is in no batch
-    yet."""
+    """The tokens of a trajectory are not trusted, so it must be generated again. Its group is in no batch yet."""
 
     cause: str
 

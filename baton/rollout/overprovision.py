@@ -54,8 +54,7 @@ class OverprovisionSearch:
     _rates: dict[float, tuple[float, int]] = field(default_factory=dict)
     """Level → (useful tokens per slot-second, number of batches at the end of the measurement)."""
     _measured: dict[float, int] = field(default_factory=dict)
-    """Level → number of batches at the end of the level's last measurement. Unlike `_rates`, this dict is never
-    cleared."""
+    """Level → number of batches at the end of its last measurement. Unlike `_rates`, never cleared."""
 
     def next(self, now: SlotUse) -> float:
         """Return the level of the next batch: the present level or one of its neighbours. Call once per batch."""

@@ -22,8 +22,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """The policy tokens of a claim that were sampled under one version, with scores that the weights of that version
-    give."""
+    """The policy tokens of a claim that were sampled under one version, with scores under its weights."""
 
     name: str
     """Name of the trajectory: `group/sample`."""
@@ -37,15 +36,12 @@ class Rescored:
     behavior_logprobs: tuple[float, ...]
     """[N] Reported logprobs, nats."""
     logprobs: tuple[float, ...]
-    """[N] Recomputed logprobs at the sampling temperature, nats: over the reported sampling mask or, without a mask,
-    over the whole vocabulary."""
+    """[N] Recomputed logprobs at the sampling temperature, nats, over the reported sampling mask, if any."""
     draw_gaps: tuple[float, ...]
     """[N] Distance in log-odds (nats) between the draw and the token's interval of the distribution function; 0 if the
-    draw selects the token. The noise seed determines the draw. For greedy decoding: the largest logit minus the token's
-    logit."""
+    draw selects the token. For greedy decoding: the largest logit minus the token's logit."""
     tail_masses: tuple[float, ...]
-    """[N] Total probability, in the sampling distribution, of the token and all tokens that are not more likely; 1 for
-    greedy decoding."""
+    """[N] Total sampling probability of the token and all tokens that are not more likely; 1 for greedy decoding."""
     mask_gaps: tuple[float, ...] = ()
     """[N] Distance in nats between the reported sampling mask and the recomputed mask of top-k and top-p; 0 if the two
     masks are equal. Empty if the worker reported no masks."""

@@ -187,8 +187,7 @@ class RolloutScheduler:
                 assert_never(event)
 
     def _on_revoked(self, event: ev.Revoked) -> Iterator[ev.Command]:
-        """Restart a trajectory, whatever its state. If the trajectory is being scored, the controller ignores the
-        reward."""
+        """Restart a trajectory, whatever its state. The controller ignores the reward of a running scoring."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.SCORED:
             group = self._groups[event.group_id]
@@ -199,8 +198,7 @@ class RolloutScheduler:
         yield from self._load_when_free()
 
     def _begin_again(self, trajectory: TrackedTrajectory, cause: str) -> Iterator[ev.Command]:
-        """Discard a trajectory's tokens, and generate it again from its prompt. cause: key in `Ledger.lost` under which
-        these tokens are counted."""
+        """Discard a trajectory's tokens, and generate it again. cause: key of the tokens in `Ledger.lost`."""
         forgotten = trajectory.forget()
         self.ledger.lose(cause, forgotten)
         self.step.lost_tokens += forgotten
@@ -268,8 +266,7 @@ class RolloutScheduler:
         return self._is_requested or self.rules.mode == "async"
 
     def _assign(self) -> Iterator[ev.Command]:
-        """Assign pending trajectories to free slots and places in the queue. Open a group when no trajectory is
-        pending."""
+        """Assign pending trajectories to free slots and queue places. Open a group when none is pending."""
         if not self._is_generating():
             return
         most = min(self._max_leases, self.rules.max_concurrency or math.inf)
@@ -349,8 +346,7 @@ class RolloutScheduler:
         yield ev.Deliver(self._delivered, take.group_ids)
 
     def _drop(self, group: TrackedGroup) -> Iterator[ev.Command]:
-        """Queue a group's prompt for another attempt under a new id, or discard the prompt after `max_requeues` further
-        attempts."""
+        """Queue a group's prompt for another attempt under a new id; discard it after `max_requeues` attempts."""
         if group.attempts < self.rules.max_requeues:
             self._dropped.append((group.group_id, group.attempts + 1))
             self.step.requeued_groups += 1

@@ -19,8 +19,7 @@ DEFAULT_OVERPROVISION = 2.0
 DEFAULT_MAX_STALENESS = 4
 MAX_AUTO_OVERPROVISION = 4.0
 FILTERED_LIMIT = 20
-"""The run stops when dynamic sampling has filtered this number × batch_groups groups for one batch, because the tasks
-are then too easy or too hard."""
+"""The run stops when dynamic sampling has filtered this number × batch_groups groups for one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +93,11 @@ class RolloutSettings(Settings):
     max_concurrency: int | None = Field(default=None, ge=1)
     """Maximum number of trajectories generated concurrently by all workers together."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Maximum number of versions that a trained token may be behind the trainer. The default is 0 in `sync`, 4 in the
-    other modes."""
+    """Maximum number of versions that a trained token may be behind the trainer. Default: 0 in `sync`, else 4."""
     on_new_version: OnNewVersion | None = None
     """What happens to running trajectories when a new version is loaded. `drain` (only `sync`): the trajectories finish
-    first. `resume` (default of `partial` and `async`): the trajectories are aborted, and resume from their token ids
-    under the new weights. `keep` (`partial` and `async`): the trajectories continue with the keys and values of the old
-    weights."""
+    first. `resume` (default of `partial` and `async`): they are aborted, and resume from their token ids under the new
+    weights. `keep` (`partial` and `async`): they continue with the keys and values of the old weights."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""

@@ -35,8 +35,7 @@ class WorkerTransport(Protocol):
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets to wait on: one is readable when `receive` has messages. Without sockets, only `receive` itself can
-        wait."""
+        """Sockets, one of which is readable when `receive` has messages. Without them, only `receive` can wait."""
         return ()
 
     def send(self, message: FromHub) -> None:
@@ -46,8 +45,7 @@ class WorkerTransport(Protocol):
         """Return the received messages; wait at most `timeout_s` for the first one. The list may be empty."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to a version. Return when the worker serves the version. A swarm returns earlier, without waiting for
-        its workers."""
+        """Switch to a version; return when the worker serves it. A swarm returns without waiting for its workers."""
 
     def stats(self) -> EngineStats:
         """Return the engine's counters; for several engines, their sums."""
@@ -61,8 +59,7 @@ class WorkerTransport(Protocol):
         return {}
 
     def close(self, *, is_over: bool = False) -> None:
-        """Stop the worker. May be called twice. is_over: whether the run is complete; remote workers then do not
-        reconnect."""
+        """Stop the worker. May be called twice. is_over: the run is complete, so remote workers do not reconnect."""
 
 
 class LocalTransport(WorkerTransport):

@@ -16,8 +16,7 @@ from baton.stop import StopRequest
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
-"""Maximum seconds of one wait for messages of the worker, if other events may arrive that have no socket to end the
-wait."""
+"""Maximum seconds of one wait for messages of the worker, if events without a socket may also arrive."""
 MAX_COUNTED_WAIT_S = 5.0
 """Of the time between two calls of `receive`, at most this number of seconds counts as time without progress. During a
 longer time, this process may have been suspended."""
@@ -32,8 +31,7 @@ class SeededSampling:
 
 
 class WorkerClient:
-    """The only sender of leases to a worker. Training and evaluations share one `WorkerClient`, so that lease ids are
-    unique."""
+    """The only sender of leases to a worker, for training and evaluations, so that lease ids are unique."""
 
     def __init__(
         self,
@@ -44,8 +42,7 @@ class WorkerClient:
         stop: StopRequest | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """stall_timeout_s: maximum time without progress. max_context_tokens: maximum context of the worker's engine;
-        None if unknown."""
+        """stall_timeout_s: maximum without progress. max_context_tokens: of the worker's engine; None if unknown."""
         self.transport, self.clock = transport, clock
         self.stop = stop or StopRequest()
         """A stop request ends every wait for the worker."""

@@ -73,8 +73,7 @@ from baton.types import Group, PolicyVersion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 StartRanks = Callable[[int, int], Ranks]
-"""Function that starts the ranks of a trainer and returns them. Its arguments are the number of ranks and the number of
-torch threads per rank."""
+"""Function (number of ranks, torch threads per rank) that starts the ranks of a trainer and returns them."""
 
 
 def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = None) -> int:
@@ -173,8 +172,7 @@ def train_here(
     overwrite: bool,
     predictions: Predictions | None = None,
 ) -> Loop:
-    """Run a recipe from this process until the run ends or `stop` is requested. Close the run's `Loop`, and return
-    it."""
+    """Run a recipe from this process until it ends or `stop` is requested. Close the run's `Loop`, and return it."""
     with _memory_errors(recipe):
         with stop.interrupting():
             loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
@@ -354,8 +352,7 @@ def _rollout_side(
     stop: StopRequest,
     episodes: EpisodeSetup | None,
 ) -> tuple[EvalRollout, RolloutController]:
-    """Construct the two objects that lease trajectories to the workers: the first for evaluations, the second for
-    training."""
+    """Construct the objects that lease trajectories to the workers: for evaluations, and for training."""
     worker = WorkerClient(
         port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens, stop=stop
     )
@@ -509,9 +506,8 @@ class Sampler:
     rollout: EvalRollout
 
     def sample(self, sampling: SamplingParams, samples: int | None) -> tuple[list[Evaluation], list[Group]]:
-        """Generate and score responses to each prompt; return the results of each task, and the groups. samples: number
-        of responses per prompt. The default is the number of the test set in `self.samples`, or 1. Greedy decoding
-        generates one response."""
+        """Generate and score responses to each prompt; return the results of each task, and the groups. samples:
+        responses per prompt; by default as in `self.samples`, or 1. Greedy decoding generates one."""
         return evaluate(
             self.rollout,
             self.judge,

@@ -36,8 +36,7 @@ class DeviceOwner(Resident, Protocol):
     """A part that can also measure the memory of its device."""
 
     def take_peak_bytes(self) -> int | None:
-        """Return the peak device memory of this process since the last call, in bytes. None on devices that do not
-        measure it."""
+        """Return the peak bytes of device memory since the last call; None on devices that do not measure it."""
         ...
 
 

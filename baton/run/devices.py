@@ -98,8 +98,7 @@ def direct_backend(layout: DeviceLayout | None) -> DirectBackend:
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:
-    """Return the environment variable that restricts a new process to these GPUs, given as indices among this process's
-    visible GPUs."""
+    """Return the environment variable that restricts a new process to these of this process's visible GPUs."""
     import torch
 
     names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if torch.version.hip else ("CUDA_VISIBLE_DEVICES",)

@@ -49,8 +49,7 @@ class Footprint(msgspec.Struct, frozen=True):
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """Peak memory of one trainer rank: weights, gradients, moments, activations, copies. Parts whose size is an
-    assumption are excluded."""
+    """Peak memory of one trainer rank: weights, gradients, moments, activations, copies; no assumed parts."""
     engine_bytes: int
     """Memory of an embedded engine with the recipe's slots and context: weights, KV cache, copies."""
     cache_bytes: int
@@ -177,8 +176,7 @@ def choices_with(recipe: Recipe, config: PretrainedConfig) -> dict[str, tuple[st
 
 
 def _max_positions(config: PretrainedConfig) -> int | None:
-    """Return the model's maximum context including rotary scaling; None if the model's configuration has no such
-    limit."""
+    """Return the model's maximum context including rotary scaling; None if its configuration has no limit."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:

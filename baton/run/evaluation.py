@@ -12,8 +12,7 @@ from baton.run.tokenization import PromptEncoder, response_of
 from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory
 
 EVAL_NOISE = 0x5EED_E7A1
-"""Noise seed of all evaluations. All checkpoints are evaluated with the same sampling noise, so results differ only
-because of the weights."""
+"""Noise seed of all evaluations, so that results of checkpoints differ only because of the weights."""
 
 
 def evaluate(

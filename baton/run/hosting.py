@@ -80,8 +80,7 @@ HEARTBEATS = 6
 
 def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> ListenAddress:
     """Check the swarm's settings before a run starts, and return the hub's address. Raises UserError for invalid
-    settings. With a worker supervisor the token file may be missing, because the supervisor's workers need no token
-    from this file."""
+    settings. With a worker supervisor, whose workers do not need it, the token file may be missing."""
     swarm = recipe.swarm
     address = swarm.serve or "127.0.0.1:0"
     certificate = Path(swarm.certificate) if swarm.certificate else None
@@ -336,8 +335,7 @@ def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: b
 
 
 def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
-    """Return a scorer in the engines' dtype. In this dtype most correct tokens get bit-identical logprobs, so small
-    deviations are visible."""
+    """Return a scorer in the engines' dtype, in which the logprobs of most correct tokens are bit-identical."""
     device, attention = torch_device(recipe.inspection.device), recipe.model.attention
     dtype = torch_dtype(recipe.engine.dtype, device)
     if recipe.lora is not None:

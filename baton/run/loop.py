@@ -118,8 +118,7 @@ class Loop:
     trainer: Trainer
     predictions: RunPredictions
     save_checkpoint: Callable[[LoopState], Callable[[], SavedCheckpoint]]
-    """Function that takes a snapshot of the trainer and the given state. It returns a function that writes the snapshot
-    as a checkpoint, atomically."""
+    """Takes a snapshot of trainer and state; returns a function that writes it as a checkpoint, atomically."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings

@@ -31,8 +31,7 @@ _SLEEPING = ("weights", "moments", "frozen weights")
 """Parts that a trainer keeps while an engine uses the device."""
 
 _CODED_PART_BYTES = 80 * 2**20
-"""Maximum memory in bytes of a thread that encodes a part of a version (measured: 76 MiB, with 90 % of the elements
-changed)."""
+"""Maximum bytes of a thread that encodes a part of a version (measured: 76 MiB with 90 % changed elements)."""
 
 
 class MemoryPart(msgspec.Struct, frozen=True):
@@ -110,8 +109,7 @@ def _published_bytes(recipe: Recipe, *, on_cpu: bool) -> int:
 def stages_of(
     recipe: Recipe, model: ModelSpec, *, on_cpu: bool, most_tokens: float = math.inf
 ) -> list[tuple[tuple[Phase, ...], int]]:
-    """Return the phases of a rank and the number of layers, for each pipeline stage. Raises UserError if the recipe's
-    stages do not fit the model."""
+    """Return a rank's phases and number of layers for each pipeline stage. Raises UserError for unfit stages."""
     layers = stage_layers(recipe.trainer.stages, model.num_layers)
     return [
         (rank_phases_of(recipe, model, on_cpu=on_cpu, stage=stage, most_tokens=most_tokens), count)

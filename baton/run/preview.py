@@ -35,8 +35,7 @@ class Preview(msgspec.Struct, frozen=True):
 
 
 def preview(recipe: Recipe, num_prompts: int) -> Preview:
-    """Generate responses to the first training prompts, and score them. Writes nothing. Raises UserError if a run of
-    the recipe would not start."""
+    """Generate and score responses to the first training prompts. Raises UserError if a run would not start."""
     needs = footprint(recipe)
     with open_sampler(recipe, recipe.model.path, lambda m: PromptStream(m, recipe.run.seed).take(num_prompts)) as it:
         begin = time.perf_counter()

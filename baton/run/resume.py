@@ -53,8 +53,7 @@ class ResumePoint:
 
     @property
     def resume_step(self) -> int:
-        """Last train step whose metrics are kept; -1 without a checkpoint, so that the metrics of step 0 are removed
-        too."""
+        """Last train step whose metrics are kept; -1 without a checkpoint, so that step 0 is removed too."""
         return -1 if self.checkpoint is None else self.state.step
 
 
@@ -149,8 +148,7 @@ def checkpoint_writer(
 
 
 def _staging(run: RunDirectory) -> Path:
-    """Return the directory in host memory for a run's unwritten checkpoint, after removing the directory if it
-    exists."""
+    """Return the directory in host memory for a run's unwritten checkpoint, after removing it if it exists."""
     memory = memory_directory()
     if memory is None:
         raise UserError("checkpoint.background: got true, but this system has no /dev/shm; allowed is false")

@@ -75,8 +75,7 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError if `output` is a model and `overwrite` is False, or if `output` is a file or directory but no
-    model."""
+    """Raise UserError if `output` is a model and not `overwrite`, or if it is a file or directory but no model."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():
@@ -168,8 +167,7 @@ def _response_ids(texts: Sequence[str], encoder: PromptEncoder, end: int) -> tup
 
 
 def _conversations(recipe: WarmStart) -> Iterator[tuple[Prompt, tuple[str, ...]]]:
-    """Yield an endless stream of (prompt, texts after it). The texts are one response, or turns and observations
-    alternately."""
+    """Yield an endless stream of (prompt, texts): one response, or turns and observations alternately."""
     if recipe.data is not None:
         for messages, response in read_demonstrations(recipe.data, recipe.run.seed):
             yield Prompt("", "", messages), (response,)

@@ -17,8 +17,7 @@ from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
 
 WINDOW = 5
-"""Maximum number of train steps over which the reward is averaged, at the start and at the end of the run; a shorter
-run is divided into halves."""
+"""Maximum train steps over which the reward is averaged, at start and end; a short run is halved."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -64,8 +63,7 @@ class RunReport(msgspec.Struct, frozen=True):
     predictions: tuple[Comparison, ...] = ()
     """Each predicted term, with its measured value."""
     warnings: tuple[str, ...] = ()
-    """Warnings about responses without a reward, steps in which all rewards of each group were equal, and predictions
-    that cannot be read."""
+    """Warnings: responses without a reward, steps with only equal rewards in each group, unreadable predictions."""
 
 
 def summarise(run: RunDirectory) -> RunReport:

@@ -19,8 +19,7 @@ process loses only the end of the period."""
 
 
 class PromptEncoder:
-    """Converts prompts to token ids. In prompts and observations of multi-turn tasks, only the chat template adds
-    special tokens."""
+    """Converts prompts to token ids. In multi-turn tasks, only the chat template adds special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, tasks: Sequence[ProblemSettings] = ()) -> None:
         """Raises UserError if a task is multi-turn and the chat template does not allow turns."""

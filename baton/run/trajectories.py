@@ -35,8 +35,7 @@ class ShownTurn(msgspec.Struct, frozen=True):
     turn: int
     """Number of the turn in its episode, from 1."""
     path: int
-    """Index of the path that the turn belongs to. If the previous turn has another path index, a new path begins with
-    this turn."""
+    """Index of the turn's path. If the previous turn has another index, a new path begins with this turn."""
     path_prompt_tokens: int
     """Number of tokens of the path's prompt."""
     text: str
@@ -50,8 +49,7 @@ class ShownTurn(msgspec.Struct, frozen=True):
     """The observation as the policy reads it: the decoded tokens of the path, or the environment's text if none of its
     tokens were appended. None if a token budget ended the episode with this turn, or if the environment failed."""
     num_observation_tokens: int
-    """Number of tokens appended to the path; 0 for the last observation, and for an observation that the prompt of a
-    new path contains."""
+    """Number of tokens appended to the path; 0 for the last observation, and if a new path's prompt contains it."""
     reward: float | None
     tool: str | None
     latency_s: float | None
@@ -112,8 +110,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: dict[str, float]
     is_correct: bool
     failure: str | None
-    """Cause of a failed scoring; None if the trajectory was scored. If scoring failed, the trajectory is neither
-    correct nor wrong."""
+    """Cause of a failed scoring, after which the trajectory is neither correct nor wrong; else None."""
     finish_reason: str
     num_tokens: int
     policy_versions: tuple[int, int]
@@ -181,8 +178,7 @@ def read_trajectories(
 
 
 def write_responses(path: Path, tokenizer: Tokenizer, groups: Iterable[Group]) -> None:
-    """Write the trajectories of groups that belong to no run, one JSON object per line, as `baton show --json` prints
-    them."""
+    """Write the trajectories of groups outside a run, one JSON object per line, as `baton show --json` does."""
     shown = (decode(tokenizer, 0, group, member).shown for group in groups for member in group.members)
     write_whole(path, b"".join(msgspec.json.encode(sample) + b"\n" for sample in shown))
 
@@ -287,8 +283,7 @@ def _turn(
     places: tuple[int, int, int],
     exchange: Exchange | None,
 ) -> tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]:
-    """Decode a turn. places: indices in its path where the turn starts, the policy's part ends, and the observation
-    ends."""
+    """Decode a turn. places: indices in its path of the turn's start, and of the ends of turn and observation."""
     start, middle, end = places
     sampled = _by_policy(path.segments_between(start, middle))
     token_ids = [token for segment in sampled for token in segment.token_ids]

@@ -72,8 +72,7 @@ class EngineOwner(Protocol):
     """The receiver of an engine's reports."""
 
     def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
-        """Receive reports of the engine. The owner may call the engine's methods submit, abort and switch from this
-        method."""
+        """Receive reports of the engine. This method may call the engine's submit, abort and switch."""
 
 
 class SimEngine:
@@ -155,8 +154,7 @@ class SimEngine:
             self._poke()
 
     def switch(self, version: int, *, resumes: bool, load_s: float = 0.0) -> None:
-        """Load another version after the current step. If `resumes`, running trajectories are prefilled again under the
-        new weights."""
+        """Load another version after the current step. If `resumes`, prefill running trajectories again."""
         self._switch = (version, resumes, load_s)
         self._poke()
 
@@ -347,8 +345,7 @@ class SimEngine:
         return row.length - (row.end_step - self._step) - row.tokens
 
     def _count(self, row: SimulatedLease) -> None:
-        """Add to the row the tokens that were generated since the last call, under the version that the engine
-        serves."""
+        """Add the tokens since the last call to the row, under the version that the engine serves."""
         fresh = self._fresh(row)
         if fresh > 0:
             assert self.version is not None, "an engine without a version generates"

@@ -41,11 +41,9 @@ class FaultSettings(Settings):
     at_s: float = Field(ge=0)
     """Virtual time of the fault."""
     worker: str = ""
-    """Name of the affected worker. By default, `partition` and `storm` affect all workers; other faults affect a random
-    running worker."""
+    """Name of the affected worker. Default: all for `partition` and `storm`, otherwise a random running worker."""
     for_s: float = Field(default=0.0, ge=0)
-    """Duration of the fault in seconds; for `crash`, time until a replacement starts. 0 means that the fault is
-    permanent."""
+    """Duration of the fault in seconds; for `crash`, time until a replacement starts. 0: permanent."""
     factor: float = Field(default=1.0, ge=1)
     """`slow`: factor by which all times of the worker are multiplied."""
     loss: float = Field(default=0.0, ge=0, le=1)
@@ -85,8 +83,7 @@ class SpotSettings(Settings):
     """[spot] Preemptions of rented machines, read from a trace."""
 
     trace: Path
-    """CSV file with one preemption per row. Columns: at_s (time of the preemption), worker (name), for_s (time until a
-    replacement starts; 0: never)."""
+    """CSV file of preemptions. Columns: at_s (time), worker (name), for_s (time until a replacement; 0: never)."""
     notice_s: float = Field(default=0.0, ge=0)
     """Time from the warning to the preemption. If it is positive, the worker reports its tokens and leaves when the
     warning comes. If it is 0, the worker crashes at the preemption."""

@@ -76,8 +76,7 @@ class PlanSource:
     work: Workload
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     cluster: Cluster | None = None
-    """Cluster file of the plan, which gives the bandwidths of links. If None, the bandwidths of the catalogue are
-    used."""
+    """Cluster file of the plan, for the bandwidths of links. If None, those of the catalogue are used."""
 
     def setting(self, options: SimulationOptions) -> Setting:
         """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""
@@ -170,8 +169,7 @@ def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
 
 
 def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutSettings:
-    """Return the settings of [rollout] after the overrides. Raises UserError, which names the key, for an invalid
-    override."""
+    """Return the settings of [rollout] after the overrides. Raises UserError for an invalid override."""
     wanted: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -306,8 +304,7 @@ def _script_work(work: Workload, options: SimulationOptions) -> TrajectoryWork:
 
 
 def recorded_groups(path: Path) -> tuple[RecordedGroup, ...]:
-    """Return the recorded groups of a run, in the order in which they were opened. Raises UserError if the path has no
-    run."""
+    """Return a run's recorded groups, in the order of opening. Raises UserError if the path has no run."""
     run = RunDirectory.open(path)
     groups = sorted((g for step in run.recorded_steps() for g in run.groups(step)), key=lambda g: g.group_id)
     return tuple(

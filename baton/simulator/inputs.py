@@ -71,22 +71,19 @@ class Setting:
     train: TrainSpeed
     judges: ScoringSpec = field(default_factory=ScoringSpec)
     publish_s: float = 0.0
-    """Seconds from the end of a train step until all engines serve the new version. In a swarm: seconds until workers
-    can fetch the new version."""
+    """Seconds from the end of a train step until engines serve the version or, in a swarm, can fetch it."""
     num_steps: int = 50
     publish_every: int = 1
     """Number of train steps from one published version to the next."""
     checkpoint_every: int = 50
     swarm: SwarmSpec | None = None
-    """Hub and workers. None if the engines are not a swarm: they then share one queue and load new weights at the same
-    time."""
+    """Hub and workers. None if the engines share one queue and load new weights at the same time."""
     train_slowdown: float = 1.0
     """Factor by which a train step takes longer while engines use the same cores."""
     engine_slowdown: float = 1.0
     """Factor by which engines are slower during a train step."""
     handover_s: float = 0.0
-    """Seconds from an engine's report of a finished trajectory until the engine receives the next trajectory from the
-    shared queue."""
+    """Seconds from an engine's report of a finished trajectory until its next trajectory from the queue."""
     shares_prefill: bool = True
     price_per_h: float = 0.0
     currency: str = "USD"

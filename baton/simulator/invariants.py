@@ -72,8 +72,7 @@ class InvariantChecker:
         self._table = _LeaseTableChecker(self)
 
     def check(self, holds: bool, law: str, what: Any = "") -> None:
-        """Raise InvariantViolation unless `holds`. what: details for the message; a function is called only if the
-        error is raised."""
+        """Raise InvariantViolation unless `holds`. what: details, or a function that is called only for the error."""
         if not holds:
             raise InvariantViolation(law, what() if callable(what) else str(what), self._world.clock.now_s)
 
@@ -129,8 +128,7 @@ class InvariantChecker:
         self._counts["generated"] += event.num_tokens
 
     def _restarted(self) -> None:
-        """Reset the counts for a new controller. Tokens in open groups count as generated; all other tokens are removed
-        from the counts."""
+        """Reset the counts for a new controller. Only tokens in open groups count as generated."""
         self._lineage = self._world.lineage
         self._counts.clear()
         self._wanted, self._served = False, None

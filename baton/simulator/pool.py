@@ -91,8 +91,7 @@ class SimulatedEnginePool(SimulatedTransport):
                 self._after_handover(engine.abort, message.lease_id)
 
     def _after_handover(self, what: Callable[..., None], *about: object) -> None:
-        """Call an engine after a delay of `handover_s`, because an engine process reads a message only after its next
-        step has started."""
+        """Call an engine after `handover_s`, because a process reads messages only after its next step has started."""
         if self._setting.handover_s:
             self._clock.after(self._setting.handover_s, what, *about)
         else:

@@ -28,8 +28,7 @@ SHOWN_LINES = 60
 
 
 class InvariantBroken(BatonError):
-    """Raised if an invariant does not hold. The message contains the seed and the last lines of the event log before
-    the violation."""
+    """The user's error for an InvariantViolation, with the seed and the last lines of the event log."""
 
 
 class Spans:
@@ -91,8 +90,7 @@ class ReproducedViolation:
 
 
 def broken_law(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
-    """Simulate and check all invariants. Return None if they hold, otherwise the violation in the smallest case that
-    was found."""
+    """Simulate and check all invariants. Return None, or the violation in the smallest case that was found."""
     first = _try(setting, options)
     if first is None:
         return None

@@ -99,8 +99,7 @@ class Shares(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Results of one simulated run. Times are in seconds. Token counts exclude prompts unless their description
-    includes prompts."""
+    """Results of one simulated run. Times are in seconds. Token counts exclude prompts unless stated otherwise."""
 
     mode: str
     steps: int
@@ -126,8 +125,7 @@ class Result(msgspec.Struct, frozen=True):
     trainer_busy: float
     """Share of the steady state in which the trainer trains."""
     rollout_occupancy: float
-    """Share of the time, averaged over slots, in which a slot had a lease. Times in which no trajectory ran are
-    excluded."""
+    """Mean share of the time in which a slot had a lease, without times in which no trajectory ran."""
     engines: list[Shares]
     """Use of time of each kind of engine. Engines of the same shape are one entry."""
     staleness: dict[int, float]

@@ -25,8 +25,7 @@ from baton.swarm.leases import LeaseTable
 
 
 class EventLog(EventObserver, LeaseTableObserver):
-    """The event log, with one line of JSON for each event and command, in order. Runs with the same seed have equal
-    logs."""
+    """The event log: one line of JSON per event and command, in order. Runs of one seed have equal logs."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -101,6 +100,5 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
 
 
 def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
-    """Simulate a run. Raises NoProgress if the run stops making progress, and InvariantViolation if an invariant does
-    not hold."""
+    """Simulate a run. Raises NoProgress if the run stops making progress, and InvariantViolation."""
     return build(setting, options).run()

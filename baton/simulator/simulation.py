@@ -231,7 +231,6 @@ class Simulation:
 
 
 def _lengths(groups: Sequence[Group]) -> list[int]:
-    """Return the number of tokens of each trajectory. The trainer computes whole trajectories, even if some tokens are
-    masked."""
+    """Return each trajectory's number of tokens, with masked tokens, which the trainer computes too."""
     members = [member.trajectory for group in groups for member in group.members]
     return [len(trajectory.prompt_ids) + trajectory.num_tokens for trajectory in members]

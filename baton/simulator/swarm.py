@@ -81,8 +81,7 @@ class ObservedLeaseBroker(LeaseBroker):
 
 
 class Swarm(SimulatedTransport):
-    """A `SimulatedTransport` that consists of the live hub's decisions and of simulated workers, which may join and
-    leave."""
+    """A `SimulatedTransport` of the live hub's decisions and of simulated workers, which may join and leave."""
 
     name = "the simulated swarm"
 
@@ -145,8 +144,7 @@ class Swarm(SimulatedTransport):
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Publish a version in the background, after the publication of all earlier versions, and then announce the
-        version."""
+        """Publish a version in the background, after all earlier versions, and then announce it."""
         begin_s = max(self.clock.now_s, self._published_s)
         self._published_s = begin_s + self.setting.publish_s
         if self._tracer is not None:

@@ -14,8 +14,7 @@ from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
 KNOTS = 64
-"""Number of context lengths at which the time of a decode step is tabulated. Times for other lengths are interpolated
-linearly."""
+"""Context lengths at which the time of a decode step is tabulated; others are interpolated linearly."""
 
 
 def steps_within(elapsed_s: float, step_s: float, slope_s: float) -> float:
@@ -101,8 +100,7 @@ class CostSpeed:
 
 
 def kv_tokens(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, layers: tuple[int, ...]) -> float:
-    """Return the number of tokens that fit into a replica's KV cache, or infinity if every slot has a cache of fixed
-    size."""
+    """Return the tokens that fit into a replica's KV cache, or infinity if slots have caches of fixed size."""
     if work.engine_context_tokens:
         return math.inf
     room = place.memory_limit_bytes - weight_bytes(model, work, tp, layers)
@@ -126,8 +124,7 @@ class TrainSpeed:
 
 
 def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
-    """Split the compute time of an average batch into a time per token and a time per squared number of tokens, in
-    proportion to their FLOPs."""
+    """Split the compute time of an average batch into times per token and per squared length, by their FLOPs."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token
@@ -136,8 +133,7 @@ def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: flo
 
 
 def device_train_speed(model: ModelSpec, work: Workload, place: DeviceClass, devices: int) -> TrainSpeed:
-    """Return the speed of a trainer on `devices` equal GPUs or cores, from the efficiencies that `baton profile`
-    measures."""
+    """Return a trainer's speed on `devices` equal GPUs or cores, from efficiencies of `baton profile`."""
     flops = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
     rate = devices * place.gpu.flops * place.efficiency.train
     passes = forward_passes(work, place.efficiency.backward)

@@ -116,8 +116,7 @@ class MachineSettings(Settings):
     gpus: int = Field(default=8, ge=1)
     """GPUs per machine."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
-    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the bandwidth of the GPU
-    type."""
+    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; default: that of the GPU type."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
     """Price of one GPU per hour; the default is the price of the GPU type."""
 
@@ -128,8 +127,7 @@ class NodeSettings(MachineSettings):
     count: int = Field(default=1, ge=1)
     """Number of identical machines."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the machines. If `count` is above 1, -0, -1, … is appended. The default is the name of the GPU in
-    lower case."""
+    """Name of the machines. If `count` is above 1, -0, -1, … is appended. Default: the GPU's name in lower case."""
 
 
 class BetweenSettings(Settings):

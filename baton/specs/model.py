@@ -48,8 +48,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     attention_params: float
     """Parameters of one layer's attention, including biases; the mean if layers differ."""
     ffn_params: float
-    """Parameters of one layer's feed-forward part, including all experts, router and shared experts; the mean if
-    layers differ."""
+    """Parameters of one layer's feed-forward part with all experts and the router; the mean if layers differ."""
     active_ffn_params: float
     """Feed-forward parameters of one layer that a token uses."""
     other_params: float
@@ -105,8 +104,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return (1 - share) * context_tokens + share * min(context_tokens, self.window)
 
     def experts_read(self, num_tokens: float) -> float:
-        """Return the share of a layer's routed experts that at least one of `num_tokens` tokens selects, if each token
-        selects its experts independently."""
+        """Return the share of a layer's routed experts that `num_tokens` tokens with independent choices select."""
         if self.num_experts <= 1:
             return 1.0
         return float(1 - (1 - self.experts_per_token / self.num_experts) ** max(num_tokens, 0.0))
@@ -196,8 +194,7 @@ class _Reader:
 
 
 def _attention(reader: _Reader, kind: str, hidden: int, heads: int) -> tuple[float, float, int, int]:
-    """Return the attention parameters of a layer, values per token in the KV cache, head dimension and number of KV
-    heads."""
+    """Return a layer's attention parameters, KV values per token, head dimension and number of KV heads."""
     if reader.has("kv_lora_rank"):
         return _latent_attention(reader, hidden, heads)
     if not reader.has("head_dim") and hidden % heads:
@@ -237,9 +234,8 @@ def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, 
 
 
 def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple[float, float, int, int, float]:
-    """Return, for the feed-forward parts: parameters per layer, parameters per layer that a token uses, number of
-    experts, experts per token, and parameters per layer in routed experts. Values per layer are means over the
-    layers."""
+    """Return, for the feed-forward parts, means per layer of parameters, of parameters that a token uses, number of
+    experts, experts per token, and parameters in routed experts."""
     matrices = 2 if kind in WITHOUT_GATE else 3
     width = reader.whole("intermediate_size", 4 * hidden)
     dense = float(matrices * hidden * width)

@@ -72,13 +72,11 @@ class Replica(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Generated tokens per second, including the time to prefill new prompts."""
     pause_s: float
-    """Time per train step that is lost for generation. With overlap, this is the time to prefill running trajectories
-    under the new version. Without overlap, it is the time lost at the end of a batch, when few trajectories still
-    run."""
+    """Generation time lost per train step: with overlap, to prefill running trajectories under the new version; without
+    overlap, at the end of a batch, when few trajectories still run."""
     share: float
     trajectories: int
-    """Number of trajectories of the batch that the replica generates: `share` of the batch, rounded by largest
-    remainder."""
+    """Number of trajectories that the replica generates: `share` of the batch, rounded by largest remainder."""
     memory_bytes: float
     memory_limit_bytes: float
 
@@ -91,8 +89,7 @@ class Idle(msgspec.Struct, frozen=True):
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """The parts of a step's time: step = sync + max(rollout + reward, train), or sync + rollout + reward + train
-    without overlap."""
+    """The parts of a step's time: sync + max(rollout + reward, train), or without overlap the sum of all four."""
 
     step_s: float
     sync_s: float

@@ -109,8 +109,7 @@ class Workload(msgspec.Struct, frozen=True):
     kv_bytes: float = 2.0
     max_batch: int = 1024
     engine_context_tokens: int = 0
-    """Positions that an engine allocates per slot (the embedded engine's fixed cache); 0 if the engine allocates only
-    used positions."""
+    """Positions that an engine allocates per slot (the embedded engine's cache); 0 if only used positions."""
     max_output_tokens: int = 0
     """Maximum response length in tokens; 0 if unknown."""
 
@@ -225,8 +224,7 @@ class WorkAlgorithmSettings(Settings):
     recompute: bool = True
     """Recompute activations in the backward pass to save memory."""
     microbatch_tokens: int = Field(default=8192, ge=0)
-    """Maximum number of tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory forms a
-    microbatch of its own."""
+    """Maximum tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory is one of its own."""
 
 
 class WorkRewardSettings(Settings):
@@ -239,7 +237,7 @@ class WorkRewardSettings(Settings):
 
 
 class WorkEngineSettings(Settings):
-    """[engine] the engine that generates."""
+    """[engine] the engine of the rollout side."""
 
     shared_prefill: bool = True
     """Prefill each prompt once per group."""

@@ -15,8 +15,7 @@ from baton.swarm.auth import Clock, Denied
 logger = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"[A-Za-z0-9_-]{40,}")
-"""Pattern that matches the random part of an access token: at least 40 letters, digits, `_` or `-`. Other texts of this
-form match too."""
+"""Pattern of the random part of an access token: at least 40 letters, digits, `_` or `-`."""
 _MAX_FIELD_CHARACTERS = 160
 _WINDOW_S = 60.0
 
@@ -27,8 +26,7 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
     at: float
     """Time of the event in Unix seconds, UTC."""
     event: str
-    """Name of the event, for example `denied`, `joined` or `quarantined`. A line with the event `suppressed` counts
-    omitted lines."""
+    """Name of the event, for example `denied`, `joined` or `quarantined`. `suppressed` counts omitted lines."""
     status: int
     """HTTP status of the response; 0 if no response was sent."""
     reason: str = ""

@@ -47,8 +47,7 @@ _MAX_HEADER_CHARACTERS = 256
 MAX_TOKENS = 1_000
 LOCK_WAIT_S = 10.0
 _FORGOTTEN_AFTER_S = 30 * 86_400
-"""When a token is created, tokens that expired more than this number of seconds ago are removed from the file. The hub
-then refuses them as unknown."""
+"""When a token is created, tokens that expired longer ago are removed, so the hub refuses them as unknown."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _TOKEN = re.compile(r"baton_(?:worker|admin|relay)_[A-Za-z0-9_-]{43}")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE | re.ASCII)
@@ -126,8 +125,7 @@ class AccessGrant:
     role: Role
     is_trusted: bool
     digest: str = field(default="", repr=False)
-    """Digest of the sender's token. The digest identifies the sender. The token's name does not, because another token
-    file may contain the same name."""
+    """Digest of the sender's token, which identifies the sender. Names of tokens in two files may be equal."""
     is_own: bool = False
     """True if the sender is a worker that the run itself has started."""
 
@@ -199,8 +197,7 @@ class TokenFile:
         self.path, self._clock = path, clock
 
     def create(self, role: Role, expires_s: int, name: str | None = None, trusted: bool = False) -> str:
-        """Create a token and return its text, which is not stored. Raises UserError if a token with this name
-        exists."""
+        """Create a token and return its text, which is not stored. Raises UserError if the name exists."""
         if trusted and role is not Role.WORKER:
             raise UserError(f"a token of role {role} cannot be --trusted: only tokens of role worker can")
         if name is not None and not _NAME.fullmatch(name):
@@ -232,8 +229,7 @@ class TokenFile:
             self._write(tuple(msgspec.structs.replace(t, is_revoked=True) if t.name == name else t for t in known))
 
     def tokens(self) -> tuple[Token, ...]:
-        """Return the tokens, the oldest first. Raises UserError if the file is invalid or if other users may write to
-        the file."""
+        """Return the tokens, the oldest first. Raises UserError if the file is invalid or writable by other users."""
         data, mode = _read_bounded(self.path, MAX_FILE_BYTES)
         if mode & 0o022:
             raise UserError(
@@ -277,8 +273,7 @@ class Authenticator:
         the tokens of workers that the run itself starts."""
         self._file, self._clock, self._is_own = TokenFile(path, clock), clock, is_own
         self.fault: str | None = None
-        """Reason why the token file cannot be used; None if the file is valid. While this is not None, every request is
-        refused."""
+        """Reason why the token file cannot be used, and every request is refused; None if it is valid."""
         self._tokens: tuple[Token, ...] = ()
         self._stamp = _stamp(path)
         self._tokens = self._file.tokens()
@@ -300,8 +295,7 @@ class Authenticator:
         return self._admit(digest_of(bearer[1]), wanted)
 
     def recheck(self, grant: AccessGrant) -> None:
-        """Check the token of an open connection again. Raises Denied if the token is expired, revoked or removed from
-        the file."""
+        """Check the token of an open connection again. Raises Denied if it is expired, revoked or removed."""
         self._admit(grant.digest, {grant.role})
 
     def _admit(self, digest: str, wanted: Collection[Role]) -> AccessGrant:
@@ -348,8 +342,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Return metadata of a file (times, size, inode), or None if it cannot be read. The metadata differ after the file
-    is changed or replaced."""
+    """Return metadata of a file that differ after a change (times, size, inode), or None if it is unreadable."""
     try:
         found = path.stat()
     except OSError:
@@ -358,8 +351,8 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def _read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Return the content and the mode of a small file. Raises UserError if the file is unreadable, too long or not a
-    regular file."""
+    """Return the content and the mode of a small file. Raises UserError if it is unreadable, too long or not
+    regular."""
     try:
         # O_NONBLOCK, because opening a FIFO would block
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -42,8 +42,7 @@ class BackgroundPublisher:
     def __init__(
         self, hub: Hub, publisher: Publisher, store: Store, retention: VersionRetention, shared: str = ""
     ) -> None:
-        """shared: directory in shared memory in which workers on this machine find versions; empty if there is no such
-        directory."""
+        """shared: directory in shared memory in which workers on this machine find versions; empty if none."""
         self._hub, self._publisher, self._store = hub, publisher, store
         self._retention, self._shared = retention, shared
         self._executor = SerialExecutor("publisher")
@@ -52,8 +51,7 @@ class BackgroundPublisher:
         """The version that was published last; None before the first publication."""
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Publish a version in the background, and announce the version to the workers when the publication is
-        complete."""
+        """Publish a version in the background, and announce it to the workers when it is complete."""
         self._futures.append(self._executor.submit(self._publish, tensors, version, time.monotonic()))
 
     def check(self) -> None:
@@ -78,8 +76,7 @@ class BackgroundPublisher:
         self._hub.members.announce(Want(version, shared=self._shared), only_near=only_near)
 
     def _remove_unused(self) -> None:
-        """Remove the versions that `VersionRetention` does not retain and that no worker serves. Called in the hub's
-        thread."""
+        """Remove the versions that neither `VersionRetention` nor a worker needs. Called in the hub's thread."""
         members, retention = self._hub.members, self._retention
         kept = [members.versions[number] for number in sorted(members.versions)[-retention.fetchable :]]
         held = [peer.heartbeat.serves for peer in members.peers.values() if peer.heartbeat.serves is not None]

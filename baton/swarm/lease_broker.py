@@ -26,26 +26,22 @@ from baton.swarm.throughput import ThroughputTracker
 from baton.types import Abort, FromPort, Lease, Report, Retry, Trajectory, WorkLost, WorkRevoked, without_masks
 
 MAX_REFUSALS = 64
-"""Maximum number of leases that a worker may refuse without an accepted report in between. One more refusal disconnects
-the worker."""
+"""Maximum leases that a worker may refuse without an accepted report in between, before it is disconnected."""
 MAX_PROVENANCE = 200_000
 """Maximum number of trajectories without a lease for which the broker stores the workers that generated their tokens.
 It needs this record to revoke the trajectories. The oldest records are removed first."""
 MAX_REPLACEMENTS = 10_000
-"""Maximum number of replacement trajectories that are stored until the controller requests the revoked trajectories
-again."""
+"""Maximum replacement trajectories that are stored until the controller requests the revoked ones again."""
 
 Key = tuple[int, int, int]
 """(noise seed, group id, sample index), which together identify a trajectory."""
 Span = tuple[int, int, int]
-"""(worker number, `first`, `end`): the worker generated the tokens at positions `first` … `end` − 1 after the
-prompt."""
+"""(worker number, `first`, `end`): it generated the tokens at positions `first` … `end` − 1 after the prompt."""
 ToWorker = Lease | Abort | Dropped | Ack
 
 
 class ReportCheck(Protocol):
-    """Checks a report for errors that a correct worker never makes. `verification.checks.check_report` implements
-    it."""
+    """Checks a report for errors that no correct worker makes, as `verification.checks.check_report` does."""
 
     def __call__(self, lease: Lease, report: Report, *, grown: Trajectory, newest_version: int) -> str | None:
         """Return a sentence that names the error of a report, or None if the report has no such error. lease: the lease
@@ -92,8 +88,7 @@ class VerifyTrajectory:
     lease: Lease
     trajectory: Trajectory
     spans: tuple[Span, ...]
-    """The workers that generated the tokens of the trajectory. Tokens of earlier turns are absent, because they have
-    already been verified."""
+    """The workers that generated the tokens, without those of earlier turns, which are already verified."""
 
 
 BrokerCommand = SendToWorker | SendToController | Disconnect | ReportViolation | VerifyTrajectory
@@ -128,8 +123,7 @@ class LeaseBroker:
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
-        """Trajectory without a lease (finished, aborted, or waiting for its environment) → the workers that generated
-        its tokens."""
+        """Trajectory without a lease (finished, aborted, or acting) → the workers that generated its tokens."""
         self._held: dict[Key, Report] = {}
         """Trajectory that is being verified → its last report."""
         self._replacements: OrderedDict[Key, tuple[Trajectory, int]] = OrderedDict()
@@ -185,8 +179,7 @@ class LeaseBroker:
         owner: str | None = None,
         name: str = "",
     ) -> list[BrokerCommand]:
-        """Handle a worker that is ready. name: name that is shown to users. The other arguments are those of
-        `WorkerJoined`."""
+        """Handle a worker that is ready. name: shown to users. Other arguments: those of `WorkerJoined`."""
         return self.handle(ev.WorkerJoined(self.clock(), worker, slots, weight, kind, owner))
 
     def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
@@ -194,8 +187,7 @@ class LeaseBroker:
         return self.handle(ev.WorkerWeightChanged(self.clock(), worker, weight))
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
-        """Record that a worker has sent a message. version: number of the version that the worker serves, or None if it
-        serves no version of this lineage."""
+        """Record a message of a worker. version: the number that it serves; None if it is not of this lineage."""
         return self.handle(ev.WorkerSeen(self.clock(), worker, version, decoded_tokens))
 
     def leave(self, worker: int, cause: str) -> list[BrokerCommand]:
@@ -307,8 +299,7 @@ class LeaseBroker:
     # ---- commands of the lease table ---------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> list[BrokerCommand]:
-        """Pass an event to the lease table and apply the table's commands. Return the resulting commands for the
-        hub."""
+        """Pass an event to the lease table and apply its commands. Return the resulting commands for the hub."""
         was_idle = not self.table.num_leases
         commands = self.table.handle(event)
         if was_idle and self.table.num_leases:

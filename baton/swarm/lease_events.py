@@ -17,8 +17,7 @@ class WorkerJoined(TimedEvent, frozen=True, tag="WorkerJoined"):
     slots: int
     """Number of trajectories that the worker generates concurrently."""
     weight: float = 1.0
-    """Expected speed of one slot of the worker, divided by the mean over all workers. This value comes from a plan,
-    never from the worker."""
+    """Expected speed of one slot, divided by the mean over all workers. From a plan, never from the worker."""
     kind: str | None = ""
     """Kind of the worker. Workers of the same kind generate the same tokens from the same noise. None means that the
     worker's engine uses its own noise and generates different tokens each time."""
@@ -41,8 +40,7 @@ class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
     version: int | None
     """Number of the version that the worker serves; None if it serves no version of this lineage."""
     decoded_tokens: int
-    """Token counter of the worker's engine. A worker is stuck if this counter does not change while the worker holds
-    leases."""
+    """Token counter of the engine. A worker is stuck if this does not change while the worker holds leases."""
 
 
 class WorkerLeft(TimedEvent, frozen=True, tag="WorkerLeft"):
@@ -65,8 +63,7 @@ class TaskSubmitted(TimedEvent, frozen=True, tag="TaskWanted"):
     start: int = 0
     """Number of tokens before the current turn of a multi-turn episode. No worker generates these tokens again."""
     preferred: int | None = None
-    """Worker that should get the first lease if it has a free slot, because its KV cache may still contain the earlier
-    turns."""
+    """Worker to get the first lease if it has a free slot, because its KV cache may contain earlier turns."""
 
 
 class TaskAborted(TimedEvent, frozen=True, tag="TaskAborted"):
@@ -76,8 +73,7 @@ class TaskAborted(TimedEvent, frozen=True, tag="TaskAborted"):
 
 
 class TaskRevoked(TimedEvent, frozen=True, tag="TaskRevoked"):
-    """The tokens of a trajectory are no longer trusted. The table ends the trajectory's leases; the caller handles the
-    trajectory itself."""
+    """The tokens of a trajectory are no longer trusted. The table ends its leases; the caller does the rest."""
 
     task: int
 
@@ -111,8 +107,7 @@ class LeaseTick(TimedEvent, frozen=True, tag="Tick"):
     """Periodic event that gives the current time."""
 
     delay_s: float = 0.0
-    """Delay of this tick in seconds. The hub caused the delay, so it does not count towards the workers' time
-    limits."""
+    """Delay of this tick in seconds. The hub caused it, so it does not count towards time limits."""
 
 
 Event = (

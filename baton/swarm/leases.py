@@ -38,8 +38,7 @@ from baton.swarm.lease_credit import LeaseCredit
 from baton.swarm.worker_index import TokenOwner, Worker, WorkerIndex
 
 Ask = tuple[int, bool]
-"""Version that a task requires: (number, True if exactly this version is required, False if a later version is accepted
-too)."""
+"""Version that a task requires: (number, True if exactly this version, False if a later one is accepted too)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,9 @@ class LeaseRules:
     heartbeat_timeout_s: float = 30.0
     """A worker that sends no message for this number of seconds is considered dead."""
     progress_timeout_s: float = 60.0
-    """A worker that holds leases is considered stuck if its engine's token counter does not change for this number of
-    seconds."""
+    """Seconds without a change of its engine's token counter after which a worker with leases is stuck."""
     starve_s: float = 600.0
-    """A lease that has no new tokens for this number of seconds ends, even if its worker is active. Its task is then
-    granted again."""
+    """Seconds without new tokens after which a lease of an active worker ends, and its task is granted again."""
     backup_lease_factor: float = 2.0
     """Start a backup lease if a lease's expected remaining time exceeds this multiple of the time that a free worker
     would need. 0 disables backup leases."""
@@ -207,8 +204,7 @@ class LeaseTable:
         return self._leases[lease].recalled_s is not None
 
     def is_comparable(self, lease: int) -> bool:
-        """Return whether a correct worker generates, under this lease, the same tokens as those that are committed for
-        the lease's task."""
+        """Return whether a correct worker generates under this lease the tokens that its task has committed."""
         return self._is_consistent(self._tasks[self._leases[lease].task], self._leases[lease])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
@@ -272,8 +268,7 @@ class LeaseTable:
             yield ev.RecallLease(lease.worker, lease.number)
 
     def _on_task_revoked(self, event: ev.TaskRevoked) -> Iterator[ev.Command]:
-        """Remove a task. Its tokens that are not committed are counted as discarded here. The caller counts its
-        committed tokens."""
+        """Remove a task, and count its uncommitted tokens as discarded. The caller counts the committed ones."""
         task = self._tasks.pop(event.task, None)
         if task is None:
             return
@@ -349,8 +344,7 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Compare `lease`, which has ended, with the task's returned leases, and commit the tokens of the longest.
-        Discard the tokens of the others."""
+        """Commit the tokens of the longest of `lease` and the task's returned leases; discard those of the others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -362,9 +356,8 @@ class LeaseTable:
                 yield from self._discard_tokens(task, other, prefix)
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
-        """Count the tokens of a lease as discarded, except the first `prefix` tokens of the trajectory, which equal the
-        committed tokens. With `restarts`, if the origin of the lease differs from that of the committed tokens, count
-        all tokens of the lease."""
+        """Count a lease's tokens as discarded, except the first `prefix` tokens, which equal the committed tokens. With
+        `restarts` and another origin than that of the committed tokens, count all."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 
@@ -406,8 +399,7 @@ class LeaseTable:
             self._offer(worker)
 
     def _credit(self, worker: Worker, change: Callable[[LeaseCredit], None]) -> None:
-        """Change the credit of a worker and of its owner, and update the index if they may now hold more or fewer
-        leases."""
+        """Change the credit of a worker and its owner; update the index if they may hold more or fewer leases."""
         owner = worker.owner
         if worker.credit is None or owner is None:
             return
@@ -420,8 +412,7 @@ class LeaseTable:
             self._offer_owner(owner)
 
     def _charge(self, lease: TrackedLease) -> None:
-        """Subtract the cost of a lost lease from its worker's credit, unless the lease was still queued in the
-        worker."""
+        """Subtract the cost of a lost lease from its worker's credit, unless it was still queued there."""
         worker = self.workers[lease.worker]
         # Workers run leases in the order of the lease numbers, so a lease that is not among the first `slots` leases
         # never ran.
@@ -444,8 +435,7 @@ class LeaseTable:
         heapq.heappush(self._waiting.setdefault(task.ask, []), task.order)
 
     def _grant_all(self, at_s: float) -> Iterator[ev.Command]:
-        """Grant waiting tasks, in the order of `TrackedTask.order`, to workers that have a free slot and a suitable
-        version."""
+        """Grant waiting tasks, in `TrackedTask.order`, to workers with a free slot and a suitable version."""
         if not self._may_grant:
             return
         self._may_grant = False

@@ -37,8 +37,7 @@ class ListenAddress:
     port: int
     """Port number; 0 selects a free port."""
     certificate: Path | None = None
-    """PEM file with the server's certificate and certificate chain. If `key` is None, the file also contains the
-    private key."""
+    """PEM file with the server's certificate and its chain, and with the private key if `key` is None."""
     key: Path | None = None
     is_insecure: bool = False
     """True if other machines may connect without TLS."""
@@ -105,8 +104,7 @@ class ListenAddress:
         return sha256(ssl.PEM_cert_to_DER_cert(found[0])).hexdigest()
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Create the server's TLS context (TLS 1.2 or later); return None without a certificate. Raises UserError for
-        invalid files."""
+        """Create the server's context (TLS 1.2 or later); None without a certificate. Raises UserError."""
         if self.certificate is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

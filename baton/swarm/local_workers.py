@@ -73,8 +73,7 @@ class LocalWorkers:
         return [child.process.pid for child in self._children if child.process.poll() is None]
 
     def check_health(self) -> None:
-        """Restart workers that have ended. Raises EngineFault, which names the log file, if a worker ends
-        repeatedly."""
+        """Restart workers that have ended. Raises EngineFault naming the log if a worker ends repeatedly."""
         now_s = time.monotonic()
         for child in self._children:
             if child.process.poll() is None:

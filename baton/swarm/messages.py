@@ -31,11 +31,9 @@ from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 PROTOCOL = 3
 """Protocol version. It is incremented when the messages change in a way that an older worker could misunderstand."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
-"""Maximum length of a frame in bytes; a longer frame ends the connection. A report of 100,000 tokens is shorter than
-this."""
+"""Maximum bytes of a frame; a longer frame ends the connection. A report of 100,000 tokens is shorter than this."""
 SILENT_HEARTBEATS = 12
-"""Number of heartbeat periods without a message after which a connection is considered dead, even if it is still
-open."""
+"""Heartbeat periods without a message after which a connection is considered dead, even if it is still open."""
 MAX_SLOTS = 4096
 MAX_TEXT = 4096
 MAX_NAME = 256
@@ -53,8 +51,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="Welcome"):
     incarnation: str
     """Identifier of the hub process. Leases from an earlier hub process, which had another identifier, are invalid."""
     model_digest: str
-    """blake3 digest of the files that the route /model serves: the model's configuration and tokenizer, without
-    weights."""
+    """blake3 digest of the files of the route /model: the model's configuration and tokenizer."""
     is_adapter: bool
     """True if versions are adapters on a base model."""
     base: PolicyVersion | None
@@ -131,8 +128,7 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     key: str
     """Key from `Admitted`; empty in the first Hello."""
     worker_class: WorkerClass
-    """Class of the worker, which determines its rounding errors. Tolerances are calibrated for each class
-    separately."""
+    """Class of the worker, which determines its rounding errors and tolerances."""
     model_digest: str
     """Digest of the model files from which the worker built its engine, as in `Welcome.model_digest`."""
     slots: int

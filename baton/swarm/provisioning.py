@@ -32,8 +32,7 @@ class Provisioning:
 
     @property
     def needed_per_s(self) -> float | None:
-        """Number of trajectories per second that would keep the trainer busy; None if no number of workers could keep
-        it busy."""
+        """Trajectories per second that would keep the trainer busy; None if no number of workers could."""
         window_s = self.publish_every * self.train_s - self.broadcast_s
         return self.publish_every * self.trajectories_per_step / window_s if window_s > 0 else None
 
@@ -48,8 +47,7 @@ class Provisioning:
 
     @property
     def idle_share(self) -> float | None:
-        """Predicted fraction of the time that the trainer waits for trajectories; None before the first trajectory is
-        measured."""
+        """Predicted fraction of the time that the trainer waits for trajectories; None before the first one."""
         slack_s = self.slack_s
         if slack_s is None:
             return None

@@ -39,8 +39,7 @@ class SerialExecutor:
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancel all functions that have not started, and wait for the function that is running. May be called
-        twice."""
+        """Cancel all functions that have not started, and wait for the running one. May be called twice."""
         with self._lock:
             self._is_closed = True
             for _, _, future in self._waiting:

@@ -15,8 +15,7 @@ class SwarmSettings(Settings):
     workers: int = Field(default=0, ge=0)
     """Number of worker processes started on this machine, with one torch thread each (`--workers`)."""
     serve: str | None = None
-    """HOST:PORT at which workers on other machines can join (`--serve`). Without this key, only workers on this machine
-    can join."""
+    """HOST:PORT at which workers on other machines can join (`--serve`); without it, only workers of this machine."""
     token_file: str = "baton-tokens.json"
     """File that contains the tokens created by `baton token create`."""
     certificate: str | None = None
@@ -24,8 +23,7 @@ class SwarmSettings(Settings):
     key: str | None = None
     """PEM file with the certificate's private key."""
     insecure: bool = False
-    """True: other machines may connect without TLS (`--insecure`). Tokens, prompts and weights are then readable on the
-    network."""
+    """True: other machines may connect without TLS (`--insecure`). Tokens, prompts and weights are then unencrypted."""
     publish_every: int = Field(default=1, ge=1)
     """Number of train steps between two published versions. A value above 1 is allowed only in mode `async`.
     `publish_every` + `max_lag` - 1 must be at most `max_staleness`."""
@@ -33,11 +31,9 @@ class SwarmSettings(Settings):
     """In mode `async`, a worker is granted leases only if its version is at most this number of versions behind the
     latest published version. The default is `publish_every` if `max_staleness` allows this, otherwise 0."""
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
-    """A worker that sends no message for this number of seconds is considered dead. Its leases are then granted to
-    other workers."""
+    """Seconds without a message after which a worker is considered dead, and its leases go to other workers."""
     progress_timeout_s: float = Field(default=60.0, gt=0)
-    """A worker that holds leases but generates no token for this number of seconds is considered stuck and is
-    disconnected."""
+    """Seconds without a new token after which a worker with leases is considered stuck and is disconnected."""
     no_worker_timeout_s: float = Field(default=3600.0, ge=0)
     """Maximum number of seconds that a run waits while no worker is connected; then the run ends with an error.
     Messages on the terminal show that the run waits. Must be at least `rollout.stall_timeout_s`."""

@@ -39,8 +39,7 @@ class WorkerSupervisor(Protocol):
         ...
 
     def weight(self, name: str) -> float:
-        """Return the expected speed of one slot of the workers that use the token `name`, in the unit of
-        `WorkerJoined.weight`."""
+        """Return the `WorkerJoined.weight` of the workers that use the token `name`."""
         ...
 
     def check_health(self) -> None:

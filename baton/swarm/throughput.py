@@ -20,8 +20,7 @@ class ThroughputTracker:
     announced: dict[int, float] = field(default_factory=dict)
     """Version → time at which the trainer published it. A version stays here until all workers serve it."""
     broadcast_s: float = 0.0
-    """Number of seconds from publication until all workers served the version, for the last version that all workers
-    served."""
+    """Seconds from publication until all workers served the version, for the last such version."""
 
     def finish(self, now_s: float, busy_since_s: float) -> None:
         """Record a finished trajectory. busy_since_s: start of the current period in which leases are held."""
@@ -34,8 +33,7 @@ class ThroughputTracker:
         return len(gaps) / max(1e-6, sum(gaps)) if len(gaps) > 1 else 0.0
 
     def serve(self, now_s: float, served: Iterable[int | None]) -> None:
-        """Update `broadcast_s`. served: number of the version that each connected worker serves, None for a worker that
-        serves no version."""
+        """Update `broadcast_s`. served: version number of each connected worker; None if it serves no version."""
         slowest = min((-1 if number is None else number for number in served), default=-1)
         for number in [n for n in self.announced if n <= slowest]:
             self.broadcast_s = now_s - self.announced.pop(number)

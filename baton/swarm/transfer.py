@@ -34,8 +34,7 @@ T = TypeVar("T")
 
 
 class HttpSource:
-    """A source of weights: the hub or a relay. Its methods block the calling thread while the event loop executes the
-    HTTP requests."""
+    """A source of weights: the hub or a relay. Its methods block the caller while the event loop does HTTP."""
 
     def __init__(
         self,
@@ -84,8 +83,7 @@ def chunk_url(base: str, digest: str) -> URL:
 
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
-    """Send a GET request and return the body. Raises WeightsFault if the body is longer than `limit` bytes or the
-    status is not 200."""
+    """Send a GET request and return the body. Raises WeightsFault beyond `limit` bytes or for a status except 200."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
         if response.status != 200:
@@ -100,8 +98,7 @@ async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[st
 
 
 async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, digest: str) -> bytes:
-    """Fetch the model files of a hub, packed as by `pack_model`. Raises WeightsFault unless they have the digest that
-    the hub announced."""
+    """Fetch the model files of a hub, as `pack_model` packs them. Raises WeightsFault for another digest."""
     packed = await get_bounded(session, URL(url) / "model", {"Authorization": f"Bearer {token}"}, MAX_MODEL_BYTES)
     if model_digest(packed) != digest:
         raise WeightsFault(f"the model's files at {url} do not have the digest that the hub announced")
@@ -109,8 +106,7 @@ async def fetch_model(session: aiohttp.ClientSession, url: str, token: str, dige
 
 
 def pack_model(directory: Path) -> bytes:
-    """Pack the files of a directory (configuration, tokenizer) into one message. Raises UserError if the files exceed a
-    limit."""
+    """Pack a directory (configuration, tokenizer) into one message. Raises UserError beyond a limit."""
     files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
     if len(files) > MAX_MODEL_FILES or sum(map(len, files.values())) > MAX_MODEL_BYTES:
         raise UserError(
@@ -125,8 +121,7 @@ def model_digest(packed: bytes) -> str:
 
 
 def unpack_model(packed: bytes, directory: Path) -> None:
-    """Write the files of a message that `pack_model` has made. Raises WeightsFault for an invalid message or file name,
-    and OSError if writing fails."""
+    """Write the files of a message of `pack_model`. Raises WeightsFault for invalid messages and names; OSError."""
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:

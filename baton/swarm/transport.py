@@ -149,8 +149,7 @@ class SwarmTransport:
         self._report_no_workers()
 
     def _report_no_workers(self) -> None:
-        """Print that the run waits for workers: after `FIRST_MESSAGE_S` seconds without a worker, then each time this
-        number of seconds has doubled."""
+        """Print that the run waits for workers: after `FIRST_MESSAGE_S` seconds, then whenever these have doubled."""
         now_s = time.monotonic()
         if self.slots:
             if self._next_message_s > FIRST_MESSAGE_S:

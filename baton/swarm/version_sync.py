@@ -35,8 +35,7 @@ class Fetched(TimedEvent, frozen=True, tag="Fetched"):
 
 
 class FetchFailed(TimedEvent, frozen=True, tag="FetchFailed"):
-    """The fetch of a version has failed, for example because the version was not available or did not match its
-    digest."""
+    """The fetch of a version has failed: it was, for example, not available or did not match its digest."""
 
     version: PolicyVersion
     cause: str

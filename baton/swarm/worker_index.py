@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from baton.swarm.lease_credit import LeaseCredit
 
 _SPEED_MEMORY = 0.9
-"""Factor by which `Worker.grown_tokens` and `Worker.grown_s` are multiplied at each report, before the report's values
-are added."""
+"""Factor of `Worker.grown_tokens` and `Worker.grown_s` at each report, before its values are added."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,13 +84,11 @@ class Worker:
 
 
 _Entry = tuple[bool, float, int, Worker]
-"""Entry of a heap: (True if the worker has no free slot, load that it would have with one more lease, stamp,
-worker)."""
+"""Entry of a heap: (True without a free slot, load with one more lease, stamp, worker)."""
 
 
 class WorkerIndex:
-    """Index of workers by free capacity. It uses heaps, so that the cost of a grant does not grow linearly with the
-    number of workers."""
+    """Index of workers by free capacity, in heaps: the cost of a grant is not linear in the number of workers."""
 
     def __init__(self, prefetch: float) -> None:
         self.workers: dict[int, Worker] = {}
@@ -162,8 +159,7 @@ class WorkerIndex:
             heapq.heapify(entries)
 
     def least_loaded(self, version: int, is_exact: bool) -> Worker | None:
-        """Return the least loaded worker that serves a suitable version. Workers with a free slot precede all
-        others."""
+        """Return the least loaded worker with a suitable version. Workers with a free slot precede others."""
         if is_exact:
             top = self._top(self._entries.get(version, []))
             return None if top is None else top[3]
@@ -178,8 +174,7 @@ class WorkerIndex:
         return sorted(found, key=lambda worker: (self.speed(worker), -worker.number))
 
     def speed(self, worker: Worker) -> float:
-        """Return how many tokens per second a lease of this worker generates. Before the worker's first report, this is
-        estimated from its weight."""
+        """Return the tokens per second of a lease of this worker, estimated from its weight before its first report."""
         return worker.speed or worker.weight * self._sum_paces / max(1, self._num_paces)
 
     def measure(self, worker: Worker, num_tokens: int, seconds: float) -> None:
@@ -201,8 +196,7 @@ class WorkerIndex:
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
-        """Remove the entries of owners that may hold no further lease from the start of a heap of the index. Return the
-        first entry that remains, or None."""
+        """Return a heap's first entry, after removing those of owners that may hold no further lease, or None."""
         while (top := self._first(entries)) is not None and not top[3].owner_allows:
             heapq.heappop(entries)  # `offer_owner` enters the owner again when it is below its limit
         return top

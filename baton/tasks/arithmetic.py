@@ -68,8 +68,7 @@ class ChainSum(_Sizes):
 
     def score(self, answer: str | None, reference: str) -> float:
         """Return 1 if the answer is the same number as the reference, such as `+01,000.00` for `1000`. Otherwise, if
-        the answer contains the reference as text, return the length of the reference divided by the length of the
-        answer; else 0."""
+        the answer contains the reference as text, return length of the reference / length of the answer; else 0."""
         text = (answer or "").replace(",", "")
         try:
             if text and Decimal(text) == Decimal(reference):
@@ -112,8 +111,7 @@ class BasicArithmetic(_Sizes):
         return _share(answer or "", reference)
 
     def _terms(self, dice: random.Random, num_terms: int, num_digits: int) -> list[str]:
-        """Return the parts of a random expression: a first operand with some of the terms, an operator, and a second
-        operand with the other terms."""
+        """Return the parts of a random expression: an operand with some of the terms, an operator, and the rest."""
         most = 10**num_digits - 1
         num_left = dice.randint(1, num_terms)
         if num_left > 1 and dice.random() > 0.5:
@@ -209,8 +207,7 @@ def _divisor(dice: random.Random, dividend: int, most: int) -> str:
 
 
 def _common_divisors(one: int, other: int) -> list[int]:
-    """Return the divisors of the greatest common divisor g of two numbers. The divisors d ≤ √g are in ascending order,
-    and each is followed by g / d."""
+    """Return the divisors of the greatest common divisor g: each d ≤ √g, ascending, followed by g / d."""
     greatest = math.gcd(one, other)
     small = (each for each in range(1, math.isqrt(greatest) + 1) if greatest % each == 0)
     return [divisor for each in small for divisor in dict.fromkeys((each, greatest // each))]

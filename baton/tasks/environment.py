@@ -25,8 +25,7 @@ SHIPPED = {
     "calculator": "baton.environments.calculator:Calculator",
     "code": "baton.environments.code:CodeTask",
 }
-"""Short name → import path of each environment that ships with Baton. These environments are reset in the run's own
-process."""
+"""Short name → import path of each environment of Baton. They are reset in the run's own process."""
 POLL_S = 1.0
 """Seconds between two checks for a stop request while an environment is reset."""
 
@@ -51,8 +50,7 @@ def import_path(given: Any) -> Any:
 
 
 class EnvironmentTask:
-    """A source of episodes. Draw `i` of a stream resets the environment with a seed derived from `i` and the stream's
-    seed."""
+    """A source of episodes. Draw `i` of a stream resets the environment with a seed from `i` and the stream's seed."""
 
     scorer: Scorer = None
     columns = ()
@@ -73,8 +71,7 @@ class EnvironmentTask:
             self._local = EnvironmentInstances({spec.name: load_environment(spec)}, settings.max_observation_chars)
 
     def draw(self, seed: int, index: int) -> Problem:
-        """Return the problem at position `index` of the stream with this seed. Raises UserError if the environment
-        fails."""
+        """Return problem `index` of the stream with this seed. Raises UserError if the environment fails."""
         digest = blake3(f"environment:{self.name}:{seed}:{index}".encode()).digest(length=4)
         reset_seed = int.from_bytes(digest, "big")
         row = dict(self.rows[index % len(self.rows)]) if self.rows else {}
@@ -97,9 +94,8 @@ class EnvironmentTask:
         raise AssertionError("an environment gives its own rewards")
 
     def random_episode(self, metadata: Mapping[str, Any], dice: random.Random) -> Iterator[str]:
-        """Play random actions until the episode ends; yield actions and the observations that follow them, alternately.
-        The last text is an action. Raises UserError if the environment does not ship with Baton, or has no random
-        actions."""
+        """Play random actions until the episode ends; yield actions and observations alternately, an action last.
+        Raises UserError if the environment does not ship with Baton, or has no random actions."""
         environment: Any = load_environment(self.spec).make() if self._local is not None else None
         if not hasattr(environment, "random_action"):
             raise UserError(

@@ -29,8 +29,7 @@ from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 from baton.tasks.task import Problem
 
 BLOCK = 500
-"""Number of items of each reasoning-gym dataset object. The number is small because some generators prepare all items
-of a dataset in advance."""
+"""Items of each reasoning-gym dataset object: few, because some generators prepare all items in advance."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
@@ -180,8 +179,7 @@ class ListedTask(msgspec.Struct, frozen=True):
 
 
 def list_tasks(name: str | None = None) -> list[ListedTask]:
-    """Return the task `name`, or all tasks, with examples. If a task needs a module that is missing, the error replaces
-    its example."""
+    """Return the task `name`, or all tasks, with examples. An error about a missing module replaces an example."""
     return [_describe(each) for each in ([name] if name else gym_tasks())]
 
 

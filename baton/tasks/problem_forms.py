@@ -13,8 +13,7 @@ from typing import Any
 Entry = dict[str, Any]
 
 MAX_RENUMBERED = 6
-"""Maximum number of people in a puzzle for which all numberings are tried. Two equal puzzles with more people are very
-unlikely."""
+"""Maximum people in a puzzle for which all numberings are tried. Equal puzzles with more are very unlikely."""
 
 
 def canonical_problem(gym_name: str, entry: Entry) -> str:

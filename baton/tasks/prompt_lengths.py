@@ -98,8 +98,7 @@ def _lengths(
     num_tokens: Callable[[Prompt], int],
     max_tokens: int,
 ) -> Iterator[int]:
-    """Yield the number of tokens of each prompt, sorted by characters (longest first), until the other prompts are
-    assumed to fit."""
+    """Yield the tokens of each prompt, by descending characters, until the others are assumed to fit."""
     prompts = [mixture.prompt(name, problem) for problem in problems]
     prompts.sort(key=lambda prompt: -sum(len(m.content) for m in prompt.messages))
     short = 0

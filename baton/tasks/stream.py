@@ -31,8 +31,7 @@ class ProblemSettings(Settings):
     """A source of problems: the keys that [[task]] and [[eval.task]] have in common."""
 
     name: str
-    """Name in metrics and reports. Without `gym`, `path` and `environment`, it is also the name of the reasoning-gym
-    task."""
+    """Name in metrics and reports. Without `gym`, `path` and `environment`, also the reasoning-gym task."""
     gym: str | None = None
     """reasoning-gym task; the default is `name`."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -49,26 +48,22 @@ class ProblemSettings(Settings):
     """Column of `path` with the prompt, as text or as messages; a dot selects a nested column. If the default column is
     missing, the first usual column such as `question` is used."""
     answer_column: str | None = None
-    """Column of `path` with the reference answer. By default, the row's first column with a usual name such as
-    `answer`."""
+    """Column of `path` with the reference answer. Default: the first column with a usual name such as `answer`."""
     answer_after: str | None = None
     """Mark in the answer column: the reference answer is the text after the mark. By default, the last line of a
     reference is used if it begins with "####", as in GSM8K."""
     scorer: Literal["number", "math", "letter", "none"] = "number"
     """How answers are scored if the task has a `path`. number: 1 if the answer equals the reference as text or as a
     number. math: 1 if math-verify finds them equal. letter: 1 if the answer is the letter of the correct choice; the
-    prompt lists the choices in the column `choices` or `options`. none: only reward functions score, and rows need no
-    reference answer."""
+    prompt lists the choices in the column `choices` or `options`. none: only reward functions score."""
     answer: AnswerSettings | None = None
     """Answer format of this task, such as `{ format = "letter" }`; the default is [answer]."""
     environment: str | None = None
     """Environment of a multi-turn task: the name of a shipped environment such as "sokoban", or `module:Class`, or
-    `file.py:Class`. `params` are the arguments of the class. With a `path`, the columns of a row are the arguments of
-    `reset`."""
+    `file.py:Class`. `params` are the arguments of the class; the columns of a `path` are those of `reset`."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call in a multi-turn task, as `module:function` or `file.py:function`. They replace
-    `environment`. `params.reward` names a function that scores the last turn. The first observation is the row's
-    `prompt`."""
+    `environment`. `params.reward` names a function that scores the last turn; the first observation is `prompt`."""
     max_turns: int = Field(default=10, ge=1)
     """For multi-turn tasks: maximum number of turns of an episode."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
@@ -82,8 +77,7 @@ class ProblemSettings(Settings):
     """Wording of the problem. original: the wording of reasoning-gym. compact: few tokens, for small models."""
     too_long: Literal["filter", "refuse"] = "filter"
     """Treatment of prompts that leave no room for a response within engine.max_context_tokens. filter: skip and count
-    these prompts. refuse: refuse to start the run if the check at the start finds such a prompt; prompts that the check
-    misses are skipped."""
+    these prompts. refuse: refuse to start if the check at the start finds such a prompt; others are skipped."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of a prompt, if it is lower than the limit that engine.max_context_tokens sets.
     `too_long` states how longer prompts are treated."""
@@ -91,8 +85,7 @@ class ProblemSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _of_objects(cls, given: Any) -> Any:
-        """Replace classes and functions by their import paths. If functions are given as `tools`, set `environment` to
-        the environment that calls tools."""
+        """Replace classes and functions by their import paths. For `tools`, set `environment`."""
         if not isinstance(given, dict):
             return given
         found = {key: import_path(value) for key, value in given.items()}
@@ -228,8 +221,7 @@ class TaskMixture:
         self.answers = {s.name: s.answer or answer for s in every}
         """Task name → answer format."""
         self.samples = {s.name: s.samples for s in tests if s.samples is not None}
-        """Test set → number of sampled responses per prompt, for the test sets whose [[eval.task]] states this
-        number."""
+        """Test set → number of sampled responses per prompt, where its [[eval.task]] states this number."""
         self.has_room: Callable[[Prompt], bool] = lambda prompt: True
         """Function that returns whether a prompt leaves room for a response; `limit` sets it."""
         self._trains_all = {s.name for s in settings if s.held_out == "none"}
@@ -244,8 +236,7 @@ class TaskMixture:
 
     @property
     def scored_tasks(self) -> dict[str, Task]:
-        """Name → task, for all tasks and test sets except multi-turn tasks. Reward scorers score the responses to these
-        tasks."""
+        """Name → task, for the tasks and test sets that reward scorers score: all except multi-turn tasks."""
         every = {**self.tasks, **self.tests}
         return {name: task for name, task in every.items() if not isinstance(task, EnvironmentTask)}
 
@@ -255,8 +246,7 @@ class TaskMixture:
             task.close()
 
     def stop_draws(self, check: Callable[[], None]) -> None:
-        """Call `check` about once a second while a problem is drawn from an environment. An error that it raises ends
-        the draw."""
+        """Call `check` about once a second while an environment draws a problem. Its error ends the draw."""
         for task in self._environment_tasks():
             task.check_stop = check
 
@@ -314,8 +304,7 @@ class TaskMixture:
         return prompts
 
     def _distinct(self, name: str, task: Task, share: int, seen: set[str], *, or_fewer: bool) -> list[Prompt]:
-        """Return `share` prompts of problems that evaluations use and whose ids are not in `seen`. Add their ids to
-        `seen`."""
+        """Return `share` prompts of evaluations' problems whose ids are not in `seen`. Add their ids to `seen`."""
         prompts: list[Prompt] = []
         index, last_new, too_long = 0, 0, 0
         while len(prompts) < share:
@@ -360,8 +349,7 @@ class PromptStream:
         return {"prompts/too_long": float(taken)} if taken else {}
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Return the next training prompts. Raises TaskExhausted if `MAX_MISSES` consecutive draws contain no usable
-        problem."""
+        """Return the next training prompts. Raises TaskExhausted after `MAX_MISSES` draws without a usable problem."""
         names = list(self._mixture.tasks)
         prompts: list[Prompt] = []
         misses = 0

@@ -19,8 +19,7 @@ class Problem(msgspec.Struct, frozen=True):
 
     question: str
     canonical: str
-    """Canonical form, which is equal for two wordings of the same problem. The train/held-out split hashes the
-    canonical form."""
+    """Canonical form, equal for all wordings of a problem. The train/held-out split hashes it."""
     answer: str | None
     metadata: dict[str, Any]
     """Data that `score` needs and, for a problem from a file, the other columns of its row. Plain JSON values."""

@@ -21,21 +21,18 @@ CorrectionName = Literal["none", "bypass", "token_tis", "sequence_tis", "icepop"
 KlEstimator = Literal["k1", "k2", "k3"]
 
 GROUP_RELATIVE = frozenset({"group_std", "group_mean", "leave_one_out"})
-"""Advantage estimators that compare the episodes of a group and therefore need at least two scored episodes per
-group."""
+"""Advantage estimators that compare episodes of a group and therefore need two scored ones per group."""
 
 
 class AlgorithmSettings(Settings):
     """[algorithm] The optimisation objective. `algorithm = "dapo"` at the top of a recipe sets only `name`."""
 
     name: str = "grpo"
-    """Preset that supplies the values of all keys below that the recipe does not set. `baton algorithms` lists the
-    presets."""
+    """Preset with the values of all keys below that the recipe does not set. `baton algorithms` lists them."""
     objective: ObjectiveName = "clipped"
     """Surrogate objective: `clipped` (PPO, GRPO, DAPO), `gspo`, `cispo` or `policy_gradient` (no clip)."""
     advantage: AdvantageName = "group_std"
-    """Advantage estimator: `group_std` (GRPO), `group_mean` (Dr.GRPO), `leave_one_out` (RLOO), `return_to_go`
-    (REINFORCE++), `gae` (PPO)."""
+    """`group_std` (GRPO), `group_mean` (Dr.GRPO), `leave_one_out` (RLOO), `return_to_go` (REINFORCE++), `gae` (PPO)."""
     turn_rewards: bool = False
     """Give each token of a multi-turn episode the rewards from its own turn on, discounted by the task's `discount`.
     False gives all tokens the reward of the whole episode."""
@@ -46,11 +43,9 @@ class AlgorithmSettings(Settings):
     equally (DAPO); `sequence_sum` sums over the tokens of each episode (RLOO); `length_constant` divides the sum of
     each episode by rollout.max_new_tokens (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Lower clip: the ratio of current to anchor probability is at least 1 − clip_low. The value 1 disables the lower
-    clip."""
+    """Lower clip: the ratio of current to anchor probability is at least 1 − clip_low. 1 disables the lower clip."""
     clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip: the ratio is at most 1 + clip_high. A value above clip_low (0.28 in DAPO) lets rare tokens gain
-    probability faster."""
+    """Upper clip: the ratio is at most 1 + clip_high. A value above clip_low (0.28 in DAPO) favours rare tokens."""
     num_minibatches: int = Field(default=1, gt=0)
     """Number of minibatches in a batch. Each consists of whole groups, in order, and gets one optimiser update."""
     num_epochs: int = Field(default=1, gt=0)
@@ -75,8 +70,7 @@ class AlgorithmSettings(Settings):
     and at most 10 nats. In the loss, the gradient of `k1` has mean 0."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss` adds the KL divergence to the loss; `reward` subtracts it from the reward of each token. With `reward`,
-    the advantage estimator `group_std` amplifies the divergence in groups of equal rewards, and the run logs a
-    warning."""
+    the estimator `group_std` amplifies the divergence in groups of equal rewards: the run warns."""
     reference: str | None = None
     """Directory of the reference model; by default the model that the run starts from."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -101,8 +95,7 @@ class AlgorithmSettings(Settings):
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Reward subtracted from a response of maximum length."""
     overlong_filter: bool = False
-    """Exclude trajectories that reached the maximum length from the gradient. They still count in the statistics of
-    their group."""
+    """Exclude trajectories of maximum length from the gradient. They still count in their group's statistics."""
 
     @model_validator(mode="before")
     @classmethod
@@ -149,8 +142,7 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_model_for_advantages(self) -> bool:
-        """Return whether advantages need a forward pass. It computes a critic's values or the KL divergence in the
-        reward."""
+        """Return whether advantages need a forward pass, for a critic's values or the KL divergence in the reward."""
         return self.advantage == "gae" or self.has_reward_kl
 
     @property

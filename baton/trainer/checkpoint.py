@@ -115,8 +115,7 @@ def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: 
 
 
 def write_state(directory: Path, tokenizer: Any, state: CheckpointState) -> None:
-    """Write a Hugging Face tokenizer, then the state. The state is written last, because its file marks a complete
-    checkpoint."""
+    """Write a Hugging Face tokenizer, then the state, whose file marks a complete checkpoint."""
     with writing(directory):
         tokenizer.save_pretrained(directory)
     path = _made(directory / "baton" / "state.json")
@@ -176,8 +175,7 @@ def read_weights(path: Path, model: PreTrainedModel) -> StoredTensors:
 
 
 def saved_digest(saved: StoredTensors, model: PreTrainedModel) -> str:
-    """Return the digest that the weights in `saved` have when they are published in float32. `read_weights` returns
-    such weights."""
+    """Return the digest that the weights of `read_weights` (`saved`) have when they are published in float32."""
     if not has_adapters(model):
         return saved.digest()
     return weights_digest(adapter_tensors(model, {name: saved.whole(name) for name in saved.shapes}))
@@ -230,7 +228,7 @@ def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | N
 
 
 def set_aside_checkpoints(root: Path, after_step: int) -> None:
-    """Rename all checkpoints of steps after `after_step`, which are damaged, so that no resume uses them."""
+    """Rename the checkpoints of steps after `after_step`, all of them damaged, so that no resume uses them."""
     for path in list_checkpoints(root):
         if checkpoint_step(path) > after_step:
             aside = path.with_name(f"{path.name}.damaged")
@@ -240,8 +238,7 @@ def set_aside_checkpoints(root: Path, after_step: int) -> None:
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
-    """Remove all checkpoints except the newest `keep_last` checkpoints and the checkpoint of step `keep_step`. Return
-    the removed paths."""
+    """Remove all checkpoints except the newest `keep_last` and that of step `keep_step`. Return the removed paths."""
     assert keep_last >= 1, "a run whose last checkpoint was removed cannot be resumed"
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]

@@ -57,8 +57,7 @@ def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def bypass(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Use the behavior policy as PPO's old policy. All weights are 1, because the ratio already contains π_θ /
-    π_behavior."""
+    """Use the behavior policy as PPO's old policy. All weights are 1: the ratio already is π_θ / π_behavior."""
     return _anchor(inputs, inputs.behavior_logprobs, inputs.mask, is_cut=False)
 
 
@@ -76,8 +75,7 @@ def sequence_tis(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def icepop(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Masked importance sampling (IcePop of Ring, arXiv 2510.18855): a token whose weight is outside [floor, cap] is
-    dropped."""
+    """Masked importance sampling (IcePop of Ring, arXiv 2510.18855): drops tokens of weight outside [floor, cap]."""
     found = weights(inputs)
     is_dropped = (found < shape.floor) | (found > shape.cap)
     return _anchor(inputs, inputs.proximal_logprobs, torch.where(is_dropped, 0.0, found), is_dropped)
@@ -131,15 +129,13 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple, Generic[Scalar]):
-    """Distance of the proximal policy from the behavior policy. Each field is a sum over trained tokens, unless stated
-    otherwise."""
+    """Distance of the proximal from the behavior policy. Fields are sums over trained tokens by default."""
 
     weight: Scalar
     """π_proximal / π_behavior before truncation."""
     weight_square: Scalar
     current: Scalar
-    """Number of current tokens. A token is current if the trainer's own version sampled it, so engine and trainer had
-    equal weights."""
+    """Number of current tokens. The trainer's own version sampled them: engine and trainer had equal weights."""
     mismatch: Scalar
     """k3 estimate of KL(behavior ‖ proximal) over current tokens."""
     abs_diff: Scalar
@@ -150,8 +146,7 @@ class BehaviorDistance(NamedTuple, Generic[Scalar]):
 
 @torch.no_grad()
 def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorDistance[torch.Tensor]:
-    """Return the sums over a microbatch. `is_current`: [B, K], True at tokens that the trainer's own version
-    sampled."""
+    """Return the sums over a microbatch. `is_current`: [B, K], True at tokens of the trainer's own version."""
     is_current = inputs.mask & is_current
     diff = log_ratio(inputs.proximal_logprobs, inputs.behavior_logprobs, is_current)
     raw = torch.where(inputs.mask, weights(inputs), 0.0)

@@ -47,8 +47,7 @@ class ModelInputs:
     routing: tuple[tuple[bytes, ...], ...]
     """Experts of each response token as reported by the engine, for each row. Empty if the engine reported none."""
     shares: tuple[int, ...] = ()
-    """Number of consecutive rows that share each prompt. A shared prompt is computed once. Empty if no rows share a
-    prompt."""
+    """Number of consecutive rows that share each prompt, which is computed once. Empty if no rows share one."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
     kept: tuple[bytes, ...] = ()
@@ -62,8 +61,7 @@ class ModelInputs:
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
         """Return the experts that the engine reported, their positions in a pass, and the number of positions of the
-        pass. The experts of a token belong to the position before the token, which computes its logits. A padded pass
-        omits the last column."""
+        pass. A token's experts are those of the position before it. Padded passes omit the last column."""
         found: list[bytes] = []
         places: list[int] = []
         start = 0
@@ -113,8 +111,7 @@ class Passes:
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
-    """The frozen reference model. If it is the policy itself, the policy's adapters are disabled during reference
-    passes. None without a KL term."""
+    """The frozen reference model, or the policy, whose adapters reference passes disable. None without a KL term."""
     critic: Critic | None
     settings: TrainerSettings
     algorithm: AlgorithmSettings
@@ -144,8 +141,7 @@ class Passes:
     def scores(
         self, inputs: ModelInputs, model: PreTrainedModel | None = None, *, is_update: bool
     ) -> TokenScores | None:
-        """Score a microbatch's tokens through all pipeline stages. Return the scores on the last stage, and None on the
-        other stages."""
+        """Score a microbatch's tokens through all pipeline stages. Return the scores on the last stage, else None."""
         pipeline = self.parallel.pipeline
         output = self.output(inputs, pipeline.receive(self.hidden_shape(inputs)), model, is_update=is_update)
         if isinstance(output, TokenScores):

@@ -97,8 +97,8 @@ class LocalTrainer:
         `temperature`: sampling temperature of the rollout. `total_steps`: train steps of the run, for the learning
         rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: maximum age of a
         trained token in versions. Older tokens get no gradient. With None, all tokens are trained. `reference`:
-        reference model of a KL term, which requires it. Only with `lora` it has a default: the model without its
-        adapters. `parallel`: the group of ranks; each rank constructs a trainer from the same models.
+        reference model, which a KL term requires; with `lora`, the default is the model without adapters. `parallel`:
+        the group of ranks; each rank constructs a trainer from the same models.
         """
         if not temperature > 0:
             raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
@@ -306,16 +306,14 @@ class LocalTrainer:
             write_state(directory, self._tokenizer.hf, state)
 
     def _stamp(self, digest: str) -> None:
-        """Set the version's digest on every rank to the first rank's `digest`. Only the first rank gathers all
-        weights."""
+        """Set the version's digest on every rank to that of the first rank, which alone gathers all weights."""
         self._check_not_diverged()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint. Raises UserError, without changing anything, if it does not fit this trainer. The
-        version's number and digest come from the checkpoint. The lineage does not change, because a run that returns to
-        a checkpoint starts a new lineage."""
+        version's number and digest come from the checkpoint. The lineage does not change: the run starts a new one."""
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})

@@ -50,8 +50,7 @@ class LossInputs:
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
     episode_tokens: torch.Tensor | None = None
-    """[B] number of trained tokens of each row's episode, over all paths of the episode; None if each row is a whole
-    episode."""
+    """[B] number of trained tokens of each row's episode, over all its paths; None if rows are whole episodes."""
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name of an `episode_sum` → the part of this sum from the other paths of each row's episode: [B, 1], without
     gradient. Empty if each row is a whole episode."""
@@ -59,8 +58,7 @@ class LossInputs:
     """Name of an `episode_sum` that was computed → the part of this sum from each row: [B, 1]."""
 
     def episode_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` [B, K] over the trained tokens of each row's episode, in all its paths: [B, 1], without
-        gradient."""
+        """Sum `values` [B, K] over the trained tokens of each row's episode and its paths: [B, 1], no gradient."""
         own = self.own_sums[name] = torch.where(self.mask, values.detach(), 0).sum(-1, keepdim=True)
         return own + self.elsewhere[name] if name in self.elsewhere else own
 
@@ -96,8 +94,7 @@ class Loss:
     ratio: torch.Tensor
     """[B, K] ratio π_θ / π_anchor, detached; 1 at masked tokens."""
     is_clipped: torch.Tensor
-    """[B, K] bool: tokens whose ratio the clip changed, which removes or bounds their gradient; False at masked
-    tokens."""
+    """[B, K] bool: tokens whose ratio the clip changed, which limits their gradient; False at masked tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +150,7 @@ def cispo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
 
 def policy_gradient(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
-    """REINFORCE with importance sampling: J = Σ_i Σ_t w_t r_t A_t. At r_t = 1, token t gets the gradient w_t A_t ∇ log
-    π_θ."""
+    """REINFORCE with importance sampling: J = Σ_i Σ_t w_t r_t A_t; at r_t = 1, the gradient is w_t A_t ∇ log π_θ."""
     ratio = to_anchor(inputs, anchor).exp()
     surrogate = anchor.weights * ratio * inputs.advantages
     return Loss(_loss(surrogate, inputs, shape), ratio.detach(), torch.zeros_like(inputs.mask))

@@ -66,7 +66,7 @@ def trainer_phases(
     `value_bytes`: bytes per value in linear layers. `published_bytes`: bytes per weight of a published version.
     `longest_tokens`: maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`:
     maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that have a sampling
-    mask. `most_tokens`: tokens of the largest microbatch, if it is smaller than these allow.
+    mask. `most_tokens`: tokens of the largest microbatch; by default, as many as the settings allow.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
@@ -103,8 +103,7 @@ def trainer_phases(
 def logits_on_gpu(
     config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
 ) -> int:
-    """Return how many logits a rank on a GPU can compute at a time without raising its peak memory. Computing more
-    logits at a time is faster."""
+    """Return how many logits a rank on a GPU can compute at a time, which is faster, without a higher peak memory."""
     model = spec_of(config)
     phases = trainer_phases(
         model,

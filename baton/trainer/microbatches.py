@@ -51,8 +51,7 @@ PAD_ID = 0
 """Token id of padding. Any id works, because no token attends to padding and padding is not trained."""
 
 IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
-"""The shortest possible row, for idle microbatches. It has no trained token, so its loss and gradients are exactly
-0."""
+"""The shortest possible row, for idle microbatches. Without a trained token, its loss and gradients are exactly 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,7 @@ class MicroBatch:
         )
 
     def spread(self, by_row: Sequence[FloatArray]) -> torch.Tensor:
-        """Take [P] values for each row, and return a [B, K] float32 tensor with these values at the policy's tokens and
-        0 elsewhere."""
+        """Return a [B, K] float32 tensor with each row's [P] values at the policy's tokens and 0 elsewhere."""
         mask = self.inputs.policy_mask
         values = np.zeros(mask.shape, dtype=np.float32)
         for laid, row, own in zip(values, self.rows, by_row, strict=False):
@@ -115,8 +113,7 @@ class MicroBatch:
         return sent(torch.from_numpy(values), mask.device)
 
     def gather(self, values: torch.Tensor) -> list[FloatArray]:
-        """Take a [B, K] tensor, and return for each row the [P] values at the policy's tokens. The inverse of
-        `spread`."""
+        """Return each row's [P] values of a [B, K] tensor at the policy's tokens. The inverse of `spread`."""
         flat = values.flatten()[self.inputs.policy_places].double().cpu().numpy()
         ends = np.cumsum([row.num_policy for row in self.rows])
         return [np.asarray(part) for part in np.split(flat, ends[:-1])]
@@ -392,8 +389,7 @@ def pad(
 
 @torch.no_grad()
 def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMicroBatch]]:
-    """Run the passes that precede the first update of the train step, and estimate the advantages that depend on these
-    passes."""
+    """Run the passes before the first update of the train step, and estimate the advantages that need them."""
     found = [[PreparedMicroBatch(micro, passes.fixed_values(micro.inputs)) for micro in p.microbatches] for p in parts]
     if not passes.algorithm.needs_model_for_advantages or not passes.parallel.pipeline.is_last:
         return found
@@ -405,8 +401,7 @@ def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMic
 def _with_advantages(
     everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample], passes: Passes
 ) -> list[PreparedMicroBatch]:
-    """Return the microbatches with advantages, which are estimated over the rows of all ranks from the models'
-    outputs."""
+    """Return the microbatches with advantages, estimated over the rows of all ranks from the models' outputs."""
     algorithm = passes.algorithm
 
     def of_all(read: Callable[[PreparedMicroBatch], torch.Tensor]) -> list[FloatArray]:

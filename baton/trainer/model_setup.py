@@ -108,8 +108,7 @@ def check_critic(head: Head | None, model: PreTrainedModel, algorithm: Algorithm
 
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    """Enable activation checkpointing and compilation as configured. Raises UserError if one of them, or the optimiser,
-    is not supported."""
+    """Enable activation checkpointing and compilation as configured. Raises UserError if unsupported."""
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:

@@ -33,8 +33,7 @@ def learning_rate(
 
 
 def check_schedule(section: str, *, warmup_steps: int, decay: Decay, total_steps: int) -> None:
-    """Raise UserError when no step remains for the decay after the warm-up. `section`: section of the recipe that has
-    the keys."""
+    """Raise UserError when no step remains for the decay after the warm-up. `section`: that of the keys."""
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
             f"{section}.warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, "
@@ -151,8 +150,7 @@ def load_optimizer_tensors(
 
 
 def _with_packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state of a parameter, in which the codes and the scale of each 8-bit moment are combined to one
-    torchao tensor."""
+    """Return a parameter's state, with codes and scale of each 8-bit moment combined to a torchao tensor."""
     found = {key: tensor for key, tensor in tensors.items() if "." not in key}
     for key in [key.removesuffix(".codes") for key in tensors if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit

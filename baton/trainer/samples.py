@@ -108,8 +108,7 @@ def minibatches(
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
-    """Split groups into `num_parts` consecutive parts whose sizes differ by at most one. Raises UserError when there
-    are fewer groups than parts."""
+    """Split groups into `num_parts` consecutive parts of about equal size. Raises UserError for too few groups."""
     if num_parts > len(groups):
         raise UserError(
             f"algorithm.num_minibatches: got {num_parts}, allowed are at most {len(groups)}, the groups of a batch"

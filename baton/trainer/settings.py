@@ -20,8 +20,7 @@ class TrainerSettings(Settings):
     optimizer: OptimizerName = "adamw"
     """`adamw` is AdamW with moments in float32. `adamw8bit` keeps the moments in 8 bits, with a scale per 256 values,
     which saves 6 of 16 bytes per parameter (torchao: `baton-rl[optimizer]`); the moments of tensors below 4,096 values
-    stay in float32. With `adamw8bit`, torch compiles the update at the first step; on a CPU this requires a C++
-    compiler."""
+    stay in float32. The update of `adamw8bit` is compiled at the first step; on a CPU this requires a C++ compiler."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -48,14 +47,12 @@ class TrainerSettings(Settings):
     limit, the run warns. Above the second, a step ends with an error before its next update. Typical values: 1e-9 in
     float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """Two limits that work in the same way, for the largest difference (in nats) between the engine's and the trainer's
-    log-probability of a token."""
+    """The same limits for the largest difference, in nats, of the engine's and the trainer's logprob of a token."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and does
     not change the update. A trajectory longer than this number forms a microbatch alone."""
     packing: Literal["auto", "always", "never"] = "auto"
-    """Concatenate trajectories without padding instead of sorting them by length and padding them. `auto` does so only
-    on CUDA."""
+    """Concatenate trajectories instead of sorting them by length and padding them. `auto` does so only on CUDA."""
     share_prompts: bool = False
     """Compute the prompt of a group once for all trajectories of the group in a microbatch. Applies to those
     minibatches in which sharing costs less, estimated in tokens. The update changes only by rounding. Requires one
@@ -65,30 +62,25 @@ class TrainerSettings(Settings):
     tokens, the metrics of entropy, mismatch and importance weights are means over all trained tokens. Does not change
     the update. If the loss depends on these episodes, the pass runs in any case."""
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass. This saves memory and needs about a third more
-    computation."""
+    """Recompute each block's activations in the backward pass. Saves memory for a third more computation."""
 
     moe_replay: Literal["off", "proximal", "engine"] = "off"
-    """Routing replay for mixture-of-experts models. `proximal`: the updates of a train step route each token to the
-    experts that the policy chose at the start of the step. `engine`: all passes use the experts that the engine chose
-    (requires engine.report_routing)."""
+    """Routing replay for mixture-of-experts models. `proximal`: updates use the experts that the policy chose at the
+    start of the step. `engine`: all passes use the experts that the engine chose (requires engine.report_routing)."""
 
     ranks: int = Field(default=1, ge=1)
-    """Number of processes that shard the model, its gradients and its optimiser state. 1 trains in the controller
-    process."""
+    """Number of processes that shard model, gradients and optimiser state. 1 trains in the controller process."""
     stages: int | tuple[int, ...] = 1
     """Number of pipeline stages, or a list with the number of layers of each stage, such as [10, 14, 6]. Must divide
     `ranks`; the ranks of a stage share its layers. The first stage has the embedding, the last one the head."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of ranks that split each matrix product, according to Hugging Face's tensor-parallel plan of the model.
-    Must divide `ranks`."""
+    """Ranks that split each matrix product, by the model's tensor-parallel plan. Must divide `ranks`."""
     shard_size: int | None = Field(default=None, ge=1)
     """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or with
     several stages the number of ranks per stage. With a smaller value, the ranks of a copy can share a fast network,
     such as the network within a machine, but each rank needs more memory. Default: all ranks share one copy."""
     shard_gradients: bool = False
-    """Reduce gradients after every microbatch, so that no rank holds the gradients of the whole model. This saves
-    memory and takes more time."""
+    """Reduce gradients after every microbatch, so that no rank holds all. Saves memory and takes more time."""
 
     @field_validator("max_mismatch_kl", "max_logprob_diff")
     @classmethod
@@ -165,8 +157,7 @@ class SftSettings(Settings):
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Number of updates in which the learning rate rises linearly to `lr`. Afterwards the learning rate decays along a
-    cosine."""
+    """Number of updates in which the learning rate rises linearly to `lr`. Afterwards it decays along a cosine."""
     dtype: DTypeChoice = "auto"
     """Data type in which linear layers compute: bfloat16 or float32; `auto` is bfloat16 on CUDA and float32 on a CPU.
     Master weights are always float32."""

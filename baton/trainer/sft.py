@@ -15,8 +15,7 @@ from baton.trainer.optimizer import learning_rate, make_optimizer, set_learning_
 from baton.trainer.settings import SftSettings
 
 LENGTH_MULTIPLE = 8
-"""Row lengths are rounded up to multiples of this number of tokens, because bfloat16 kernels on a CPU are compiled for
-each shape."""
+"""Multiple to which row lengths are rounded up, because bfloat16 kernels on a CPU are compiled for each shape."""
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.05
 """Decoupled weight decay per unit of learning rate; applies only to matrices."""
@@ -84,8 +83,7 @@ def fine_tune(
 
 
 def _microbatches(rows: list[Demonstration], max_tokens: int) -> Iterator[list[Demonstration]]:
-    """Split `rows`, which are sorted longest first, into parts of at most `max_tokens` padded tokens. A row longer than
-    `max_tokens` is a part of its own."""
+    """Split `rows` (longest first) into parts of at most `max_tokens` padded tokens, longer rows alone."""
     begin = 0
     while begin < len(rows):
         end = begin + max(1, max_tokens // _padded(rows[begin]))

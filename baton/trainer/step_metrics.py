@@ -135,8 +135,8 @@ class Totals:
         return found
 
     def _value_metrics(self) -> dict[str, float]:
-        """Return the critic's metrics. `value/explained_var` is 1 − Σ (R − V)² / Σ (R − mean R)²; it is absent if all R
-        are equal."""
+        """Return the critic's metrics. `value/explained_var`: 1 − Σ (R − V)² / Σ (R − mean R)²; absent if all R are
+        equal."""
         sums, num_tokens = self.values, max(1.0, self.values.tokens)
         found = {"value/loss": statistics.fmean(self.value_losses), "value/clip_frac": sums.clipped / num_tokens}
         if self.value_grad_norms:

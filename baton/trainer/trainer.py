@@ -29,9 +29,8 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step and return its metrics by name. Raises TrainingDiverged when a loss or gradient is not
-        finite, before it applies the update. If the step had already applied an earlier update, only `restore` may be
-        called afterwards."""
+        """Run one train step and return its metrics by name. Raises TrainingDiverged before an update whose loss or
+        gradient is not finite. After an earlier update of the step, only `restore` may follow."""
         ...
 
     def publish(self) -> PublishedWeights:

@@ -81,8 +81,7 @@ class Update:
     is raised only after all passes, because a rank that stopped earlier would block the other ranks in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
-        """Perform one update with a minibatch. Raises TrainingDiverged, before the weights change, if a loss or a
-        gradient is not finite."""
+        """Perform one update. Raises TrainingDiverged before the weights change if loss or gradient is not finite."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
         shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)

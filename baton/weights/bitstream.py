@@ -23,8 +23,7 @@ Bytes = NDArray[np.uint8]
 _LEVEL: Final = 1
 """zstd level. Higher levels search for repeated sequences, which these streams do not contain."""
 _SMALLEST: Final = 16
-"""Minimum length in bytes of a stream that is compressed. For a shorter stream, the zstd header takes more bytes than
-the compression saves."""
+"""Minimum bytes of a compressed stream. For a shorter one, the zstd header outweighs the compression."""
 _WINDOW: Final = 2**23
 """Maximum zstd window in bytes, which bounds the reader's memory. `BitWriter` uses smaller windows."""
 

@@ -40,14 +40,12 @@ class FetchStats:
 
 
 class ChunkFetcher:
-    """Requests data from one source after another until a source's answer passes verification. Each fetch has its own
-    ChunkFetcher."""
+    """Requests data from one source after another until an answer passes verification. One object per fetch."""
 
     def __init__(
         self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
     ) -> None:
-        """Start the time limit of `deadline_s` seconds. Sources named in `avoided` are asked last; `blame` adds names
-        to `avoided`."""
+        """Start the time limit of `deadline_s` seconds. Sources in `avoided`, to which `blame` adds, are asked last."""
         self._sources, self.record, self._avoided = sources, record, avoided
         self._order = random.Random()
         self._deadline_s = deadline_s

@@ -50,8 +50,7 @@ class Coded(NamedTuple):
 
 
 def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
-    """Encode a part with words of `word` bytes in the coding that takes the fewest bytes. Without a base the coding is
-    "full"."""
+    """Encode a part, in words of `word` bytes, in the shortest coding; without a base, in "full"."""
     now = new.view(f"u{word}")
     if base is None:
         return Coded("full", _full(now), now.size)
@@ -165,8 +164,7 @@ def _planes(words: Words, value: Callable[[slice], Words]) -> bytes:
 
 
 def _read_planes(reader: BitReader, words: Words) -> Iterator[tuple[slice, Words]]:
-    """Yield (slice, values) of each run of at most `_BLOCK` values that `_planes` has written. `words` gives the number
-    and the dtype of the values."""
+    """Yield (slice, values) of each run of at most `_BLOCK` values of `_planes`; `words` gives number and dtype."""
     planes = [reader.stream(words.size) for _ in range(words.itemsize)][::-1]
     for block in _blocks(words.size):
         found = planes[0][block].astype(words.dtype)

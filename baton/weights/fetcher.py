@@ -58,8 +58,7 @@ class _Step:
 
 
 class _BadPlan(Exception):
-    """The chunks match their manifests, but the decoded tensors do not match the version's digest. One of the manifests
-    is therefore wrong."""
+    """The chunks match their manifests, but the tensors do not match the version's digest: a manifest is wrong."""
 
     def __init__(self, text: str, sources: list[WeightsSource]) -> None:
         super().__init__(text)
@@ -70,15 +69,13 @@ class Fetcher:
     """Holds one version and fetches further versions. The methods block, so call them in a thread."""
 
     def __init__(self, sources: Sequence[WeightsSource], *, shared: SharedMemory | None = None) -> None:
-        """`shared`: memory in which a trainer on this machine publishes versions; `fetch` looks there first and then
-        asks `sources`."""
+        """`shared`: memory in which a trainer on this machine publishes versions, used before `sources`."""
         self.sources, self.shared = list(sources), shared
         self._avoided: set[str] = set()
         """Names of the sources that sent wrong data in any fetch. These sources are asked last."""
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
         self._staged: _Staged | None = None
-        """The held version as a flat buffer. None if the held version is mapped from shared memory or was passed to
-        `hold`."""
+        """The held version as a flat buffer. None if it is mapped from shared memory or was passed to `hold`."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
 
@@ -93,8 +90,7 @@ class Fetcher:
         return {} if self._held is None else self._held[1]
 
     def hold(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold a version that the caller already has. Raises WeightsFault unless `tensors` have the digest of
-        `version`."""
+        """Hold a version that the caller has. Raises WeightsFault unless `tensors` have its digest."""
         with self._lock:
             _check_digest(version, weights_digest(tensors))
             self._held, self._staged = (version, tensors), None
@@ -115,8 +111,7 @@ class Fetcher:
             return self.tensors
 
     def _mapped(self, want: PolicyVersion, record: FetchStats) -> bool:
-        """Hold the version from this machine's shared memory and return True. Return False if the version is absent
-        there or damaged."""
+        """Hold the version from this machine's shared memory and return True; False if it is absent or damaged."""
         if self.shared is None:
             return False
         try:
@@ -131,8 +126,7 @@ class Fetcher:
         return True
 
     def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
-        """Construct a version from chunks and hold the version. If a manifest is wrong, try the manifests of other
-        sources."""
+        """Construct a version from chunks and hold it. If a manifest is wrong, try those of other sources."""
         gather = ChunkFetcher(self.sources, record, avoided=self._avoided, deadline_s=deadline_s)
         misleading: set[str] = set()
         while True:

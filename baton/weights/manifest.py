@@ -38,8 +38,7 @@ WORD_BYTES: Final = {
 MAX_MANIFEST_BYTES: Final = 64 * 2**20
 MAX_CHUNK_BYTES: Final = 64 * 2**20
 MAX_PART_BYTES: Final = 8 * 2**20
-"""Maximum size of a decoded part in bytes. This limit bounds the memory that a fetch needs in addition to the
-weights."""
+"""Maximum bytes of a decoded part, which bounds the memory of a fetch in addition to the weights."""
 MAX_TENSORS: Final = 200_000
 MAX_CHUNKS: Final = 2_000_000
 MAX_TOTAL_BYTES: Final = 8 * 2**40
@@ -89,8 +88,7 @@ class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One way to construct the flat buffer: from the encoding alone, or, if the encoding is a delta, from the encoding
-    and the flat buffer of `base`."""
+    """One way to construct the flat buffer: from the encoding alone, or, for a delta, also from that of `base`."""
 
     base: PolicyVersion | None
     """The version that the delta requires; None for a whole encoding."""
@@ -185,8 +183,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def check_version(version: PolicyVersion) -> None:
-    """Raise WeightsFault if the version has no valid digest, or if its lineage or number cannot be part of a file
-    name."""
+    """Raise WeightsFault for an invalid digest, or a lineage or number that cannot be part of a file name."""
     _require(_LINEAGE.fullmatch(version.lineage), f"lineage {version.lineage[:80]!r}")
     _require(0 <= version.number < 2**53, f"number {version.number}")
     _require(_DIGEST.fullmatch(version.digest), f"version digest {version.digest[:80]!r}")
@@ -225,8 +222,7 @@ def _check_tensors(tensors: tuple[TensorEntry, ...]) -> None:
 
 
 def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
-    """Raise WeightsFault unless the parts cover all elements in the order of the flat buffer, and the chunks contain
-    exactly the parts."""
+    """Raise WeightsFault unless the parts cover the flat buffer in order, and the chunks exactly the parts."""
     _require(len(way.chunks) <= MAX_CHUNKS, f"{len(way.chunks)} chunks")
     for chunk in way.chunks:
         _require(_DIGEST.fullmatch(chunk.digest), f"chunk digest {chunk.digest[:80]!r}")

@@ -134,8 +134,7 @@ class Publisher:
         return Manifest(version, entries, tuple(ways), is_adapter=adapter), density
 
     def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[Encoding, float]:
-        """Encode a flat buffer, as a delta if `base` is given, and write the chunks; return the encoding and the
-        density."""
+        """Encode a flat buffer, as a delta with `base`, and write the chunks; return the encoding and the density."""
         parts: list[BufferPart] = []
         changed = 0
 

@@ -41,8 +41,7 @@ def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
 
 
 def read_mask(reader: BitReader, n: int) -> Ints:
-    """Read a mask of n elements; return the positions of the true elements. Raises WeightsFault for data that
-    `write_mask` cannot have written."""
+    """Read a mask of n elements; return the positions of the true elements. Raises WeightsFault for invalid data."""
     if n <= _FEW:
         return np.flatnonzero(reader.bits(n))
     count, is_rest = divmod(reader.number(2 * n + 1), 2)
@@ -84,8 +83,7 @@ def _best_ks(gaps: Ints, starts: Ints) -> Ints:
 
 
 def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
-    """Read `count` gaps; return the positions that follow from the gaps. Raises WeightsFault unless all positions are
-    below `n`."""
+    """Read `count` gaps; return the resulting positions. Raises WeightsFault unless all are below `n`."""
     ks = reader.stream(-(-count // _BLOCK)).astype(np.int64)
     _require(ks.max() <= _MAX_K)
     # A gap has (gap >> k) + 1 ≤ gap + 1 unary bits, and the sum of gap + 1 over all gaps is at most n.

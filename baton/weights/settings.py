@@ -21,8 +21,7 @@ class WeightsSettings(Settings):
     process. On a CPU it uses gloo. On GPUs it uses vLLM's own transfer engines; this has never run."""
     dtype: PublishDtype = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
-    dtype once, before their digest is computed. Every engine loads the rounded weights, even an engine in the trainer's
-    process."""
+    dtype once, before their digest is computed. Every engine, also in the trainer's process, loads these."""
     keyframe_every: int = Field(default=10, ge=1)
     """Number of versions from one keyframe to the next. A keyframe is published both as a whole and as a delta. Every
     other version is published only as a delta to the previous version."""
@@ -32,8 +31,7 @@ class WeightsSettings(Settings):
     """Storage of chunks and manifests: a directory, or the URL of a bucket in fsspec's form ("s3://…"). Two runs must
     not use the same storage. The default is the run's directory."""
     keep: int = Field(default=20, ge=1)
-    """Number of recent versions that are always retained. An older version is deleted as soon as no worker has or needs
-    it."""
+    """Number of recent versions that are always retained. Older ones are deleted when no worker has or needs them."""
 
     def published_in(self, engine_dtype: DTypeChoice) -> DTypeName:
         """Return the dtype of published versions if engines compute in `engine_dtype`, which must not be "auto"."""

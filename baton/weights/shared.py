@@ -47,8 +47,7 @@ class SharedMemory:
         self.directory, self._keep = directory, keep
 
     def write(self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> None:
-        """Write a version's file atomically, and remove the files of old versions. Raises StorageFault if writing
-        fails."""
+        """Write a version's file atomically; remove the files of old versions. Raises StorageFault if this fails."""
         path = self._path(version)
         unfinished = path.with_name(f"{path.name}.unfinished")
         try:
@@ -70,8 +69,7 @@ class SharedMemory:
                 old.unlink()
 
     def read(self, version: PolicyVersion) -> dict[str, torch.Tensor] | None:
-        """Map a version's tensors without verifying them; return None if the version has no file. Raises WeightsFault
-        for a damaged file."""
+        """Map a version's unverified tensors; return None without a file. Raises WeightsFault for a damaged file."""
         path = self._path(version)
         try:
             return load_file(path)
@@ -86,8 +84,7 @@ class SharedMemory:
 
 
 def _header(entries: tuple[TensorEntry, ...]) -> bytes:
-    """Return the header of a safetensors file: the length of the JSON, then the JSON, padded to a multiple of eight
-    bytes."""
+    """Return the header of a safetensors file: length of the JSON, and the JSON, padded to a multiple of 8 bytes."""
     described, at = {}, 0
     for entry in entries:
         described[entry.name] = {

@@ -42,8 +42,7 @@ class StoreSource:
 
 
 class ChunkCache:
-    """A cache of chunks on this machine's disk. If a new chunk would make the cache larger than `max_bytes`, the oldest
-    chunks are removed."""
+    """A cache of chunks on this machine's disk. Above `max_bytes`, the oldest chunks are removed."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._place, self._max_bytes = LocalStorage(directory), max_bytes

@@ -22,8 +22,7 @@ from baton.files import flush_to_disk
 T = TypeVar("T")
 
 CALL_S: Final = 60.0
-"""Timeout of a call to a remote file system in seconds. The time to transfer the call's bytes at `SLOWEST_BYTES_PER_S`
-is added."""
+"""Timeout of a call to a remote file system in seconds, plus the call's bytes / `SLOWEST_BYTES_PER_S`."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
 """Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32
@@ -56,8 +55,7 @@ class Storage(Protocol):
     """Stores files by name. Names contain "/" between folders. Methods raise OSError when a file cannot be read."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically: if the process dies, readers see the old file or the new file. Raises StorageFault
-        if writing fails."""
+        """Write a file atomically: readers see the old or the new file. Raises StorageFault if writing fails."""
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
         """Return at most `limit` + 1 bytes of a file from `offset` on. Raises OSError if there is no such file."""
@@ -182,8 +180,7 @@ class RemoteStorage:
         """Do nothing: each write returned only after the remote side had stored the file."""
 
     def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in a new thread. If the call times out, its thread keeps running. At most `MAX_CALLS` threads
-        exist."""
+        """Make a call in a new thread (at most `MAX_CALLS`), which keeps running if the call times out."""
         timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
         if not self._free.acquire(timeout=timeout_s):
             raise WeightsFault(f"{self._url}: {what} was not tried: {MAX_CALLS} earlier calls have not returned")

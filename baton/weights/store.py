@@ -42,8 +42,7 @@ class Store:
         self._place: Storage = open_storage(where)
         self._lock = threading.RLock()
         self._unmarked: set[str] = set()
-        """Digests of the chunks that were stored after the last manifest. No manifest lists these chunks yet, but
-        `collect` must keep them."""
+        """Digests of the chunks stored after the last manifest. `collect` keeps these chunks without a manifest."""
         self._lineage: str | None = None
         """Lineage of the version that was published last."""
         self._manifests: dict[tuple[str, int], Manifest] = {}
@@ -62,8 +61,7 @@ class Store:
         return self._place.size(_chunk_name(digest)) is not None
 
     def get_chunk(self, digest: str, size: int = MAX_CHUNK_BYTES) -> bytes:
-        """Return at most `size` + 1 bytes of a chunk, without verifying them. Raises OSError if there is no such
-        chunk."""
+        """Return at most `size` + 1 unverified bytes of a chunk. Raises OSError if there is no such chunk."""
         return self._place.read(_chunk_name(digest), min(size, MAX_CHUNK_BYTES))
 
     def chunk_body(self, digest: str) -> ByteReader:
@@ -101,13 +99,11 @@ class Store:
         return manifest if (manifest.version.lineage, manifest.version.number) == (lineage, number) else None
 
     def read_manifest(self, version: PolicyVersion) -> bytes:
-        """Return the bytes of a version's manifest without verifying them. Raises OSError if the version is not
-        published."""
+        """Return the unverified bytes of a version's manifest. Raises OSError if it is not published."""
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
-        """Return a reader of a version's manifest, whose bytes are not verified. Raises OSError if the version is not
-        published."""
+        """Return a reader of a version's unverified manifest. Raises OSError if it is not published."""
         return ByteReader.kept(self._place, _version_name(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:
@@ -118,8 +114,7 @@ class Store:
         )
 
     def latest(self, lineage: str) -> PolicyVersion | None:
-        """Return the version of a lineage with the highest number, including its digest, or None if none is
-        published."""
+        """Return a lineage's version of the highest number, with its digest, or None if none is published."""
         numbers = (version.number for version in reversed(self.versions()) if version.lineage == lineage)
         return next((found.version for number in numbers if (found := self.find(lineage, number)) is not None), None)
 

@@ -78,7 +78,6 @@ class WorkerActor:
             )
 
     def pid(self) -> int:
-        """Return the process id of the worker."""
         return self._process.pid
 
     def watch(self) -> str:
@@ -100,7 +99,6 @@ class WorkerActor:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Return the worker's environment: this actor's environment, thread settings and the path of this package."""
     root = str(Path(baton.__file__).parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": str(threads)}
@@ -111,8 +109,8 @@ class RankActor:
     """An actor that runs one trainer rank. Messages and answers are msgpack (`trainer/parallel/messages.py`)."""
 
     def __init__(self, info: bytes, directory: str, address: str) -> None:
-        """info: the encoded RankInfo without its host. directory: the controller's working directory, which must be on
-        a shared file system."""
+        """info: encoded RankInfo without its host. directory: the controller's working directory, on a shared file
+        system."""
         from baton.trainer.parallel.messages import RankInfo, decode_to_rank
         from baton.trainer.parallel.rank_server import RankServer
 
@@ -129,13 +127,11 @@ class RankActor:
         self._server = RankServer(msgspec.structs.replace(own, **host))
 
     def handle(self, message: bytes) -> bytes:
-        """Handle an encoded message and return the encoded answer."""
         from baton.trainer.parallel.messages import decode_to_rank, encode
 
         return encode(self._server.handle(decode_to_rank(message)))
 
     def pid(self) -> int:
-        """Return the process id of this actor."""
         return os.getpid()
 
     def take(self, path: str) -> Any:
@@ -147,7 +143,6 @@ class RankActor:
         return data
 
     def close(self) -> None:
-        """Leave the process group and delete the rank's files."""
         self._server.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 

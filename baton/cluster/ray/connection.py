@@ -25,8 +25,7 @@ _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
 NAMESPACE: Final = "baton"
 GET_S: Final = 60.0
-"""Maximum seconds to fetch a result that is ready. The limit is needed because the machine that holds the result may
-have failed."""
+"""Maximum seconds to fetch a result that is ready. Its machine may have failed in the meantime."""
 
 
 class RayCluster:
@@ -58,13 +57,11 @@ class RayCluster:
 
     @property
     def here(self) -> str:
-        """Id of this machine's node."""
         found: str = self.ray.get_runtime_context().get_node_id()
         return found
 
     @property
     def own_address(self) -> str:
-        """Address of this machine in the cluster."""
         found: str = self.ray.util.get_node_ip_address()
         return found
 

@@ -62,8 +62,7 @@ class GeneratedTokens:
     weights: str | None = None
     """Label of the weights that generated the tokens; None if the program does not report it."""
     by_weights: Mapping[str, int] | None = None
-    """Label of weights → number of the request's tokens that these weights generated. Only in the last message; None if
-    the program does not report it."""
+    """Label of weights → the request's tokens that they generated. Only in the last message, if reported."""
     masks: Sequence[Sequence[int]] | None = None
     """For each new token: ascending ids that top-k and top-p kept. None if the program does not report them."""
 
@@ -77,13 +76,12 @@ class RequestLost:
 
 
 class EngineClient(ABC):
-    """Base class of clients: runs an event loop in a thread, and sends requests from that loop. All public methods must
-    be called from one thread."""
+    """Base class of clients: sends requests from an event loop in a thread. One thread calls all public methods."""
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
-        """Start the thread of the event loop. name: name of the program in messages. answer_timeout_s: timeout of each
-        call. close_s: maximum number of seconds that `close` waits for `_stop`; afterwards it waits at most as long for
-        the thread."""
+        """Start the thread of the event loop. name: the program in messages. answer_timeout_s: timeout of each call.
+        close_s: maximum number of seconds that `close` waits for `_stop`; afterwards it waits at most as long for the
+        thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
@@ -103,8 +101,7 @@ class EngineClient(ABC):
         """Abort requests. `take` may still return some of their tokens."""
 
     def take(self, timeout_s: float) -> list[GeneratedTokens | RequestLost]:
-        """Return the received messages. Wait at most `timeout_s` for the first message; if none arrives, call
-        `check`."""
+        """Return the received messages. Wait at most `timeout_s` for the first; if none arrives, call `check`."""
         found: list[GeneratedTokens | RequestLost] = []
         with contextlib.suppress(Empty):
             found.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())

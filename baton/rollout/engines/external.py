@@ -126,13 +126,11 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     @property
     def mask_dtype(self) -> str | None:
-        """Dtype (`kept_dtype`) of the sampling masks that the program reports for every token; None if it reports no
-        masks."""
+        """Dtype (`kept_dtype`) of the sampling masks that the program reports; None if it reports none."""
         return None
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert the tensors of a version to the argument of `_load_tensors`: all tensors of the model, named as in a
-        model file."""
+        """Convert a version's tensors for `_load_tensors`: all tensors of the model, named as in a model file."""
         return self._weights.whole(tensors)
 
     @abstractmethod

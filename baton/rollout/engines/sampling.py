@@ -197,8 +197,7 @@ def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor, most: int) ->
 
 
 def _likeliest(mass_FV: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return the `most` largest masses of each row in descending order, and their ids. Equal masses are sorted by
-    id."""
+    """Return the `most` largest masses of each row, descending, and their ids. Equal masses are sorted by id."""
     if most <= mass_FV.shape[-1] // 4:
         top = mass_FV.topk(most)
         if int((mass_FV >= top.values[:, -1:].clamp(min=1)).sum(-1).max()) <= most:  # not decided by a tie

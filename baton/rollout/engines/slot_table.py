@@ -28,17 +28,14 @@ Text = Callable[[Sequence[int]], str]
 
 
 class Piece(NamedTuple):
-    """A part of the ids whose keys and values the next decode step needs. The keys and values of a piece are computed
-    and kept together."""
+    """A part of the ids before the next decode step, whose keys and values are computed and kept together."""
 
     end: int
     """Number of ids from the start of the prompt to the end of the piece."""
     version: int | None
-    """Number of the version whose weights compute the piece's keys and values; None for the version that the engine
-    serves."""
+    """Number of the version that computes the piece's keys and values; None for the engine's version."""
     is_within_turn: bool = False
-    """Whether the piece ends with tokens of an unfinished turn. In all other pieces, a prefill computed the keys and
-    values."""
+    """Whether the piece ends with tokens of an unfinished turn. A prefill computes all other pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +55,7 @@ class PrefixKey:
 def prefix_keys(
     pieces: Sequence[Piece], ids: tuple[int, ...], before: PrefixKey | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Return the keys of successive pieces. ids: all ids from the start of the prompt. before: key of the piece before
-    the first of these pieces."""
+    """Return the keys of successive pieces. ids: all, from the start of the prompt. before: key of the piece before."""
     found = []
     digest, begin = (b"", 0) if before is None else (before.digest, before.piece.end)
     for piece in pieces:
@@ -81,8 +77,7 @@ class RunningLease:
         self.ids = ids
         """Ids of prompt and response, including those generated under this lease."""
         self.length = trajectory.num_tokens
-        """Number of tokens after the prompt. This number is also the position that determines the noise of the next
-        draw."""
+        """Number of tokens after the prompt, which is also the position that determines the noise of the next draw."""
         self.prefix_ids = tuple(ids[:-1])
         """[prompt + L - 1] Ids whose keys and values must be in the cache before the first decode step."""
         self.last_id = ids[-1]
@@ -211,14 +206,12 @@ class SlotTable:
         self._waiting[lease.lease_id] = row
 
     def abort(self, lease_id: int) -> None:
-        """Mark a lease as aborted; the next `open_step` ends the lease. Has no effect on a lease that is unknown or has
-        ended."""
+        """Mark a lease as aborted; the next `open_step` ends it. Has no effect on an unknown or ended lease."""
         if self._knows(lease_id):
             self._aborted.add(lease_id)
 
     def switch(self, version: PolicyVersion) -> None:
-        """Switch to a new version. End all current segments. Leases that require exactly another version are aborted or
-        refused."""
+        """Switch to a new version, and end all segments. Leases that require exactly another are aborted or refused."""
         for row in self.rows:
             if row is not None:
                 row.close_segment(self.version.number)
@@ -231,8 +224,7 @@ class SlotTable:
         self.version = version
 
     def open_step(self) -> list[FromWorker]:
-        """Free the slots of aborted leases; return all messages that must be sent before the next tokens are
-        generated."""
+        """Free the slots of aborted leases; return the messages to send before the next tokens are generated."""
         reports, self._outbox = self._outbox, []
         for lease_id in [i for i in self._aborted if i in self._waiting]:
             reports.append(self._waiting.pop(lease_id).report(self.version.number, is_aborted=True))

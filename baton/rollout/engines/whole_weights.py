@@ -23,8 +23,7 @@ ReadBase = Callable[[], Mapping[str, Tensor]]
 
 
 class Skeleton:
-    """The configuration and tokenizer of a model, without weights: the parameters are on the meta device and take no
-    memory."""
+    """The configuration and tokenizer of a model, whose parameters are on the meta device and take no memory."""
 
     def __init__(self, directory: Path, settings: EngineSettings) -> None:
         meta = torch.device("meta")
@@ -73,8 +72,7 @@ class WholeWeights:
     """
 
     def __init__(self, model: PreTrainedModel, read_base: ReadBase | None) -> None:
-        """model: a model of the same architecture. Its parameters may be on the meta device, because only their names
-        and shapes are used."""
+        """model: of the same architecture; possibly on the meta device, because only names and shapes are used."""
         self._model = model
         self.on_host = True
         """Whether `whole` moves the tensors to host memory; otherwise the tensors stay on their device."""

@@ -28,13 +28,11 @@ from baton.rollout.processes import protocol
 from baton.types import Abort, Lease, ends_lease
 
 SIGN_OF_LIFE_S = 5.0
-"""An engine with leases sends a Progress message at least once in this number of seconds, even if it has nothing to
-report."""
+"""Maximum seconds between two Progress messages of an engine with leases, even without reports."""
 
 
 def serve(descriptor: int) -> None:
-    """Run the engine until the parent closes the socket. If an error occurs, it is sent to the parent as a Fault and
-    the process ends."""
+    """Run the engine until the parent closes the socket. An error is sent as a Fault and ends the process."""
     # a terminal sends Ctrl-C to parent and child; only the parent handles it, and the parent's exit closes the socket
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -20,9 +20,8 @@ Handover = tuple[int, FromHub]
 
 
 def returns_home(num_home: int, num_least: int, slots: int) -> bool:
-    """Return whether a trajectory is sent back to its last engine. That engine has `num_home` leases and the least busy
-    engine has `num_least`. The last engine must have a free slot, and at most `slots / 4` leases more than the least
-    busy engine."""
+    """Return whether a trajectory is sent back to its last engine, which has `num_home` leases: if it has a free slot,
+    and at most `slots / 4` leases more than the least busy engine (`num_least`)."""
     return num_home < slots and num_home - num_least <= slots // 4
 
 
@@ -53,8 +52,7 @@ class LeaseQueue:
 
     def assign(self) -> list[Handover]:
         """Return the waiting leases for which there are free slots, each with its engine. Leases of one group are sent
-        to the same engine while that engine has free slots, because the engine then prefills their common prompt only
-        once."""
+        to one engine while it has free slots, because it prefills their prompt only once."""
         found: list[Handover] = []
         group_id = least = -1
         while waiting := self._begun or self._new:

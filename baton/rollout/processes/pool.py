@@ -33,8 +33,7 @@ from baton.types import FromHub, FromWorker, Lease, PolicyVersion, without_masks
 CLOSE_GRACE_S = 2.0
 """Seconds after which processes that have not exited are killed."""
 SaveTensors = Callable[[Mapping[str, Any], Path], None]
-"""Function that writes tensors to a safetensors file. It is passed as an argument because this module must not import
-torch."""
+"""Function that writes tensors to a safetensors file; an argument because this module must not import torch."""
 
 
 class EngineProcess:
@@ -48,8 +47,7 @@ class EngineProcess:
         self.pid = self.process.pid
 
     def send(self, message: protocol.ToEngine) -> None:
-        """Send a message, or queue the message while the socket is full. Raises EngineFault if the process has
-        exited."""
+        """Send a message, or queue it while the socket is full. Raises EngineFault if the process has exited."""
         try:
             self.socket.send(protocol.encode(message))
         except OSError as error:

@@ -25,8 +25,7 @@ class Start(msgspec.Struct, frozen=True, tag="Start"):
     """The values of `EngineSettings` as a plain dict."""
     version: PolicyVersion
     scratch: str = ""
-    """Directory in which the parent writes new weights. The engine process removes the directory after the parent has
-    exited."""
+    """Directory for new weights from the parent. The engine process removes it after the parent has exited."""
     head_dtype: str = "auto"
 
     def engine_settings(self) -> EngineSettings:

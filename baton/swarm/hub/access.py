@@ -44,8 +44,7 @@ class AccessControl(WorkerAccess):
         """Number of refused requests."""
 
     def admit(self, request: web.Request, roles: Collection[Role]) -> AccessGrant:
-        """Return the grant of a request. If the request is refused, write the refusal to the audit log and raise
-        HTTPUnauthorized or HTTPForbidden."""
+        """Return the grant of a request. Log a refusal and raise HTTPUnauthorized or HTTPForbidden."""
         header = request.headers.get("Authorization")
         refusals: list[Denied] = []
         for authenticator in self.authenticators:

@@ -38,8 +38,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, file_limit: int) -> ConnectionLimits:
-        """Return the limits for a process that may open `file_limit` files (RLIMIT_NOFILE). Some of these are reserved
-        for the process's own files."""
+        """Return the limits for a process that may open `file_limit` files, of which some are its own."""
         total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
         quarter = total // 4
         return cls(quarter, 2 * quarter, quarter, 3 * quarter)
@@ -59,8 +58,7 @@ class Admission:
     _per_token: Counter[str] = field(default_factory=Counter)
 
     def arrive(self, connection: int, address: str, now_s: float) -> int | None:
-        """Add a connection. Return the stranger that the caller must close to make room for the connection, or None if
-        there is room."""
+        """Add a connection. Return the stranger that the caller must close to make room; None if there is room."""
         address, evicted = network_of(address), None
         if len(self._addresses) >= self.places.strangers:
             most = max(self._strangers.values(), key=lambda ones: (len(ones), -next(iter(ones.values()))))
@@ -103,8 +101,7 @@ class Admission:
                 del self._per_token[key]
 
     def oldest_stranger(self) -> int | None:
-        """Return the stranger to close when the process has no file descriptor left, or None if there is no
-        stranger."""
+        """Return the stranger to close when no file descriptor is left, or None if there is no stranger."""
         return min(self._addresses, key=lambda one: self._strangers[self._addresses[one]][one], default=None)
 
     def overdue(self, now_s: float) -> list[int]:

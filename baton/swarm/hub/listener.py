@@ -28,11 +28,9 @@ from baton.swarm.hub.admission import AUTHENTICATE_S, Admission, ConnectionLimit
 from baton.swarm.listen import ListenAddress
 
 KEEP_ALIVE_S = 30.0
-"""Seconds after which an idle connection with a valid token is closed. A connection without a valid token is closed
-after each response."""
+"""Seconds until an idle connection with a valid token is closed; others are closed after each response."""
 ACCEPTED_AT_ONCE = 4
-"""Number of connections accepted before other tasks run. The number is small, so that a new connection can authenticate
-before later connections evict it."""
+"""Connections accepted before other tasks run: few, so that they can authenticate before later ones evict them."""
 FAILED_ACCEPT_PAUSE_S = 0.1
 TLS_GOODBYE_S = 2.0
 SWEEP_S = 1.0
@@ -193,8 +191,7 @@ class _Connection(socket.socket):
 
 
 def reset(transport: asyncio.Transport) -> None:
-    """Close a connection at once, and discard the data that the kernel still buffers for a peer that may never read
-    it."""
+    """Close a connection at once, and discard the data that the kernel still buffers for the peer."""
     connection = transport.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -202,8 +199,7 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def raised_file_limit() -> int:
-    """Raise this process's soft limit on open files to the hard limit, but at most to `MAX_FILES`. Return the soft
-    limit."""
+    """Raise this process's soft limit on open files to the hard limit or `MAX_FILES`; return the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -68,8 +68,7 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """weight: function of the name of an access token; returns the weight of the run's own workers that use this
-        token (`WorkerJoined.weight`)."""
+        """weight: function from a token's name to the weight of the run's workers with it (`WorkerJoined.weight`)."""
         self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
         self._access, self._weight = access, weight
         self.counters = HubCounters()
@@ -135,8 +134,7 @@ class Membership:
         self.execute(self.broker.remake(key))
 
     def quarantined(self, record: QuarantineRecord) -> None:
-        """Remove a quarantined worker, or all workers that use a quarantined access token. Revoke their trajectories
-        that have not been trained on."""
+        """Remove the workers of a quarantined worker id or token; revoke their trajectories that are not trained on."""
         self.say(f"worker {record.shown} is in quarantine: {record.verdict.reason}")
         reasons = {n: self._access.quarantine.reason(a.grant, a.worker) for n, a in self._authors.items()}
         workers = [number for number, reason in reasons.items() if reason is not None]
@@ -204,8 +202,7 @@ class Membership:
         return peer
 
     def connection_lost(self, peer: Peer, *, is_stopping: bool) -> None:
-        """Handle the end of a connection. The worker gets no new leases. If it does not reconnect, its leases end at
-        its heartbeat timeout."""
+        """Handle a connection's end: no new leases; the worker's leases end at its heartbeat timeout."""
         peer.outgoing = None
         self._count_slots()
         # a removed worker's end has already been reported
@@ -216,8 +213,7 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, None, peer.stats.decoded_tokens))
 
     def remove(self, worker: int, cause: str, *, is_final: bool = False) -> None:
-        """Disconnect a worker and end its leases. Unless `is_final` is set, the worker may join again as a new
-        worker."""
+        """Disconnect a worker and end its leases. Unless `is_final`, it may join again as a new worker."""
         self._disconnect(worker, cause, is_final=is_final)
         self.execute(self.broker.leave(worker, cause))
 
@@ -273,8 +269,7 @@ class Membership:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, worker: int, message: messages.FromHub) -> None:
-        """Queue a message for a worker. Has no effect if the worker is not connected. A worker whose queue is full is
-        removed."""
+        """Queue a message for a worker, if it is connected. A worker whose queue is full is removed."""
         peer = self.peers.get(worker)
         if peer is not None and peer.outgoing is not None and not peer.outgoing.put(message):
             self.remove(worker, "does not read its messages")
@@ -306,8 +301,7 @@ class Membership:
         self.execute(self.broker.heartbeat(peer.number, peer.served, peer.stats.decoded_tokens))
 
     def _number_of(self, version: PolicyVersion | None) -> int | None:
-        """Return the number of a version if this hub process has published exactly this version and workers may still
-        serve it. Otherwise return None."""
+        """Return the number of a version that this process has published and workers may serve; otherwise None."""
         return version.number if version is not None and self.versions.get(version.number) == version else None
 
     def _count_slots(self) -> None:

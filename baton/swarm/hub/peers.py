@@ -20,8 +20,7 @@ FRAME_OVERHEAD = 128
 """Bytes of memory that a queued frame takes in addition to its content."""
 RATE_WINDOW_S = 30.0
 FORGET_AFTER_S = 90.0
-"""If a relay has not announced itself for this number of seconds, the hub no longer sends the relay's URL to
-workers."""
+"""Seconds without an announcement of a relay after which the hub no longer sends its URL to workers."""
 MAX_RELAYS = 256
 
 
@@ -80,8 +79,7 @@ class Peer:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     heard_s: float = 0.0
     served: int | None = None
-    """Number of the version that the worker serves. None if it serves no version, or one that this hub process does not
-    know."""
+    """Number of the version that the worker serves; None if it serves none that this hub process knows."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
     """(time in seconds, value of the engine's token counter) at each of the last heartbeats."""
 
@@ -130,8 +128,7 @@ class RelayList:
         self._seen: dict[str, float] = {}
 
     def announce(self, url: str) -> bool:
-        """Record that a relay has announced itself. Return True if the relay is new and was added. At `MAX_RELAYS`
-        relays, a new relay is ignored."""
+        """Record an announcement. Return True if the relay is new and was added: there are at most `MAX_RELAYS`."""
         is_new = url not in self.urls()
         if is_new and len(self._seen) >= MAX_RELAYS:
             return False

@@ -76,8 +76,7 @@ class Relay:
         self._cache = ChunkCache(options.cache, options.cache_bytes)
         self._manifests: dict[PolicyVersion, bytes] = {}
         self._verified: set[str] = set()
-        """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify these chunks
-        again."""
+        """Digests of the chunks that were correct when the relay wrote them to disk. Workers verify them again."""
         self._running: dict[str, asyncio.Task[Any]] = {}
         """Key → running fetch. Further requests with the same key wait for this fetch."""
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
@@ -87,8 +86,7 @@ class Relay:
         self.url = ""
 
     async def run(self, until: asyncio.Event) -> None:
-        """Serve until the event `until` is set. Raises UserError if the address is not available or the hub refuses the
-        token."""
+        """Serve until `until` is set. Raises UserError if the address is not available or the hub refuses the token."""
         app = web.Application()
         app.router.add_get(MANIFEST_ROUTE, self._manifest)
         app.router.add_get(CHUNK_ROUTE, self._chunk)
@@ -157,8 +155,7 @@ class Relay:
             return await self._answer(request, await self._once(digest, self._find_chunk(digest)))
 
     async def _find_chunk(self, digest: str) -> ByteReader:
-        """Return a reader of a verified chunk. The chunk is read from disk if the cache has room for it, otherwise from
-        memory."""
+        """Return a reader of a verified chunk: on disk if the cache has room for it, otherwise in memory."""
         if digest in self._verified:
             with suppress(OSError):  # the chunk was evicted from the cache
                 return await in_thread(self._cache.body, digest, timeout_s=READ_S, who="the cache")

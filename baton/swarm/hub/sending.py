@@ -24,8 +24,7 @@ QUEUE_S = 20.0
 """Maximum seconds that a request waits for a download slot. After this time, the response is HTTP 503."""
 PIECE_BYTES = 2**18
 READ_S = 180.0
-"""Seconds after which a read from a store or cache is abandoned. This is longer than a remote store's own deadlines for
-reading a piece."""
+"""Seconds until a read from a store or cache is abandoned, longer than a remote store's own deadlines."""
 STALL_S = 30.0
 """A connection is reset if its receiver does not accept a piece within this number of seconds."""
 
@@ -58,8 +57,7 @@ class Downloads:
                 one.release()
 
     async def send(self, request: web.Request, body: ByteReader) -> tuple[web.StreamResponse, int]:
-        """Send a body. Return the response and the number of bytes sent. If an error occurs while the body is sent,
-        reset the connection."""
+        """Send a body. Return the response and the number of bytes sent. An error resets the connection."""
         response, sent_bytes = web.StreamResponse(), 0
         response.content_type, response.content_length = "application/octet-stream", body.size
         transport = request.transport

@@ -23,13 +23,11 @@ PREPARE_SILENCE_S = 120.0
 
 
 class ReceiveTimeout(Exception):
-    """Raised when no message has arrived in time. The worker is not necessarily faulty: its network or machine may be
-    down."""
+    """Raised when no message has arrived in time, perhaps because the worker's network or machine is down."""
 
 
 class HubSession:
-    """One connection, from its start to its end. Its driver, which is `Hub` or the simulator, receives the worker's
-    messages and calls every method."""
+    """One connection. Its driver (`Hub` or the simulator) receives the messages and calls every method."""
 
     def __init__(self, members: Membership, grant: AccessGrant, address: str, outgoing: Outgoing) -> None:
         self.peer: Peer | None = None
@@ -45,8 +43,7 @@ class HubSession:
 
     @property
     def is_over(self) -> bool:
-        """True if further messages are ignored, because the session has ended, the hub has removed the worker, or the
-        worker has a newer connection."""
+        """True if messages are ignored: the session has ended, or the worker is removed or has a newer connection."""
         return self._has_ended or not (self.peer is None or self._is_joined)
 
     @property

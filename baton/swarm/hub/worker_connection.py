@@ -29,8 +29,7 @@ class WorkerConnection:
         on_sent: Callable[[int], None],
         delay_s: Callable[[], float],
     ) -> None:
-        """on_sent: called with the number of bytes of each frame. delay_s: returns the seconds by which to delay the
-        frame just received."""
+        """on_sent: gets the bytes of each frame. delay_s: returns the seconds to delay the frame just received."""
         self._socket, self._transport = socket, transport
         self._outgoing, self._on_sent, self._delay_s = outgoing, on_sent, delay_s
 
@@ -90,8 +89,7 @@ class WorkerConnection:
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:
-    """Return the number of bytes that wait to be sent; 0 for a closed TLS transport, which has no buffer and raises
-    AttributeError."""
+    """Return the number of unsent bytes; 0 for a closed TLS transport, which raises AttributeError."""
     try:
         return transport.get_write_buffer_size()
     except AttributeError:

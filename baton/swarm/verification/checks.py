@@ -36,14 +36,11 @@ class ReportLimits:
     end_ids: tuple[int, ...] = ()
     """Token ids that end a trajectory, in addition to the lease's stop_token_ids."""
     routing_bytes: int = 0
-    """Number of bytes per token in which engines report the routing (the experts that processed the token); 0 if the
-    engines report no routing."""
+    """Bytes per token of reported routing (the experts that processed the token); 0 if not reported."""
     num_experts: int = 0
-    """Number of experts of each router. In a report, an expert takes one byte, or two bytes if there are more than 256
-    experts."""
+    """Number of experts of each router. In a report, an expert takes one byte, or two if there are more than 256."""
     max_segments: int = 64
-    """Maximum number of segments of a report. A report has one segment for each version that the worker has served
-    since the last report."""
+    """Maximum segments of a report, which has one for each version that the worker served since the last."""
 
 
 def check_report(

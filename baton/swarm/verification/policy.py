@@ -48,8 +48,7 @@ REMEMBERED_TRAINED = 10_000
 AFTER_SUSPECT = 16
 """After a suspect trajectory, this number of the worker's next trajectories are all checked."""
 EVALUATED_TOGETHER = 64
-"""After each check of a worker, the results of its newest checked trajectories, at most this number, are also evaluated
-together."""
+"""After each check of a worker, at most this number of its newest results are also evaluated together."""
 
 
 class InspectionSettings(Settings):
@@ -58,16 +57,14 @@ class InspectionSettings(Settings):
     share: float = Field(default=0.05, ge=0, le=1)
     """Share of each untrusted worker's finished trajectories that is checked."""
     trusted_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of each trusted worker's finished trajectories that is checked. The results calibrate the tolerances of the
-    worker's class."""
+    """Share of each trusted worker's finished trajectories that is checked, to calibrate its class's tolerances."""
     first: int = Field(default=8, ge=0)
     """All of a new worker's first finished trajectories, up to this number, are checked. For later trajectories,
     `share` or `trusted_share` applies."""
     own: bool = False
     """True: workers that the run itself started, with `--workers` or on a cluster, are also checked."""
     device: str = "cpu"
-    """Device on which trajectories are scored again. With the default, the checks do not use the trainer's
-    accelerator."""
+    """Device on which trajectories are scored again. The default leaves the trainer's accelerator free."""
 
 
 class QuarantineRecord(msgspec.Struct, frozen=True):
@@ -79,11 +76,9 @@ class QuarantineRecord(msgspec.Struct, frozen=True):
     """Name of the trajectory whose check was decisive."""
     verdict: VerificationResult
     requeue: tuple[str, ...]
-    """Names of the worker's finished trajectories that were not trained on. Other workers generate these trajectories
-    again."""
+    """Names of the worker's finished trajectories that were not trained on, to be generated again."""
     trained: tuple[tuple[str, int], ...]
-    """(trajectory, train step) of the worker's newest trajectories that were trained on, at most
-    `REMEMBERED_TRAINED`."""
+    """(trajectory, train step) of the newest trajectories that were trained on, at most `REMEMBERED_TRAINED`."""
     num_trained: int
     num_checked: int
     num_finished: int
@@ -152,8 +147,7 @@ class TrajectoryJudged(msgspec.Struct, frozen=True):
     """(author, result, tolerance of the author's class) for each part. This tolerance also applies when the author's
     newest results are evaluated together."""
     is_whole: bool = True
-    """True if all tokens could be scored. False if the weights of some versions are no longer kept, so that the tokens
-    of these versions were not scored."""
+    """True if all tokens could be scored; False if the weights of some versions are no longer kept."""
 
 
 class CheckFailed(msgspec.Struct, frozen=True):

@@ -40,8 +40,7 @@ class Quarantine:
     """The quarantine records that are in force."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read the file if it exists. Without a path, the records stay in memory. Raises UserError if the file is
-        damaged."""
+        """Read the file if it exists. Without a path, records stay in memory. Raises UserError for a damaged file."""
         self._path = path
         self._size = 0
         self.records: list[QuarantineRecord] = []
@@ -64,9 +63,8 @@ class Quarantine:
         self._size += self._append(record)
 
     def lift(self, name: str, at: float) -> tuple[str, ...]:
-        """End quarantines, and return the ids of the workers. name: id or label of one worker, or name of an access
-        token, which stands for all its workers. at: Unix seconds. Raises UserError if no quarantined worker has this
-        name."""
+        """End quarantines, and return the ids of the workers. name: id or label of a worker, or name of an access token
+        for all its workers. at: Unix seconds. Raises UserError if no quarantined worker has this name."""
         self.follow()
         found = tuple(dict.fromkeys(one.worker for one in self.records if name in _names(one)))
         if not found:

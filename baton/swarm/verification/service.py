@@ -73,8 +73,7 @@ class VerificationCounters:
 
 
 class VerificationService:
-    """Executes the checks of one hub. Every method except `published`, `consumed` and `close` must be called in the
-    hub's thread."""
+    """Executes the checks of one hub. Methods except `published`, `consumed` and `close` run in the hub's thread."""
 
     def __init__(
         self,
@@ -87,9 +86,8 @@ class VerificationService:
         noise_seed: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """make_scorer: function that creates the scorer; the service's thread calls it before the first check.
-        keep_versions: number of versions kept for scoring; 0 disables scoring. noise_seed: the seed of training
-        batches."""
+        """make_scorer: creates the scorer, in the service's thread, before the first check. keep_versions: number of
+        versions kept for scoring; 0 disables scoring. noise_seed: the seed of training batches."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
         self.counters = VerificationCounters()
         self._make_scorer, self._keep, self._noise_seed, self._clock = make_scorer, keep_versions, noise_seed, clock
@@ -102,8 +100,7 @@ class VerificationService:
         verification_policy.restore(record.worker for record in quarantine.records)
 
     def attach(self, client: VerificationClient, call: Callable[[Callable[[], None]], None]) -> None:
-        """Set the client that executes commands. Must be called before any other method. call: function that runs an
-        action in the hub's thread."""
+        """Set the client that executes commands, before other calls. call: runs an action in the hub's thread."""
         self._client, self._call = client, call
 
     # ---- from the controller and the publisher -----------------------------------------------------------------------
@@ -117,8 +114,7 @@ class VerificationService:
             self._tensors.popitem(last=False)
 
     def consumed(self, step: int, trajectories: Sequence[tuple[int, int, int]]) -> None:
-        """Record that a train step has consumed trajectories, given as (group id, sample index, number of
-        paths)."""
+        """Record the trajectories of a train step, given as (group id, sample index, number of paths)."""
         if not self._keep:
             return
         seeds = ((pair, seed) for *pair, count in trajectories for seed in path_seeds(self._noise_seed, count))
@@ -141,8 +137,7 @@ class VerificationService:
         return bool(self._handle_event(policy.TrajectoryFinished(self._clock(), key, claim, tuple(parts), banned)))
 
     def violated(self, author: policy.SegmentAuthor, sentence: str, name: str) -> policy.QuarantineRecord | None:
-        """Handle a report that a correct worker cannot send. Return the record if the worker is newly quarantined,
-        otherwise None."""
+        """Handle a report that no correct worker sends. Return the record if the worker is newly quarantined."""
         found = self._handle_event(policy.ReportViolated(author, name, sentence))
         return next((command.record for command in found if isinstance(command, policy.QuarantineWorker)), None)
 

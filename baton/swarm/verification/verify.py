@@ -30,14 +30,12 @@ from baton.rollout.rescoring import Rescored
 HEADROOM = 1.5
 """A calibrated bound of a tolerance is a quantile of the observed values multiplied by this number."""
 SUSPECT_CHANCE, BAD_CHANCE = 1e-3, 1e-7
-"""Let p be the probability that, in a trajectory of a correct worker, as many tokens exceed a tolerance. The result is
-SUSPECT if an upper bound on p is below the first number, and BAD if it is below the second number."""
+"""Let p be the probability that at least as many tokens of a correct trajectory exceed a tolerance. The result is
+SUSPECT if an upper bound on p is below the first number, and BAD below the second."""
 _MAX_FACTOR = 10.0
-"""A calibrated `Tolerance.logprob` or `Tolerance.draw_gap` differs from the default for its dtype at most by this
-factor."""
+"""Maximum factor between a calibrated `Tolerance.logprob` or `.draw_gap` and the default for its dtype."""
 _FLOAT32_ROUNDING = 1e-6
-"""Lower bound on a calibrated `Tolerance.typical`: rounding alone can cause such a difference, in nats, between two
-float32 logprobs."""
+"""Lower bound on a calibrated `Tolerance.typical`: float32 rounding of two logprobs alone, in nats."""
 _TYPICAL_QUANTILE = 0.8
 """`Tolerance.typical` is this quantile of the logprob differences of correct workers, multiplied by `HEADROOM`."""
 
@@ -46,8 +44,7 @@ class WorkerClass(msgspec.Struct, frozen=True):
     """The properties of a worker that determine its rounding errors."""
 
     device: str
-    """Full name of the processor or GPU, such as its model number. The kernels for this device determine the order of
-    sums."""
+    """Full name of the processor or GPU, such as its model number. Its kernels determine the order of sums."""
     dtype: str
     """Dtype of weights and KV cache."""
     engine: str
@@ -65,19 +62,16 @@ class WorkerClass(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Allowed differences between the values that a worker reports and the rescored values. Logprobs and draw gaps are
-    in nats."""
+    """Allowed differences between reported and rescored values. Logprobs and draw gaps are in nats."""
 
     logprob: float
-    """Bound on |behavior − rescored logprob|. At most the share `beyond` of a correct worker's tokens exceeds the
-    bound."""
+    """Bound on |behavior − rescored logprob|, which at most the share `beyond` of correct tokens exceeds."""
     draw_gap: float
     """Bound on a token's draw gap (`Rescored.draw_gaps`), which is 0 if the keyed noise selects the token. At most the
     share `beyond` of a correct worker's tokens exceeds the bound."""
     typical: float = math.inf
     """Second bound on |behavior − rescored logprob|. Less than the share `often` of a correct worker's tokens exceeds
-    it. The bound depends on the exact order of sums, so it is infinite (the test is disabled) until the worker's class
-    is calibrated."""
+    it. It depends on the exact order of sums, so it is infinite (no test) until the class is calibrated."""
     beyond: float = 0.002
     """Share of a correct worker's tokens that may exceed `logprob`; the same share may exceed `draw_gap`."""
     often: float = 0.4
@@ -85,8 +79,7 @@ class Tolerance:
     wild: float = 5.0
     """If a token's deviation exceeds this multiple of `logprob` or `draw_gap`, rounding cannot explain it."""
     judges_draws: bool = True
-    """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must be the most likely tokens
-    in any case."""
+    """True if sampled tokens must be those that the keyed noise selects. Greedy tokens must always be the likeliest."""
     tail: float = 1e-9
     """If the draw selects another token, the reported token must have at least this tail mass (`Rescored.tail_masses`).
     A correct worker generates a token of smaller tail mass with at most this probability."""
@@ -111,14 +104,12 @@ class CheckOutcome(StrEnum):
 
 Test = Literal["logprob", "draw", "unlikely", "typical", "report"]
 """The test that was decisive. `logprob`, `draw`: a value exceeds `Tolerance.logprob` or `Tolerance.draw_gap` too often
-or by too much. `unlikely`: a token has very low probability and the draw does not select it. `typical`: too many
-logprobs differ slightly, as they do under slightly different weights. `report`: the report violates a rule of
-`checks.py`."""
+or by too much. `unlikely`: a token of very low probability that the draw does not select. `typical`: too many logprobs
+differ slightly, as under slightly different weights. `report`: the report violates a rule of `checks.py`."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True):
-    """The result for one trajectory, or for several trajectories together, with the numbers that determine the
-    result."""
+    """The result for one trajectory, or for several together, with the numbers that determine it."""
 
     outcome: CheckOutcome
     reason: str
@@ -162,8 +153,7 @@ def judge(
 
 
 def pooled(verdicts: Iterable[VerificationResult], tolerance: Tolerance) -> VerificationResult:
-    """Check several trajectories of one worker together. Differences that are not significant in one trajectory may be
-    significant in several."""
+    """Check several trajectories of a worker together, where smaller differences may be significant."""
     found = list(verdicts)
     return _decided(
         f"{len(found)} trajectories together",
@@ -181,8 +171,7 @@ def violation(sentence: str) -> VerificationResult:
 
 
 def _gap(rescored: Rescored, i: int, *, judges_draws: bool) -> float:
-    """Return the larger of a token's mask gap and draw gap. The draw gap of a sampled token is 0 if only the worker
-    knows the noise."""
+    """Return the larger of a token's mask gap and draw gap (0 if sampled with noise that only the worker knows)."""
     of_draw = rescored.draw_gaps[i] if judges_draws or not rescored.temperature else 0.0
     return max(of_draw, rescored.mask_gaps[i]) if rescored.mask_gaps else of_draw
 
@@ -277,8 +266,7 @@ class Calibration:
     """Estimates the tolerances of worker classes from the trajectories of trusted workers."""
 
     def __init__(self, *, max_mismatch_kl: float = 1e-2, min_tokens: int = 4000, sample: int = 20_000) -> None:
-        """min_tokens: number of observed tokens at which the tolerance of a class is calibrated. sample: maximum number
-        of values kept for each class."""
+        """min_tokens: observed tokens until a class is calibrated. sample: maximum number of values per class."""
         self._max_mismatch_kl, self._min_tokens, self._sample = max_mismatch_kl, min_tokens, sample
         self._seen: dict[WorkerClass, _Seen] = {}
         self._random = random.Random(0)
@@ -286,8 +274,7 @@ class Calibration:
     def observe(
         self, worker_class: WorkerClass, scores: Iterable[Rescored], *, first: int = 0, end: int | None = None
     ) -> None:
-        """Add the rescored tokens of a trusted worker at the positions `first` … `end` − 1. Without `end`, add all
-        tokens from `first` on."""
+        """Add the rescored tokens of a trusted worker at the positions `first` … `end` − 1, or from `first` on."""
         seen = self._seen.setdefault(worker_class, _Seen())
         judges_draws = worker_class.engine not in OWN_NOISE
         for rescored in scores:

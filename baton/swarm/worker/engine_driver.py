@@ -101,8 +101,7 @@ class EngineDriver:
         self._engine.submit(lease)
 
     def _release_leases(self, carried: set[int]) -> list[FromWorker]:
-        """Return reports of the tokens of aborted leases. carried: leases that this worker resumes; their reports are
-        not marked as aborted."""
+        """Return reports of aborted leases. carried: leases that this worker resumes, not reported as aborted."""
         reports: list[FromWorker] = []
         for said in self._engine.step():
             if isinstance(said, Report) and said.is_aborted and said.lease_id in carried:

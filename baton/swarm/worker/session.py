@@ -108,8 +108,7 @@ class WorkerSession:
         return wait_s * self._jitter()
 
     def ready(self, worker_class: WorkerClass, slots: int) -> list[messages.FromWorker]:
-        """Record that the engine is built. Return the messages to send: Hello, and the reports that the hub has not
-        confirmed."""
+        """Record that the engine is built. Return the messages to send: Hello, and unconfirmed reports."""
         assert self.welcome is not None, "an engine exists before a hub has described it"
         self.is_ready, self._incarnation = True, self.welcome.incarnation
         leases, digest = self._outbox.leases, self.welcome.model_digest

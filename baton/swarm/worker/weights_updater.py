@@ -30,8 +30,7 @@ class WeightsUpdater:
         on_event: Callable[[vs.Event], None],
         say: Callable[[str], None],
     ) -> None:
-        """source: function of a relay's URL, or of None for the hub; returns the source of the weights there. near:
-        sources that are tried first."""
+        """source: function from a relay's URL (None: the hub) to its source of weights. near: sources tried first."""
         self._source, self._near = source, tuple(near)
         self._fetcher = Fetcher([*near, source(None)])
         self._on_event, self._say = on_event, say

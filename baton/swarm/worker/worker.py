@@ -48,8 +48,7 @@ GOODBYE_S = 10.0
 """Maximum seconds for a leaving worker to report its tokens, and again for its engine to close."""
 
 MakeEngine = Callable[[messages.Welcome, Path, Mapping[str, Any] | None], Engine]
-"""Function of (welcome, directory with the model's configuration and tokenizer, tensors of an adapter's base model)
-that builds the engine."""
+"""Function (welcome, directory of configuration and tokenizer, base tensors of an adapter) → engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,7 @@ class SwarmWorker:
                         await in_thread(self._engine.close, GOODBYE_S, timeout_s=3 * GOODBYE_S, who="the engine")
 
     def leave(self) -> None:
-        """Report the tokens of all leases, discard the leases, and end the connection within `GOODBYE_S` seconds. Must
-        be called in the event loop."""
+        """Report and discard all leases, and end the connection within `GOODBYE_S`. Called in the event loop."""
         if self._running is not None and not self._is_leaving.is_set():
             self._loop.call_later(GOODBYE_S if self._connection is not None else 0.0, self._running.cancel)
         self._is_leaving.set()

@@ -51,13 +51,11 @@ class SingleRank:
     first_of_stage: int = 0
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
-    """Names of parameters that another pipeline stage also has. The other stage counts them in norms and writes them to
-    checkpoints."""
+    """Names of parameters that another pipeline stage also has, counts in norms and writes to checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Cut modules to this rank's stage and shard their parameters, in place; move them to the rank's device.
-        Parameters on the meta device are then read from files. The first module must be the policy, because a separate
-        critic copies the policy's body."""
+        """Cut modules to this rank's stage, shard their parameters in place, move them to the rank's device, and read
+        meta parameters from files. The first module is the policy, whose body a separate critic copies."""
 
     def fill_later(self, model: PreTrainedModel, stored: StoredTensors) -> None:
         """Set the stored tensors that `shard` later reads for `model`, which is on the meta device."""
@@ -78,8 +76,7 @@ class SingleRank:
         return norm
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather the shards of a model's tensor with this name. Rank 0 gets the whole tensor; other ranks may get a
-        tensor on the meta device."""
+        """Gather a model's tensor by name. Rank 0 gets the whole tensor; other ranks may get one on the meta device."""
         return whole(tensor)
 
     def sums(self, values: FloatArray) -> FloatArray:
@@ -91,8 +88,7 @@ class SingleRank:
         return value
 
     def all_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the vectors of all ranks that train different rows, in rank order. The vectors may have different
-        lengths."""
+        """Return the vectors, of any lengths, of all ranks that train different rows, in rank order."""
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
@@ -159,8 +155,7 @@ class RankGroup(SingleRank):
         self._stored: dict[int, StoredTensors] = {}
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Cut the modules to this stage, then apply tensor parallelism and FSDP. Raises UserError for a model that does
-        not support them."""
+        """Cut the modules to this stage, then apply tensor parallelism and FSDP. Raises UserError if unsupported."""
         stored = [self._stored.pop(id(module), None) for module in modules]
         for module, own in zip(modules, stored, strict=True):
             if module is None or id(module) in self._sharded:

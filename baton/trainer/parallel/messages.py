@@ -56,11 +56,9 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     """Network interface of `host`, for gloo and NCCL. If empty, gloo and NCCL choose an interface."""
     threads: int = 1
     device_index: int | None = None
-    """Index among the GPUs that are visible to the process. With None, the index is the rank modulo the number of these
-    GPUs."""
+    """Index among the process's visible GPUs. With None, the index is the rank modulo their number."""
     scratch: str = ""
-    """Directory for the tensors of a published version, in shared memory if possible. If empty, rank 0 creates a
-    directory."""
+    """Directory for a published version's tensors, in shared memory if possible. If empty, rank 0 creates one."""
 
 
 class Listen(msgspec.Struct, frozen=True, tag="Listen"):

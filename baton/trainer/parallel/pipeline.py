@@ -27,8 +27,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """`ranks`: the ranks that compute the same rows as this rank, one rank of each stage. `dtype`: dtype of the
-        hidden states."""
+        """`ranks`: those that compute the same rows as this one, one per stage. `dtype`: of the hidden states."""
         self.stage, self.num_stages = stage, len(ranks)
         self.is_last = stage == len(ranks) - 1
         self._ranks, self._dtype, self._device = ranks, dtype, device

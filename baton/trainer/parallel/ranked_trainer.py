@@ -15,8 +15,7 @@ from baton.types import Batch, PolicyVersion
 
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT_S = 1800.0
-"""Maximum time in seconds of a request to the ranks (start, train step, publication, checkpoint). After it, all ranks
-are ended."""
+"""Maximum seconds of a request to the ranks (start, step, publication, checkpoint), before all ranks are ended."""
 
 
 class RankedTrainer:
@@ -24,8 +23,7 @@ class RankedTrainer:
     error. RankLost means that all ranks were ended."""
 
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
-        """Connect the ranks and construct the trainer in each rank. Raises UserError for invalid settings, and
-        RankLost."""
+        """Connect the ranks and construct their trainers. Raises UserError for invalid settings, and RankLost."""
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
         try:
             store = self._ask(messages.Listen(), messages.Listening)[0]

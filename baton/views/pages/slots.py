@@ -33,8 +33,7 @@ COLOURS = {
     "checkpoint": "--s5,#56b4e9",
     "prefill": "--s5,#56b4e9",
 }
-"""Activity other than generation → its colour: a CSS variable of the page, and the value of this variable outside of
-pages."""
+"""Activity other than generation → its colour: a CSS variable of the page, and its value outside of pages."""
 _RAMP = ((65, 68, 135), (53, 95, 141), (33, 145, 140), (53, 183, 121), (110, 206, 88), (189, 223, 38))
 """RGB colours from old to new: the middle of matplotlib's viridis, visible on light and on dark backgrounds."""
 

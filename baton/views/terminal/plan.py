@@ -127,8 +127,7 @@ def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def plan_cells(plan: Plan, reference: Plan) -> tuple[str, str, str, str]:
-    """Return a plan's throughput, its ratio to the reference's throughput, and the price per hour and per million
-    trained tokens."""
+    """Return a plan's throughput, its ratio to the reference's, and price per hour and million trained tokens."""
     return (
         f"{plan.tokens_per_s:,.0f}",
         f"{plan.tokens_per_s / reference.tokens_per_s:.2f} ×",
@@ -154,8 +153,7 @@ def memory(part: Stage | Replica) -> str:
 
 
 def gpu_names(gpu_ids: Sequence[str]) -> str:
-    """Return the names of the GPUs by node, such as `h800:0-7`: consecutive indices are written as a range. At most
-    four nodes are named."""
+    """Return the names of the GPUs by node, with ranges such as `h800:0-7`, of at most four nodes."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpu_ids:
         node, _, index = gpu.rpartition(":")

@@ -33,8 +33,7 @@ class Rendezvous:
         )
 
     def announce(self, name: str) -> dict[str, Any]:
-        """Announce a communicator; return the address and other values that a replica needs in order to join it
-        (`join_replica`)."""
+        """Announce a communicator; return the address and other values for `join_replica`."""
         _dist.PrefixStore(name, self._store).set(_OPEN, "")
         return {"host": self.host, "port": self._store.port, "name": name, "timeout_s": self._timeout_s}
 
@@ -43,8 +42,7 @@ class Rendezvous:
         return GlooGroup(_dist.PrefixStore(name, self._store), 0, world_size, self.host, self._timeout_s)
 
     def close(self, name: str) -> None:
-        """Withdraw a communicator, so that a replica that joins too late, for example because it was suspended, does
-        not wait for it."""
+        """Withdraw a communicator, so that a replica that joins too late (it was suspended) does not wait for it."""
         _dist.PrefixStore(name, self._store).delete_key(_OPEN)
 
 

@@ -191,8 +191,7 @@ class DirectSync:
         return commands + self._timer()
 
     def _current(self, name: str, generation: int) -> ReplicaState | None:
-        """Return the state of a replica if `generation` is its current communicator. Return None otherwise, because the
-        event is then outdated."""
+        """Return a replica's state if `generation` is its current communicator; None for an outdated event."""
         state = self.replicas.get(name)
         return state if state is not None and state.generation == generation else None
 
@@ -244,8 +243,7 @@ class DirectSync:
         return [] if state is None else [CloseGroup(name, state.generation)]
 
     def _timer(self) -> list[Command]:
-        """Return the command that sets a timer for the earliest deadline, unless a timer for this or an earlier time is
-        running."""
+        """Return the command that sets a timer for the earliest deadline, unless it or an earlier one is running."""
         deadlines = [state.deadline_s for state in self.replicas.values() if state.deadline_s is not None]
         if not deadlines or (self._timer_s is not None and self._timer_s <= min(deadlines)):
             return []

@@ -86,8 +86,7 @@ class DirectSender:
         self._happened(direct.Left(self._clock(), replica))
 
     def offer(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        """Send a version to all replicas, in the background. The tensors must not change until the next version is
-        offered."""
+        """Send a version to all replicas, in the background. The tensors must not change until the next offer."""
         outgoing = OutgoingVersion(tensors, bucket_bytes=self._bucket_bytes)
         with self._changed:
             used = {state.sending for state in self._sync.replicas.values()}
@@ -104,8 +103,7 @@ class DirectSender:
         self, replica: str, version: PolicyVersion, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> None:
         """Wait until a replica serves a version. After `timeout_s`, raises WeightsFault with the cause of the replica's
-        last failure. `check`: called about every second. It may raise an error, which ends the wait, if the replica
-        cannot answer any more."""
+        last failure. `check`: called about every second; raises an error if the replica cannot answer any more."""
 
         def is_served() -> bool:
             state = self._sync.replicas.get(replica)
@@ -126,8 +124,7 @@ class DirectSender:
                 )
 
     def served(self, replica: str) -> PolicyVersion | None:
-        """Return the version that a replica serves; None if its weights are incomplete, or if the replica is
-        unknown."""
+        """Return the version that a replica serves; None if its weights are incomplete or it is unknown."""
         with self._changed:
             state = self._sync.replicas.get(replica)
             return None if state is None else state.has

@@ -24,9 +24,8 @@ BUCKET_TENSORS: Final = 512
 ABORT: Final = "abort"
 """Key of an update that ends an unfinished transfer."""
 PIECE_WORDS = 2**15
-"""Number of words whose checksum a CPU computes in one operation. If an operation has more than 2^15 elements, torch
-divides it among its threads. On a busy machine, the synchronisation of these threads takes longer than the
-operation."""
+"""Number of words whose checksum a CPU computes in one operation. Above 2^15 elements, torch divides it among its
+threads, whose synchronisation takes longer on a busy machine."""
 _ODD: Final = 0x9E3779B97F4A7C15 - 2**64
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

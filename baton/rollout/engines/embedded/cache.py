@@ -78,8 +78,7 @@ class KeptPrefixes:
 
 
 class DecodeWindow:
-    """The part of the slots that one decode step uses. All layers share one window, which `SlotCache.focus` sets before
-    each step."""
+    """The part of the slots that a decode step uses, in all layers. `SlotCache.focus` sets it before each step."""
 
     __slots__ = ("first_W", "kv_length", "places_W", "width")
 
@@ -105,7 +104,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.hold(keys, values)
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Use these tensors as the slots."""
         self.keys, self.values = keys, values  # attributes that transformers expects
         self.slot_keys, self.slot_values = keys, values
         """[slots, length, kv_heads, head_dim]"""
@@ -118,9 +116,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new key and value of each row at the row's position; return all keys and values of the window.
-        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two tensors [W, kv_heads, kv_length,
-        head_dim]."""
+        """Write the new key and value of each row at the row's position; return those of the window. key_states and
+        value_states: [W, kv_heads, 1, head_dim]. Returns two [W, kv_heads, kv_length, head_dim]."""
         window = self._window
         width, kv_length = window.width, window.kv_length
         with unordered_writes(key_states.device):  # each row writes to a slot of its own
@@ -145,8 +142,7 @@ class SlotCache(Cache):
     """The slots of all layers."""
 
     def __init__(self, like: Prefix, slots: int, max_context_tokens: int) -> None:
-        """Allocate the slots. like: keys and values from a prefill. The slots get the same `kv_heads`, `head_dim` and
-        dtype."""
+        """Allocate the slots. like: keys and values of a prefill, with the same `kv_heads`, `head_dim` and dtype."""
         self.window = DecodeWindow()
         self.length = length = round_up(max_context_tokens, KV_BUCKET)
         """Number of positions per slot."""
@@ -177,8 +173,7 @@ class SlotCache(Cache):
             layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (keys, values)))
 
     def focus(self, width: int, kv_length: int, positions_W: Tensor) -> None:
-        """Select the slots below `width` and the positions below `kv_length` for the next step. positions_W: position
-        of the new token of each row."""
+        """Select the slots below `width` and the positions below `kv_length`. positions_W: of each row's new token."""
         window = self.window
         if window.width != width:
             window.width = width
@@ -200,8 +195,7 @@ class SlotCache(Cache):
 
     def reorder(self, order: Sequence[int], lengths: Sequence[int]) -> None:
         """For each i, copy the first `lengths[order[i]]` positions of slot `order[i]` to slot i. `order` is a
-        permutation of the lowest slots. Each cycle of the permutation needs temporary memory only for the shortest row
-        of the cycle."""
+        permutation of the lowest slots. Each cycle needs temporary memory only for its shortest row."""
         left = {slot for slot, source in enumerate(order) if source != slot}
         for first in sorted(left, key=lambda slot: lengths[slot]):
             if first not in left:
@@ -239,8 +233,7 @@ def prefill_cache(pasts: Sequence[Sequence[Prefix]] = (), rows: int = 0, length:
 
 
 def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tensor:
-    """Return a tensor [rows, kv_heads, length, head_dim]. Each row has its pieces [L, kv_heads, head_dim] one after
-    another, followed by zeros."""
+    """Return [rows, kv_heads, length, head_dim]: each row's pieces [L, kv_heads, head_dim], then zeros."""
     found = pieces[0][0].new_zeros((rows, length, *pieces[0][0].shape[1:]))
     for row, tensors in zip(found, pieces, strict=False):
         start = 0
@@ -251,8 +244,7 @@ def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tenso
 
 
 def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
-    """Return one `Prefix` per length: a copy of that many positions of a row of a filled prefill cache, from `start`
-    on."""
+    """Return one `Prefix` per length: a copy of so many positions of a row of a prefill cache, from `start` on."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
     def cut(states: list[Tensor], row: int, length: int) -> list[Tensor]:
@@ -271,8 +263,7 @@ class Masks:
     """The attention masks of a model with full or sliding-window attention layers."""
 
     windows: dict[str, int | None]
-    """Layer type → number of positions that a token attends to, including its own position; None means all
-    positions."""
+    """Layer type → number of positions that a token attends to, including its own; None means all."""
     by_type: bool
     """Whether the model expects one mask per layer type instead of one mask for all layers."""
     dtype: torch.dtype

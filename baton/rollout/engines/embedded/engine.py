@@ -81,8 +81,7 @@ class EmbeddedEngine(SlotEngine):
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens
         self._is_in_flight = False
-        """Whether a lease that started since the last load accepts newer versions. If so, older keys and values are
-        still useful after the next load."""
+        """Whether a lease since the last load accepts newer versions, so that older keys and values stay useful."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
@@ -185,8 +184,7 @@ class EmbeddedEngine(SlotEngine):
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
         """Return the pieces of a row's prefix. Normally the current version computes all pieces. If the lease accepts
-        newer versions, pieces of the versions under which its trajectory ran are used instead, provided that more of
-        those are kept."""
+        newer versions and more pieces of the trajectory's own versions are kept, those are used."""
         number = self.version.number
         keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
@@ -198,8 +196,7 @@ class EmbeddedEngine(SlotEngine):
         return keys
 
     def _keep_aborted(self) -> None:
-        """Keep the keys and values of aborted rows up to `_kept_limit`, because a resumed trajectory may use these keys
-        and values."""
+        """Keep the keys and values of aborted rows up to `_kept_limit`, for resumed trajectories."""
         copied = 0
         for slot, row in self._table.aborted():
             begun = [key for key in row.kept if not key.piece.is_within_turn]
@@ -218,9 +215,9 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def _kept_limit(self) -> int:
-        """Maximum number of tokens whose keys and values are kept outside the slots. The limit is a number of contexts
-        of maximum length: `_KEPT_CONTEXTS` or, if larger on a CPU, one per free slot and at least one per two slots. It
-        falls when new leases take slots."""
+        """Maximum number of tokens whose keys and values are kept outside the slots, as contexts of maximum length:
+        `_KEPT_CONTEXTS` or, if larger on a CPU, one per free slot and at least one per two slots. It falls when new
+        leases take slots."""
         contexts = _KEPT_CONTEXTS
         if self.network.device.type == "cpu":
             contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)

@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 Step = Callable[[Tensor, Tensor, int], Tensor]
 """(ids [W], positions [W], scanned positions) → logits [W, V]."""
 _WARM_UPS = 2
-"""Number of steps before a capture. These steps select kernels and allocate workspaces, which is impossible during a
-capture."""
+"""Number of steps before a capture, to select kernels and allocate workspaces, which a capture cannot do."""
 
 
 Captured = Callable[[Tensor, Tensor], Tensor]

@@ -20,8 +20,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 _COPY_COST = 2
 """Cost of copying one position to another slot, as a number of scanned positions of equal cost."""
 HORIZON_STEPS = 16
-"""Number of decode steps after which the classes are chosen again. During these steps, shorter scans must save more
-than moving the rows costs."""
+"""Decode steps between two choices of the classes, in which shorter scans must save more than moving rows costs."""
 
 
 class SlotRange(NamedTuple):
@@ -59,8 +58,7 @@ class LengthClasses:
 
     def order(self, length_W: Ints) -> Ints | None:
         """Choose the classes again. Return the new order of the rows, or None if no row moves. With the returned
-        `order`, slot i receives the row of slot `order[i]`. A row moves only if its slot belongs to another class than
-        the row."""
+        `order`, slot i receives the row of slot `order[i]`. A row moves only if its slot is in another class."""
         index_W = np.searchsorted(self._kv_lengths, length_W)
         chosen, end_C, best = self._best_classes(index_W)
         class_W = np.searchsorted(chosen, index_W)
@@ -75,9 +73,8 @@ class LengthClasses:
         return order if len(moved) else None
 
     def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
-        """Return the cheapest classes as three values: for each class, the index into `_kv_lengths` of its number of
-        scanned positions; for each class, the number of rows up to its end if rows are sorted by length; the cost of a
-        step."""
+        """Return the cheapest classes: indices into `_kv_lengths` of their scanned positions; number of rows, sorted by
+        length, up to the end of each; the cost of a step."""
         last, lengths = index_W.max(), self._kv_lengths
         end_N = np.bincount(index_W, minlength=len(lengths)).cumsum()
         first, second = self._pairs

@@ -133,11 +133,9 @@ class Network:
         self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
-        """Ascending numbers of rows with which a decode step computes identical bits. The last number covers all
-        slots."""
+        """Ascending numbers of rows with which a decode step computes identical bits. The last covers all slots."""
         self.kv_lengths: tuple[int, ...] = ()
-        """Ascending numbers of scanned positions with which a decode step computes identical bits. The last number is
-        the cache length."""
+        """Ascending numbers of scanned positions of a decode step with identical bits. The last is the cache length."""
         self.classes: LengthClasses | None = None
         """Classes of rows that attend over different lengths. None: all rows attend over the same length."""
         self.prefill_rows: dict[PrefillShape, tuple[int, ...]] = {}
@@ -212,8 +210,7 @@ class Network:
             return logits
 
     def order(self, position_W: Ints) -> Ints | None:
-        """Return the order of rows that makes the next decode steps faster (`LengthClasses.order`), or None if no row
-        moves."""
+        """Return the order of rows that makes decode steps faster (`LengthClasses.order`); None if no row moves."""
         return None if self.classes is None else self.classes.order(position_W + 1)
 
     def load(self, tensors: Mapping[str, Any]) -> None:
@@ -239,9 +236,8 @@ class Network:
         return held_bytes((*weights, *self.cache.tensors), self.device) + self._packed.held_bytes
 
     def sleep(self) -> None:
-        """Free the device memory of slots and weights. May be called twice. After a whole version the weights are
-        freed, because the next version replaces them. After an adapter the base weights are restored and moved to host
-        memory."""
+        """Free the device memory of slots and weights. May be called twice. A whole version is freed, because the next
+        one replaces it. After an adapter, the base weights move to host memory."""
         if self.is_resting:
             return
         self.is_resting = True
@@ -297,9 +293,8 @@ class Network:
         return cache
 
     def _probe(self) -> tuple[SlotCache, float]:
-        """Allocate the slots. Return the slots, and the relative difference between the logits of `decode` and of the
-        model's plain forward. The test ids are longer than the longest sliding attention window if the context allows
-        it."""
+        """Allocate the slots. Return them, and the relative difference of the logits of `decode` and of a plain
+        forward. The test ids are longer than the longest sliding window if the context allows it."""
         windows = [w for w in self._masks.windows.values() if w is not None]
         length = min(max([*windows, 0]) + 12, self._max_context_tokens)
         ids = [(7 * i + 1) % self.vocabulary for i in range(length)]

@@ -21,8 +21,7 @@ class PackedLinears:
     """Packed copies of the weights of a model's linear layers. The original weights stay in the model."""
 
     def __init__(self, model: Module) -> None:
-        """Pack all layers that can be packed, and replace their forward. Layers in another dtype or on another device
-        stay unchanged."""
+        """Pack all layers with a supported dtype and device, and replace their forward. Others stay unchanged."""
         self._layers = [m for m in model.modules() if type(m) is Linear and "forward" not in vars(m) and _can_pack(m)]
         self.held_bytes = 0
         """Number of bytes of the packed copies."""

@@ -45,8 +45,7 @@ _MAX_LOGITS = 2**22
 _BORDER = 0.05
 """Relative tolerance at the border of top-p and top-k: rounding may keep or remove tokens that are this close to it."""
 _LEAST = 2.0**-48
-"""A token whose probability is below this value may be missing in a sampling mask, because `sample` computes in units
-of 2^-50."""
+"""Below this probability, a token may be missing in a sampling mask: `sample` computes in units of 2^-50."""
 _MAX_GAP = 1e3
 """Upper bound of a gap, in nats. A token that the draw cannot select, whatever the rounding, has this gap."""
 
@@ -69,8 +68,7 @@ class Rescorer:
     """Scores claims under one version at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take ownership of a model. Until a whole version is loaded, adapters are merged into the model's present
-        weights."""
+        """Take ownership of a model, into whose weights adapters are merged until a whole version is loaded."""
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None
@@ -101,8 +99,7 @@ class Rescorer:
         return [found[i] if i in found else self._result(row, (empty,) * 3) for i, row in enumerate(rows)]
 
     def _batches(self, indices: list[int], rows: Sequence[_Row]) -> Iterator[list[int]]:
-        """Yield batches of row indices, sorted by row length. A padded batch of several rows has at most `MAX_TOKENS`
-        tokens."""
+        """Yield batches of row indices, sorted by length. A padded batch of several rows has at most `MAX_TOKENS`."""
         budget = MAX_TOKENS
         if find_head(self.model) is None:  # the forward then computes the logits of all positions
             budget = min(budget, max(1, _MAX_LOGITS // self._vocabulary))
@@ -247,8 +244,7 @@ def _masked_distance(
 
 def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for each target, the distance in log-odds between the draw and the target's interval, and the tail mass
-    (`Rescored`). The masses below and above the target are summed separately, so bounds near 1 are as exact as bounds
-    near 0."""
+    (`Rescored`). Masses below and above are summed separately, so bounds near 1 are as exact as near 0."""
     ids_V = torch.arange(mass_NV.shape[-1], device=mass_NV.device)
     own_N1 = mass_NV.gather(1, targets_N[:, None])
     own_N = own_N1[:, 0]
@@ -276,8 +272,7 @@ def _filtered_distance(
     top_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
     total_F1 = top_FV.sum(-1, keepdim=True)
     share_FV = (sorted_FV.cumsum(-1) - sorted_FV) / total_F1
-    """For each token: total mass of the tokens that are sorted before it, divided by the total mass of the top-k
-    tokens."""
+    """For each token: mass of the tokens that are sorted before it, divided by that of the top-k tokens."""
     rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
     size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
     last = len(rank_V) - 1

@@ -45,15 +45,13 @@ class Rows:
 
     @classmethod
     def of(cls, position_W: Tensor, slot_length: int) -> Rows:
-        """Return the rows of a decode step over the slots 0 to W − 1; row i is slot i. position_W: position of each
-        row's new token."""
+        """Return the rows of a decode step over the slots 0 to W − 1, in order. position_W: of the new tokens."""
         numbers = torch.arange(len(position_W) + 1, dtype=torch.int32, device=position_W.device)
         return cls(numbers, numbers * slot_length, (position_W + 1).to(torch.int32))
 
 
 def can_attend_by_class(model: PreTrainedModel) -> bool:
-    """Return whether the model uses `sdpa` attention that can be replaced, and passes extra keyword arguments to its
-    attention."""
+    """Return whether the model uses replaceable `sdpa` attention and passes extra keyword arguments to it."""
     return (
         model.config._attn_implementation == "sdpa"
         and model._can_set_attn_implementation()
@@ -62,8 +60,7 @@ def can_attend_by_class(model: PreTrainedModel) -> bool:
 
 
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Replace a model's attention by that of this module. The model's forward then accepts `Rows` or slot ranges as the
-    keyword argument `rows`."""
+    """Replace a model's attention by that of this module. Its forward then accepts `rows`: `Rows` or slot ranges."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)

@@ -53,8 +53,7 @@ class SglangClient(EngineClient):
         return self._server.context_length
 
     def end(self, keys: Sequence[str]) -> None:
-        """Abort requests. `take` still returns all tokens of these requests, and a last message when each request has
-        ended."""
+        """Abort requests. `take` still returns all their tokens, and a last message when each request has ended."""
         self._loop.call_soon_threadsafe(self._ending.update, list(keys))
 
     def pause(self) -> None:

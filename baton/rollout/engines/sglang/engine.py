@@ -43,14 +43,12 @@ class SglangEngine(ExternalEngine[SglangClient]):
     _only_temperature = "with SGLang only temperature is allowed"
 
     _directory: Path | None = None
-    """Directory of the server's current weights. If loading the next weights fails, the server reads this directory
-    again."""
+    """Directory of the server's current weights, which it reads again if loading the next weights fails."""
     _is_loading = False
     """Whether all requests are aborted to load weights, so that aborted streams are expected."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease. It is reported when the server has ended the lease's request. Has no effect on an unknown
-        lease."""
+        """End a lease. It is reported when the server has ended its request. Has no effect on an unknown lease."""
         keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
             self.running[key].is_ending = True

@@ -52,8 +52,7 @@ class _Event(msgspec.Struct):
 SERVER_INFO = ("/server_info", "/get_server_info")
 MODEL_INFO = ("/model_info", "/get_model_info")
 LOADS = ("/v1/loads?include=core", "/get_load")
-"""Paths at which SGLang reports the server's load: the first in newer versions of SGLang, the second in older
-versions."""
+"""Paths at which SGLang reports the server's load, in newer and in older versions."""
 _EVENT = msgspec.json.Decoder(_Event)
 
 
@@ -91,8 +90,7 @@ def read_server(info: Any) -> ServerInfo:
 
 
 def load_of(answer: Any) -> int:
-    """Return the number of requests in the server from the response of `/get_load` or `/v1/loads`. Raises EngineFault
-    if the response has another form."""
+    """Return the number of requests in the server from a response of `LOADS`. Raises EngineFault if it is malformed."""
     if isinstance(answer, dict) and "loads" in answer:
         answer = answer["loads"]
     parts = answer if isinstance(answer, list) else [answer]

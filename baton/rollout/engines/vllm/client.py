@@ -45,21 +45,18 @@ class VllmClient(EngineClient):
         self._call(self._llm.resume_generation(), self._answer_timeout_s, "to resume")
 
     def load(self, path: str, label: str) -> int:
-        """Load the tensors of a file in all workers; return the number of tensors. Call between `pause` and
-        `resume`."""
+        """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
         taken = self.call_workers("take_weights", path, self._answer_timeout_s)
         self.set_label(label)
         assert len(set(taken)) == 1, f"the workers of vLLM loaded different numbers of tensors of one file: {taken}"
         return int(taken[0])
 
     def load_adapter(self, directory: str, label: str) -> None:
-        """Load an adapter in PEFT's form in all workers, replacing the previous adapter. Call between `pause` and
-        `resume`."""
+        """Load an adapter in PEFT's form in all workers, in place of the last. Call between `pause` and `resume`."""
         self._call(self._load_adapter(directory, label), self._answer_timeout_s, "to load a new adapter")
 
     def call_workers(self, method: str, info: Any, timeout_s: float) -> list[Any]:
-        """Call a method of vLLM's workers, from any thread, and return the results. info: the method's argument, if
-        any."""
+        """Call a method of vLLM's workers from any thread; return the results. info: the method's argument, if any."""
         arguments = () if info is None else (info,)
         return self._call(self._llm.collective_rpc(method, args=arguments), timeout_s, f"in {method}")
 
@@ -186,8 +183,7 @@ def set_up_environment() -> None:
 
 
 def _said(error: Exception) -> str:
-    """Return the first line of a vLLM error's message. A pydantic error contains several errors; the first of them is
-    used."""
+    """Return the first line of a vLLM error's message; of a pydantic error, that of its first error."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).splitlines()[0]
     return first_line(error)

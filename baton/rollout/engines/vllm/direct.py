@@ -20,8 +20,7 @@ from baton.weights.direct.settings import DirectBackend
 from baton.weights.direct.stream import OutgoingVersion
 
 _ATTEMPTS = 3
-"""Maximum number of attempts to load a version. Each attempt has its own deadlines. If all attempts fail, the engine
-has failed."""
+"""Maximum number of attempts to load a version, each with its own deadlines, before the engine has failed."""
 
 
 def arguments_of(backend: DirectBackend | None) -> dict[str, Any]:
@@ -117,8 +116,7 @@ class VersionSource:
 
 @dataclass(frozen=True, slots=True)
 class StreamClient:
-    """The client of vLLM's trainer engines. `DirectSync` decides when an update starts and ends, so these calls do
-    nothing here."""
+    """The client of vLLM's trainer engines. Start and end of an update do nothing: `DirectSync` decides them."""
 
     link: ReplicaLink
     source: VersionSource

@@ -238,8 +238,7 @@ def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
 
 
 def _check_vllm(settings: EngineSettings, device: str) -> None:
-    """Prepare vLLM's environment. Raises UserError if vLLM is not installed or is built for another device than
-    `device`."""
+    """Prepare vLLM's environment. Raises UserError if vLLM is not installed or not built for `device`."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "engine.kind: got 'vllm', but vLLM is not installed; run `pip install 'baton-rl[vllm]'` on a machine with "

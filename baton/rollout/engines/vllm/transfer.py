@@ -78,9 +78,8 @@ class _CheckedReceiver:
         self._is_reloading = False
 
     def _clean_up(self) -> None:
-        """Restore the layers' tensors after a failed transfer. Otherwise vLLM 0.32 would keep the tensors that a layer
-        has received so far. The next transfer would count these tensors, and load some of them instead of its own
-        tensors."""
+        """Restore the layers' tensors after a failed transfer. Otherwise vLLM 0.32 would keep the tensors received so
+        far, count them in the next transfer and load some of them."""
         self._incoming.abandon()
         if self._is_reloading:
             self._is_reloading = False
@@ -183,8 +182,7 @@ _ENGINES = {
 
 
 def __getattr__(name: str) -> type:
-    """Return the engine class `name`. It is built on access, because some of vLLM's modules cannot be imported without
-    CUDA."""
+    """Return the engine class `name`, built on access, because some modules of vLLM cannot be imported without CUDA."""
     if name not in _ENGINES:
         raise AttributeError(name)
     module, base, mixins = _ENGINES[name]

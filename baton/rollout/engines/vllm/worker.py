@@ -39,8 +39,7 @@ class EndWithParent(str):
 
 
 def _end_with(parent: int) -> EndWithParent:
-    """Start the thread that kills this process when `parent` ends. Unpickling calls this function in the spawned
-    process, before vLLM's code runs."""
+    """Start the thread that kills this process when `parent` ends. Unpickling calls it before vLLM's code runs."""
     Thread(target=_wait_for_end, args=(parent,), name="baton", daemon=True).start()
     return EndWithParent()
 
@@ -60,9 +59,8 @@ class WeightsLoader:
     """Method of vLLM's worker."""
 
     def take_weights(self, path: str) -> int:
-        """Copy the tensors of a safetensors file into the model; return the number of tensors. Each rank reads the
-        whole file and keeps its shard. vLLM fuses, casts and repacks the weights. Raises RuntimeError if a layer was
-        not updated."""
+        """Copy the tensors of a safetensors file into the model; return their number. Each rank keeps its shard. vLLM
+        fuses, casts and repacks the weights. Raises RuntimeError if a layer was not updated."""
         taken = 0
 
         def tensors() -> Iterator[tuple[str, Any]]:
