@@ -167,13 +167,8 @@ class Sokoban:
         form: Form = "ragen",
         rewards: Literal["ragen", "success"] = "ragen",
     ) -> None:
-        """`max_actions`: moves per episode, by default `max_turns × actions_per_turn`. `form`: `ragen` has instructions
-        and answers like `<answer>Right || Up</answer>`; `compact` shows the room without its outer wall and without
-        instructions, and reads letters like `RU`. `rewards`: `ragen` gives RAGEN's rewards per move; `success` gives 1
-        for a solved room and 0 otherwise.
-
-        Raises UserError for values out of range.
-        """
+        """`max_actions`: moves per episode, by default `max_turns × actions_per_turn`. `form`: see `Form`; `compact`
+        also omits outer wall and instructions. `rewards`: RAGEN's per move, or 1 for `success`. Raises UserError."""
         if not 4 <= size <= 20 or not 1 <= boxes <= 4 or min(max_turns, actions_per_turn, search_depth) < 1:
             raise UserError(
                 f"sokoban: got size {size}, boxes {boxes}, max_turns {max_turns}, actions_per_turn {actions_per_turn}, "

@@ -96,9 +96,8 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
     """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
-    If the nodes of a GPU type have different links, two plans are made: the first with pools of nodes that are alike,
-    the second with pools of whole types at their slowest links. The better plan is returned. The returned plan's bound
-    is the bound for pools of whole types at their fastest links.
+    If the nodes of a GPU type have different links, the better of two plans is returned: with pools of nodes that are
+    alike, or of whole types at their slowest links. Its bound is that for the fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)

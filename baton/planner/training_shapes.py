@@ -223,12 +223,8 @@ def balanced(
 def _balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Distribute the layers with sharded or unsharded gradients, as `work.shard_gradients` says, and return the
-    resulting times.
-
-    The pace is the time of the slowest stage. Each stage has a whole number of layers. The search starts at the pace
-    that fractional layers would allow, and raises it to the next possible value until all layers are placed.
-    """
+    """`balanced` for the sharding in `work`. The search starts at the pace (time of the slowest stage) that fractional
+    layers would allow, and raises it to the next possible value until all layers are placed."""
     widest = np.max([part.dp for part in shapes], axis=0)
     depth = np.sum([part.stages for part in shapes], axis=0)
     count = microbatches(work, widest)

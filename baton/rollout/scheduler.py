@@ -302,12 +302,8 @@ class RolloutScheduler:
         yield ev.Open(group_id, again)
 
     def _complete(self, group: TrackedGroup) -> Iterator[ev.Command]:
-        """Mark a scored group as complete, or filter it.
-
-        Dynamic sampling filters groups whose rewards are all equal, because their advantages are zero (DAPO, arXiv
-        2503.14476, section 3.2). Raises UserError when `FILTERED_LIMIT × batch_groups` groups have been filtered for
-        one batch.
-        """
+        """Mark a scored group as complete, or filter it: dynamic sampling filters groups of equal rewards, whose
+        advantages are zero (DAPO, arXiv 2503.14476, section 3.2). Raises UserError beyond `FILTERED_LIMIT`."""
         if self.rules.dynamic_sampling and group.has_equal_rewards:
             self._buffer.closed(group.group_id)
             yield from self._discard(group, "filtered")

@@ -375,12 +375,8 @@ class LeaseBroker:
             self._provenance.popitem(last=False)
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        """Revoke the trajectory that the controller has, and store the trajectory of the finished lease as its
-        replacement. When the controller requests the revoked trajectory again, `want` sends the replacement
-        immediately.
-
-        A later turn of a multi-turn episode has no replacement, because the turns before it are generated again.
-        """
+        """Revoke the trajectory that the controller has, and store that of the finished lease, which `want` sends when
+        the controller requests it again. A later turn has no replacement: earlier turns are generated again."""
         lease = self._tasks[number].lease
         key = key_of(lease)
         self._forget(number)

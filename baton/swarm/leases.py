@@ -527,13 +527,9 @@ class LeaseTable:
         yield from self._remove(worker)
 
     def _grant_backups(self, now_s: float) -> Iterator[ev.Command]:
-        """Start backup leases for the tasks of the slowest leases on the fastest free workers, where a backup lease is
-        expected to finish sufficiently earlier than the running lease.
-
-        Called after waiting tasks have been granted, so no waiting task could use these slots. The final length of a
-        trajectory is unknown. The running lease and the backup lease are therefore compared by the time that each needs
-        to generate the maximum number of tokens.
-        """
+        """Start backup leases for the slowest leases on the fastest free workers, if they are expected to finish
+        sufficiently earlier, compared by the time to the maximum number of tokens, because final lengths are unknown.
+        Called after waiting tasks have been granted, so none of them could use these slots."""
         free = self._index.free()
         if not free:
             return

@@ -262,10 +262,9 @@ def _filtered_distance(
 ) -> tuple[Tensor, Tensor]:
     """Return the minimum of `_distance` over all sets of tokens that top-k and top-p may have kept.
 
-    Rounding may change the kept set near its border. Besides the exact set of n tokens, the engine may have kept n − 1
-    or n + 1 tokens, or all tokens up to the target. It may also have kept the target (or token n + 1) instead of the
-    last token. Such a set counts only if the tokens by which it differs from the exact set are within `_BORDER` of the
-    border.
+    Rounding may change the kept set near its border. Besides the exact n tokens, the engine may have kept n − 1 or n +
+    1, all up to the target, or the target (or token n + 1) instead of the last, if the tokens that differ are within
+    `_BORDER` of the border.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
