@@ -74,20 +74,23 @@ class Placement(msgspec.Struct, frozen=True):
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
     """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. first_worker: number
-    in the name of the first worker. It must be larger than all numbers used before, because worker names are not
+    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. All stages are
+    rotated by the same number of ranks, so that ranks keep the neighbours that they have in the plan. first_worker:
+    number in the name of the first worker. It must be larger than all numbers used before, because worker names are not
     reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
     by_name = {names[machine.id]: machine for machine in machines}
-    stages = [_stage_ranks(stage, by_name, here) for stage in plan.training.stages]
+    stages = [_stage_ranks(stage) for stage in plan.training.stages]
     if len({len(ranks) for ranks in stages}) > 1:
         numbers = ", ".join(str(len(ranks)) for ranks in stages)
         raise UserError(
             f"--plan: the plan's stages have {numbers} ranks, but all stages need the same number: make the plan again"
         )
-    specs = [spec for ranks in stages for spec in ranks]
+    is_here = [by_name[ids[0].rpartition(":")[0]].id == here for _, ids in stages[0]]
+    first = is_here.index(True) if True in is_here else 0
+    specs = [spec for ranks in stages for spec in (*ranks[first:], *ranks[:first])]
     ranks = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, by_name) for rank, (gpu, ids) in enumerate(specs))
     workers = _workers(plan, by_name, first_worker)
     return Placement(ranks, workers, names, _overrides(plan, len(ranks)))
@@ -175,15 +178,14 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
     return wanted
 
 
-def _stage_ranks(stage: Stage, machines: Mapping[str, Machine], here: str) -> list[tuple[str, list[str]]]:
-    """Return the GPU type and the GPUs of each rank of a stage. Ranks on the controller's machine are first."""
+def _stage_ranks(stage: Stage) -> list[tuple[str, list[str]]]:
+    """Return the GPU type and the GPUs of each rank of a stage. The ranks of one machine are consecutive."""
     by_machine: dict[str, list[str]] = {}
     for gpu_id in stage.gpu_ids:
         by_machine.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
-    order = sorted(by_machine, key=lambda name: machines[name].id != here)
     if stage.gpu == CPU:
-        return [(CPU, by_machine[name]) for name in order]
-    return [(stage.gpu, [gpu_id]) for name in order for gpu_id in by_machine[name]]
+        return [(CPU, own) for own in by_machine.values()]
+    return [(stage.gpu, [gpu_id]) for own in by_machine.values() for gpu_id in own]
 
 
 def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[ProcessSpec, ...]:

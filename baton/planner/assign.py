@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 
@@ -45,8 +45,8 @@ def seat(
 ) -> GpuAssignment:
     """Assign GPUs to every training group and replica; if `row` is None, only to replicas.
 
-    Large groups are placed first, so that all groups fit. Training groups are placed on nodes with many free GPUs,
-    replicas on nodes with few. `prefer` maps GPUs to their current roles (`train` or `rollout`), which they keep if
+    Large groups are placed first, so that all groups fit. A stage is placed on few nodes, if possible on one; replicas
+    on nodes with few free GPUs. `prefer` maps GPUs to their current roles (`train` or `rollout`), which they keep if
     possible.
     """
     table, pools = problem.table, problem.pools
@@ -64,14 +64,14 @@ def seat(
             if column.pool == k:
                 requests += [_Request(column.num_gpus, 1, False, index) for _ in range(count)]
         requests.sort(key=lambda r: (-r.group, not r.is_training))
-        links = _mutual(cluster, pool.nodes) if pools.view != "alike" else None
         for request in requests:
-            found: list[tuple[str, ...]] = []
-            while len(found) < request.count:
-                node = _choose(free, names, request, prefer, links)
+            by_node: dict[int, list[tuple[str, ...]]] = {}
+            for placed in range(request.count):
+                node = _choose(free, names, request, prefer, by_node, request.group * (request.count - placed))
                 chosen = _pick(free[node], names[node], request, prefer)
                 free[node] = [gpu for gpu in free[node] if gpu not in chosen]
-                found.append(tuple(f"{names[node]}:{gpu}" for gpu in chosen))
+                by_node.setdefault(node, []).append(tuple(f"{names[node]}:{gpu}" for gpu in chosen))
+            found = [group for groups in by_node.values() for group in groups]
             if request.is_training:
                 staged[k, request.index] = found
             else:
@@ -88,15 +88,17 @@ def _choose(
     names: Sequence[str],
     request: _Request,
     prefer: dict[str, str] | None,
-    links: Sequence[float] | None,
+    used: Container[int],
+    wanted: int,
 ) -> int:
+    """Return the node for the next group of a request. `used`: nodes of the request's other groups. `wanted`: number of
+    GPUs that the request still needs."""
     role = "train" if request.is_training else "rollout"
 
     def rank(node: int) -> tuple[float, ...]:
+        room = len(free[node])
         kept = sum((prefer or {}).get(f"{names[node]}:{gpu}") == role for gpu in free[node])
-        fill = -len(free[node]) if request.is_training else len(free[node])
-        link = -links[node] if links is not None and request.is_training else 0.0
-        return (-min(kept, request.group), link, fill, node)
+        return -min(kept, request.group), node not in used, room < wanted, room if room >= wanted else -room, node
 
     fitting = [node for node, left in enumerate(free) if len(left) >= request.group]
     assert fitting, f"no node has {request.group} free GPUs: {[len(left) for left in free]}"
@@ -107,12 +109,3 @@ def _pick(free: Sequence[int], name: str, request: _Request, prefer: dict[str, s
     role = "train" if request.is_training else "rollout"
     ranked = sorted(free, key=lambda gpu: ((prefer or {}).get(f"{name}:{gpu}") != role, gpu))
     return sorted(ranked[: request.group])
-
-
-def _mutual(cluster: Cluster, nodes: Sequence[int]) -> list[float]:
-    """Return each node's median bandwidth to the pool's other nodes. Training prefers nodes with high values."""
-    found = []
-    for a in nodes:
-        rates = sorted((cluster.bytes_per_s[a][b] for b in nodes if b != a), reverse=True)
-        found.append(rates[(len(rates) - 1) // 2] if rates else cluster.nodes[a].link_bytes_per_s)
-    return found

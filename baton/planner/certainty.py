@@ -21,6 +21,7 @@ from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import replica_cost
 from baton.errors import UserError
 from baton.planner.instance import Inputs
+from baton.planner.links import used_pools
 from baton.planner.plan_from_solution import filled_s
 from baton.planner.pools import are_alike, make_pools
 from baton.planner.problem import make_step, sync_table
@@ -100,6 +101,11 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     cluster = restricted(inputs.cluster, nodes)
     pools = make_pools(cluster, efficiencies, "alike" if are_alike(cluster) else "pessimistic")
     owner = {gpu: k for k, pool in enumerate(pools.pools) for n in pool.nodes for gpu in cluster.nodes[n].gpu_ids}
+    if pools.view != "alike":
+        parts = (
+            [(owner[each.gpu_ids[0]], each.gpu_ids) for each in of] for of in (plan.training.stages, plan.replicas)
+        )
+        pools = used_pools(cluster, pools, *parts)
     order = list(dict.fromkeys(owner[stage.gpu_ids[0]] for stage in plan.training.stages))
     shapes = []
     for k in order:

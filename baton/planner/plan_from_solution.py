@@ -12,19 +12,53 @@ from baton.cost.memory import rank_phases, stage_bytes
 from baton.cost.train import in_flight, rank_of, stage_terms
 from baton.planner.assign import GpuAssignment, pipeline_order, seat
 from baton.planner.exact import Solution
+from baton.planner.exact import solution as selected
 from baton.planner.instance import Inputs
-from baton.planner.problem import AssignmentProblem, Floats
+from baton.planner.links import faster_seats, parts_of, used_pools
+from baton.planner.pools import Pools
+from baton.planner.problem import AssignmentProblem, Floats, replica_columns, sync_table
 from baton.planner.replicas import rounded_shares
-from baton.planner.training_shapes import LayerBalance, Shapes, balanced
+from baton.planner.training_shapes import LayerBalance, Shapes, balanced, evaluated, merged_table
 from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica, Stage, Training
 
 
 def describe(
     inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: dict[str, str] | None = None
 ) -> Plan:
-    """Return the plan of a solution."""
+    """Return the plan of a solution. If machines of one GPU type have different links, the plan has the times of the
+    links that it uses, and without `prefer` machines are exchanged for faster links."""
     seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
-    return describe_seated(inputs, problem, solution, method, seats, seats)
+    if problem.pools.view == "alike" or inputs.rates is not None:
+        return describe_seated(inputs, problem, solution, method, seats, seats)
+    columns = [column.pool for column in problem.columns]
+    tried = [seats] if prefer else [seats, *faster_seats(inputs.cluster, problem.pools, seats, columns)]
+    plans = []
+    for each in tried:
+        pools = used_pools(inputs.cluster, problem.pools, *parts_of(each, columns))
+        own, found = _on_pools(inputs, problem, solution, pools)
+        plans.append(describe_seated(inputs, own, found, method, each, each))
+    return min(plans, key=lambda plan: plan.breakdown.step_s)
+
+
+def _on_pools(
+    inputs: Inputs, problem: AssignmentProblem, solution: Solution, pools: Pools
+) -> tuple[AssignmentProblem, Solution]:
+    """Return the problem with only the solution's training shape, on pools with other links, and the solution in this
+    problem."""
+    table, model, work = problem.table, inputs.model, inputs.work
+    order = pipeline_order(pools, table.stages[solution.row].tolist())
+    parts = [Shapes(*(each[[solution.row], k] for each in (table.stages, table.tp, table.dp))) for k in order]
+    only = merged_table(pools, [evaluated(model, work, pools, order, parts)], is_complete=table.is_complete)
+    own = msgspec.structs.replace(
+        problem,
+        pools=pools,
+        columns=replica_columns(model, work, pools),
+        table=only,
+        sync_s=sync_table(model, work, pools, only.shares),
+    )
+    time_s = needed_s(own, solution.rollout.counts)
+    found = selected(own, 0, msgspec.structs.replace(solution.rollout, time_s=time_s))
+    return own, msgspec.structs.replace(found, bound_s=solution.bound_s)
 
 
 def describe_seated(

@@ -96,8 +96,9 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
     """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
-    If the nodes of a GPU type have different links, the better of two plans is returned: with pools of nodes that are
-    alike, or of whole types at their slowest links. Its bound is that for the fastest links.
+    If the nodes of a GPU type have different links, several solutions are made: with pools of whole types at their
+    slowest and at their fastest links, and with pools of nodes that are alike. Each is placed on nodes with fast links,
+    and the plan with the shortest step at the links that it uses is returned. Its bound is that for the fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)
@@ -108,15 +109,16 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     optimistic = make_problem(inputs, "optimistic")
     if division_bound_s(optimistic) >= ceiling_s:
         return None
+    found = [solve(inputs, optimistic, "exact", time_limit_s / 3)]
+    least_s = found[0][1].bound_s
     views: list[View] = ["pessimistic"]
     if len(make_pools(inputs.cluster, inputs.efficiencies).pools) <= MAX_POOLS:
-        views.insert(0, "alike")
-    plans = []
-    for view in views:
-        problem, solution = solve(inputs, make_problem(inputs, view), method, time_limit_s / 3)
-        plans.append(describe(inputs, problem, solution, method))
+        views.append("alike")
+    if method != "exact":
+        found.clear()
+    found += [solve(inputs, make_problem(inputs, view), method, time_limit_s / 3) for view in views]
+    plans = [describe(inputs, problem, solution, method) for problem, solution in found]
     best = min(plans, key=lambda plan: plan.breakdown.step_s)
-    least_s = solve(inputs, optimistic, "exact", time_limit_s / 3)[1].bound_s
     note = "nodes of one GPU type have different links: the bound uses the fastest link for all of them"
     return msgspec.structs.replace(best, bound=Bound.of(best.breakdown.step_s, least_s, note))
 

@@ -40,13 +40,13 @@ def cluster(*nodes: tuple[str, int], inter: float = 5, cross: float = 1.5, size:
     return ClusterSettings.model_validate({"name": "x", "links": links, "nodes": shown}).build()
 
 
-def asymmetric(of: Cluster, seed: int) -> Cluster:
-    """Return the cluster with every link between machines drawn anew, from half to all of its bandwidth."""
+def asymmetric(of: Cluster, seed: int, least: float = 0.5) -> Cluster:
+    """Return the cluster with every link between machines drawn anew, from `least` to all of its bandwidth."""
     draw = random.Random(seed)
     rows = [list(row) for row in of.bytes_per_s]
     for a in range(len(rows)):
         for b in range(a):
-            rows[a][b] = rows[b][a] = rows[a][b] * draw.uniform(0.5, 1.0)
+            rows[a][b] = rows[b][a] = rows[a][b] * draw.uniform(least, 1.0)
     return msgspec.structs.replace(of, bytes_per_s=tuple(map(tuple, rows)))
 
 
@@ -82,9 +82,12 @@ def cases() -> dict[str, Inputs]:
     )
     small = cluster(("H800-paper", 1), ("H20-paper", 6))
     found["56 GPUs, every link different"] = Inputs(asymmetric(small, 0), seven, workload())
-    found["1,024 GPUs, every link different; 7B"] = Inputs(
-        asymmetric(thousand("H100", "A100-80", "H20", "L40S"), 0), seven, large
-    )
+    for types in (("H100", "A100-80", "H20", "L40S"), ("H800", "H20", "A800", "L20"), ("A100-80", "L40S", "A10", "L4")):
+        for size, model in (("7B", seven), ("14B", fourteen)):
+            name = f"1,024 GPUs, every link different: {', '.join(types)}; {size}"
+            found[name] = Inputs(asymmetric(thousand(*types), 0), model, large)
+    name = "1,024 GPUs, links of 10 to 100 %: H100, A100-80, H20, L40S; 7B"
+    found[name] = Inputs(asymmetric(thousand("H100", "A100-80", "H20", "L40S"), 0, 0.1), seven, large)
     return found
 
 

@@ -84,10 +84,11 @@ def test_what_does_not_fit_is_one_sentence(plan: object, words: str) -> None:
 
 
 def test_the_ranks_of_a_stage_are_consecutive_and_its_layers_and_widths_are_keys_of_the_recipe() -> None:
-    """A stage on one GPU type after a stage on another; the ranks on the controller's machine are first in theirs."""
-    stages = [stage("H100", "a:1", "a:0", layers=(0, 3)), stage("L20", "b:0", "c:1", layers=(3, 8))]
+    """A stage on one GPU type after a stage on another. Rank 0 is on the controller's machine, and ranks with the same
+    index in their stages stay so."""
+    stages = [stage("L20", "b:0", "c:1", layers=(0, 3)), stage("H100", "a:1", "a:0", layers=(3, 8))]
     placed = place(plan_of(stages, []), THREE, here=next(m.id for m in THREE if m.name == "c"))
-    assert [spec.gpu_ids for spec in placed.ranks] == [("a:1",), ("a:0",), ("c:1",), ("b:0",)]
+    assert [spec.gpu_ids for spec in placed.ranks] == [("c:1",), ("b:0",), ("a:0",), ("a:1",)]
     assert [spec.name for spec in placed.ranks] == ["rank-0", "rank-1", "rank-2", "rank-3"]
     assert placed.overrides == ("trainer.ranks=4", "trainer.stages=[3, 5]", "trainer.tensor_parallel=1")
     wide = place(plan_of([stage("L20", "b:0", "b:1", "c:0", "c:1", tp=2)], []), THREE)

@@ -1,0 +1,200 @@
+"""Plans on machines of one GPU type that have different links.
+
+The search over pools assumes one bandwidth for all links of a kind. This module then exchanges machines, so that the
+links that the plan uses are fast, and computes the plan's times with the slowest of these links. A plan uses these
+links between machines:
+
+    ring        between neighbouring machines of a stage, which gather layers and reduce gradients around a ring in the
+                order of their ranks (NCCL and gloo order rings by rank)
+    boundary    between the machines of the ranks with the same index in neighbouring stages
+    publish     to each machine with an engine, from the machine with the fastest link among those that train the part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.planner.assign import GpuAssignment
+from baton.planner.pools import Pools
+from baton.planner.problem import Floats, Ints
+from baton.specs.cluster import Cluster
+
+Part = tuple[int, tuple[str, ...]]
+"""Pool, and names of GPUs: of a stage in the order of its ranks, or of a replica."""
+
+POWER = 16
+"""Power of 1 / bandwidth in the sum that the exchange of machines minimises. A high power makes the slowest link
+dominate."""
+EMPHASES = ((1.0, 1.0), (1.0, 1e-4), (1e-4, 1.0))
+"""Weights of (ring, boundary) links that are tried, because the search does not know which of them limits the step."""
+SLOWEST = 8
+"""Number of machines with the slowest links whose exchange is tried before the search ends."""
+MOST_SWAPS = 20_000
+"""Maximum number of exchanges of two machines that are evaluated for one emphasis."""
+
+
+class _UsedLinks(msgspec.Struct, frozen=True):
+    """The links that a plan uses, as indices of machines in the cluster."""
+
+    ring: Ints
+    """[links, 2]"""
+    boundary: Ints
+    """[links, 2]"""
+    training: dict[int, Ints]
+    """Pool → machines that train."""
+    engines: dict[int, Ints]
+    """Pool → machines with engines."""
+
+
+def parts_of(seats: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[list[Part], list[Part]]:
+    """Return the stages and the replicas of an assignment."""
+    stages = [(k, tuple(gpu for group in groups for gpu in group)) for k, groups in seats.stages]
+    return stages, [(pools_of_columns[column], gpus) for column, gpus in seats.replicas]
+
+
+def used_pools(cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part]) -> Pools:
+    """Return the pools with the slowest links that these stages and replicas use."""
+    used = _used(cluster, stages, replicas)
+    rates = _rates(cluster)
+    owner = {node: k for k, pool in enumerate(pools.pools) for node in pool.nodes}
+    between = [list(row) for row in pools.bytes_per_s]
+    within: dict[int, float] = {}
+    slowest: dict[tuple[int, int], float] = {}
+    for a, b in np.concatenate([used.ring, used.boundary]).tolist():
+        k, other, rate = owner[a], owner[b], float(rates[a, b])
+        if k == other:
+            within[k] = min(within.get(k, np.inf), rate)
+        else:
+            slowest[k, other] = slowest[other, k] = min(slowest.get((k, other), np.inf), rate)
+    for k, training in used.training.items():
+        for other, engines in used.engines.items():
+            arrival = float(rates[np.ix_(training, engines)].max(axis=0).min())
+            if np.isfinite(arrival):
+                slowest[k, other] = min(slowest.get((k, other), np.inf), arrival)
+    for (k, other), rate in slowest.items():
+        between[k][other] = rate
+    named = {gpu.rpartition(":")[0] for _, gpus in [*stages, *replicas] for gpu in gpus}
+    found = []
+    for k, pool in enumerate(pools.pools):
+        own = [cluster.nodes[n].link_bytes_per_s for n in pool.nodes if cluster.nodes[n].name in named]
+        link = min(own, default=pool.place.link_bytes_per_s)
+        inter = within.get(k, pool.place.inter_bytes_per_s)
+        place = msgspec.structs.replace(pool.place, inter_bytes_per_s=inter, link_bytes_per_s=link)
+        found.append(msgspec.structs.replace(pool, place=place))
+    return Pools(tuple(found), tuple(map(tuple, between)), pools.view)
+
+
+def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: Sequence[int]) -> list[GpuAssignment]:
+    """Return assignments in which machines of a pool with equally many GPUs are exchanged so that the used links are
+    fast: one for each emphasis. `columns`: the pool of each column of the problem."""
+    used = _used(cluster, *parts_of(seats, columns))
+    names = [node.name for node in cluster.nodes]
+    found = []
+    for emphasis in EMPHASES:
+        now = dict(zip(names, (names[n] for n in _exchanged(cluster, pools, used, emphasis)), strict=True))
+
+        def moved(gpu: str, now: dict[str, str] = now) -> str:
+            name, _, index = gpu.rpartition(":")
+            return f"{now[name]}:{index}"
+
+        stages = tuple((k, tuple(tuple(map(moved, group)) for group in groups)) for k, groups in seats.stages)
+        replicas = tuple((column, tuple(map(moved, gpus))) for column, gpus in seats.replicas)
+        found.append(GpuAssignment(stages, replicas, tuple((k, moved(gpu)) for k, gpu in seats.idle)))
+    return found
+
+
+def _rates(cluster: Cluster) -> Floats:
+    rates = np.array(cluster.bytes_per_s, dtype=float)
+    np.fill_diagonal(rates, np.inf)
+    return rates
+
+
+def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part]) -> _UsedLinks:
+    index = {node.name: place for place, node in enumerate(cluster.nodes)}
+
+    def machines(gpus: Sequence[str]) -> list[int]:
+        return [index[gpu.rpartition(":")[0]] for gpu in gpus]
+
+    ring: set[tuple[int, int]] = set()
+    boundary: set[tuple[int, int]] = set()
+    for place, (_, gpus) in enumerate(stages):
+        ranks = machines(gpus)
+        ring |= set(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+        if place + 1 < len(stages):
+            following = machines(stages[place + 1][1])
+            # the idealised trainer's stages may have different widths; any of their ranks may then be connected
+            equal = len(ranks) == len(following)
+            boundary |= set(zip(ranks, following, strict=True) if equal else ((a, b) for a in ranks for b in following))
+
+    def pairs(links: set[tuple[int, int]]) -> Ints:
+        return np.array(sorted((a, b) for a, b in links if a != b), dtype=np.int64).reshape(-1, 2)
+
+    def by_pool(parts: Sequence[Part]) -> dict[int, Ints]:
+        found: dict[int, set[int]] = {}
+        for k, gpus in parts:
+            found.setdefault(k, set()).update(machines(gpus))
+        return {k: np.array(sorted(own), dtype=np.int64) for k, own in found.items()}
+
+    return _UsedLinks(pairs(ring), pairs(boundary), by_pool(stages), by_pool(replicas))
+
+
+def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple[float, float]) -> list[int]:
+    """Return, for each machine of the assignment, the machine that takes its place.
+
+    Each step takes the machine with the slowest links and exchanges it with the machine of its pool and size that
+    reduces the cost most. The search ends when no exchange of one of the slowest machines reduces the cost.
+    """
+    slowness: NDArray[np.float64] = _slowness(cluster, pools)
+    links = np.concatenate([used.ring, used.boundary])
+    weights = np.repeat(emphasis, [len(used.ring), len(used.boundary)])
+    routes = [(training, engines) for training in used.training.values() for engines in used.engines.values()]
+
+    def cost(order: Ints) -> tuple[Floats, Floats]:
+        """Return the cost of each link, and the cost of publication to each machine with an engine."""
+        arrivals = [slowness[np.ix_(order[training], order[engines])].min(axis=0) for training, engines in routes]
+        return weights * slowness[order[links[:, 0]], order[links[:, 1]]], np.concatenate([np.zeros(0), *arrivals])
+
+    peers: dict[int, list[int]] = {}
+    for pool in pools.pools:
+        by_size: dict[int, list[int]] = {}
+        for node, size in zip(pool.nodes, pool.sizes, strict=True):
+            by_size.setdefault(size, []).append(node)
+        peers |= {node: own for own in by_size.values() for node in own}
+    ends = np.concatenate([links[:, 0], links[:, 1], *(engines for _, engines in routes)])
+    order: Ints = np.arange(len(cluster.nodes), dtype=np.int64)
+    tried, improved = 0, True
+    while improved and tried < MOST_SWAPS:
+        own, arrivals = cost(order)
+        total = float(own.sum() + arrivals.sum())
+        by_machine = np.bincount(ends, np.concatenate([own, own, arrivals]), len(order))
+        improved = False
+        for slot in np.argsort(-by_machine, kind="stable")[:SLOWEST].tolist():
+            best: tuple[float, int] | None = None
+            for other in peers[slot]:
+                order[[slot, other]] = order[[other, slot]]
+                found = float(sum(part.sum() for part in cost(order)))
+                order[[slot, other]] = order[[other, slot]]
+                best = min(best or (found, other), (found, other))
+            tried += len(peers[slot])
+            if best is not None and best[0] < total * (1 - 1e-9):
+                order[[slot, best[1]]] = order[[best[1], slot]]
+                improved = True
+                break
+    return [int(machine) for machine in order]
+
+
+def _slowness(cluster: Cluster, pools: Pools) -> Floats:
+    """Return (fastest link between the two pools / link) ** POWER, [machines, machines]."""
+    rates = _rates(cluster)
+    fastest = np.ones_like(rates)
+    for mine in pools.pools:
+        for theirs in pools.pools:
+            block = np.ix_(mine.nodes, theirs.nodes)
+            finite = rates[block][np.isfinite(rates[block])]
+            fastest[block] = finite.max(initial=1.0)
+    found: Floats = (fastest / rates) ** POWER
+    return found

@@ -1,0 +1,96 @@
+"""Clusters whose machines of one type have different links: which links a plan uses, and which it avoids."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from baton.cost.efficiency import Efficiencies
+from baton.planner.assign import GpuAssignment
+from baton.planner.certainty import step_s
+from baton.planner.instance import Inputs, make_problem
+from baton.planner.links import faster_seats, parts_of, used_pools
+from baton.planner.pools import make_pools
+from baton.planner.solve import solve
+from baton.specs.cluster import Cluster
+from tests.planner.planner_cases import cluster, inputs, make_plan, model, work
+
+GB = 1e9
+
+
+def linked(of: Cluster, rates: dict[tuple[int, int], float], other: float) -> Cluster:
+    """The cluster with these bandwidths between machines, and `other` between all others."""
+    rows = [[rates.get((min(a, b), max(a, b)), other) for b in range(len(of.nodes))] for a in range(len(of.nodes))]
+    return msgspec.structs.replace(of, bytes_per_s=tuple(map(tuple, rows)))
+
+
+def drawn(seed: int) -> Inputs:
+    draw = random.Random(seed)
+    of = cluster(*((draw.choice(["Fast", "Slow"]), draw.choice([1, 2, 4])) for _ in range(draw.randint(4, 7))))
+    pairs = [(a, b) for b in range(len(of.nodes)) for a in range(b)]
+    # links of which some limit a step of this small model, and some do not
+    return Inputs(linked(of, {pair: draw.uniform(0.1, 1) * GB for pair in pairs}, GB), model(), work(), Efficiencies())
+
+
+def test_the_links_of_a_ring_of_the_stage_boundary_and_of_publication_are_those_of_the_machines_used() -> None:
+    of = cluster(("Slow", 1), ("Slow", 1), ("Slow", 1), ("Fast", 2), ("Fast", 1))
+    rates = {(0, 1): 5.0, (1, 2): 6.0, (0, 2): 1.0, (0, 3): 7.0, (1, 3): 8.0, (2, 3): 0.5, (2, 4): 9.0, (3, 4): 3.0}
+    pools = make_pools(linked(of, rates, 0.1), Efficiencies(), "pessimistic")
+    slow, fast = (next(k for k, pool in enumerate(pools.pools) if pool.gpu == gpu) for gpu in ("Slow", "Fast"))
+
+    def used(stages: list[tuple[int, tuple[str, ...]]], replicas: list[tuple[int, tuple[str, ...]]]) -> list[float]:
+        found = used_pools(linked(of, rates, 0.1), pools, stages, replicas)
+        within = [found.pools[k].place.inter_bytes_per_s for k in (slow, fast)]
+        return [*within, found.bytes_per_s[slow][fast], found.bytes_per_s[fast][slow]]
+
+    # the ring of three machines has all of their links; machines with engines receive from the faster of two links
+    assert used([(slow, ("n0:0", "n1:0", "n2:0"))], [(fast, ("n3:0",)), (fast, ("n4:0",))]) == [1.0, 3.0, 8.0, 0.1]
+    # ranks with the same index are connected: n0 with n3, n1 with n3, and n2 with n4 but not with n3
+    stages = [(slow, ("n0:0", "n1:0", "n2:0")), (fast, ("n3:0", "n3:1", "n4:0"))]
+    assert used(stages, []) == [1.0, 3.0, 7.0, 7.0]
+    # a stage on one machine has no ring, so the pool keeps its slowest link
+    assert used([(fast, ("n3:0", "n3:1"))], [(slow, ("n0:0",))]) == [1.0, 3.0, 0.1, 7.0]
+
+
+def test_machines_are_exchanged_so_that_the_ring_of_a_stage_and_publication_use_fast_links() -> None:
+    """Six machines that train and two with engines, in an order whose links are slow."""
+    order = [0, 3, 1, 4, 2, 5]
+    fast = {(min(a, b), max(a, b)): 10.0 for a, b in pairwise([*order, order[0]])}
+    fast |= {(5, 6): 10.0, (2, 7): 10.0}
+    of = linked(cluster(*[("Fast", 1)] * 8), fast, 1.0)
+    pools = make_pools(of, Efficiencies(), "pessimistic")
+    names = [node.name for node in of.nodes]
+    stage = tuple((f"{name}:0",) for name in names[:6])
+    seats = GpuAssignment(((0, stage),), ((0, (f"{names[6]}:0",)), (0, (f"{names[7]}:0",))), ())
+
+    def slowest(of_seats: GpuAssignment) -> tuple[float, float]:
+        used = used_pools(of, pools, *parts_of(of_seats, [0]))
+        return used.pools[0].place.inter_bytes_per_s, used.bytes_per_s[0][0]
+
+    assert slowest(seats) == (1.0, 10.0)
+    assert max(map(slowest, faster_seats(of, pools, seats, [0]))) == (10.0, 10.0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_plan_has_the_time_of_its_links_which_is_between_the_bound_and_that_of_the_slowest_links(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.planner.solve.MAX_POOLS", 0)
+    monkeypatch.setattr("baton.planner.solve.MOST_GPUS_IN_PARTS", 0)
+    asked = drawn(seed)
+    plan = make_plan(asked)
+    assert plan.breakdown.step_s == pytest.approx(step_s(asked, plan, asked.efficiencies))
+    worst = solve(asked, make_problem(asked, "pessimistic"), "exact", 60.0)[1].step_s
+    assert plan.bound.step_s <= plan.breakdown.step_s * (1 + 1e-9)
+    assert plan.breakdown.step_s <= worst * (1 + 1e-9)
+
+
+def test_a_stage_that_fits_on_one_machine_is_on_one_machine() -> None:
+    plan = make_plan(inputs(cluster(("Fast", 4), ("Fast", 4), ("Fast", 4))))
+    for stage in plan.training.stages:
+        if len(stage.gpu_ids) <= 4:
+            assert len({gpu.partition(":")[0] for gpu in stage.gpu_ids}) == 1
+    assert min(len(stage.gpu_ids) for stage in plan.training.stages) <= 4
