@@ -93,20 +93,31 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     specs = [spec for ranks in stages for spec in (*ranks[first:], *ranks[:first])]
     ranks = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, by_name) for rank, (gpu, ids) in enumerate(specs))
     workers = _workers(plan, by_name, first_worker)
-    return Placement(ranks, workers, names, _overrides(plan, len(ranks)))
+    return Placement(ranks, workers, names, _overrides(plan, ranks))
 
 
-def _overrides(plan: Plan, num_ranks: int) -> tuple[str, ...]:
+def _overrides(plan: Plan, ranks: Sequence[ProcessSpec]) -> tuple[str, ...]:
     stages = plan.training.stages
     layers = [last - first for first, last in (stage.layers for stage in stages)]
     width = 1 if stages[0].gpu == CPU else stages[0].tp
     reduces_each = ("trainer.shard_gradients=true",) if plan.training.shard_gradients else ()
+    speeds = _speeds([spec.threads for spec in ranks], len(stages))
+    uneven = (f"trainer.speeds={speeds}",) if len(set(speeds)) > 1 else ()
     return (
-        f"trainer.ranks={num_ranks}",
+        f"trainer.ranks={len(ranks)}",
         f"trainer.stages={layers if len(layers) > 1 else 1}",
         f"trainer.tensor_parallel={width}",
         *reduces_each,
+        *uneven,
     )
+
+
+def _speeds(threads: Sequence[int], num_stages: int) -> list[float]:
+    """Return the relative speeds of the ranks of a stage. Ranks with the same index in their stages train the same
+    rows, so the slowest of them, relative to its stage, determines their speed."""
+    size = len(threads) // num_stages
+    of_stages = [threads[first : first + size] for first in range(0, len(threads), size)]
+    return [round(min(own[rank] * size / sum(own) for own in of_stages), 4) for rank in range(size)]
 
 
 def _plan_shape(plan: Plan) -> tuple[str, ...]:

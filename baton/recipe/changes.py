@@ -105,6 +105,7 @@ CHANGES_BITS = (
     "trainer.stages",
     "trainer.tensor_parallel",
     "trainer.shard_size",
+    "trainer.speeds",
     "trainer.shard_gradients",
 )
 """Keys that a resumed run may change. The last bits of its results may then differ."""

@@ -178,13 +178,11 @@ def cut(
         kinds = [([row for row in trained if row.has_advantage], True), (others, False)]
     found = []
     for kind, has_gradient in kinds:
-        dealt = balanced([share.cost(len(row.token_ids)) for row in kind], share.size)
-        by_rank = [
-            first_fit(own, max_tokens_per_microbatch)
-            if is_packed
-            else under_budget(own, max_tokens_per_microbatch, multiples)
-            for own in ([kind[place] for place in places] for places in dealt)
-        ]
+        dealt = balanced([share.cost(len(row.token_ids)) for row in kind], share.size, share.speeds)
+        by_rank = []
+        for places, most in zip(dealt, share.limits(max_tokens_per_microbatch), strict=True):
+            own = [kind[place] for place in places]
+            by_rank.append(first_fit(own, most) if is_packed else under_budget(own, most, multiples))
         chunks = by_rank[share.rank]
         chunks += [[IDLE_ROW]] * (max(map(len, by_rank)) - len(chunks))
         if shares_prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -79,6 +80,11 @@ class TrainerSettings(Settings):
     """Number of consecutive ranks that share one copy of the model, or of a stage (HSDP). Must divide `ranks`, or with
     several stages the number of ranks per stage. With a smaller value, the ranks of a copy can share a fast network,
     such as the network within a machine, but each rank needs more memory. Default: all ranks share one copy."""
+    speeds: tuple[float, ...] = ()
+    """Relative speeds of the ranks of a stage that train different rows, in rank order, such as [2, 1]. Each rank gets
+    rows in proportion to its speed, and its microbatches are at most that much shorter than those of the fastest rank.
+    Does not change the update. `baton train --plan` sets the key if ranks have different numbers of cores. Default: all
+    ranks are equally fast."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds all. Saves memory and takes more time."""
 
@@ -133,6 +139,11 @@ class TrainerSettings(Settings):
                 f"shard_size: got {self.shard_size} with ranks = {self.ranks} and tensor_parallel = "
                 f"{self.tensor_parallel}; allowed are divisors of ranks / stages with tensor_parallel = 1; omit the "
                 "key to share one copy of the model among all ranks"
+            )
+        if self.speeds and (len(self.speeds) != self.data_ranks or not all(0 < speed < inf for speed in self.speeds)):
+            raise ValueError(
+                f"speeds: got {list(self.speeds)}; allowed is one positive number for each of the {self.data_ranks} "
+                "ranks of a stage that train different rows, or none"
             )
         for key in ("ranks", "compile", "moe_replay"):
             if self.share_prompts and getattr(self, key) != type(self).model_fields[key].default:

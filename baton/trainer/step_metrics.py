@@ -61,7 +61,8 @@ class Totals:
     largest: int = 0
     """Number of tokens, including padding, in the largest microbatch of this rank."""
     imbalance: float | None = None
-    """Largest `places` of a rank, divided by the mean over ranks; None with one rank."""
+    """Largest `places` of a rank, divided by the mean over ranks; with `trainer.speeds`, each rank's number is first
+    divided by its relative speed. None with one rank."""
 
     def add(
         self,
@@ -90,7 +91,10 @@ class Totals:
         """Replace this rank's sums with sums over all ranks."""
         if parallel.share.size == 1:
             return
-        largest_places, max_diff = parallel.largest(self.places), parallel.largest(self.distance.max_diff)
+        largest_places, max_diff = (
+            parallel.largest(self.places / parallel.share.speed),
+            parallel.largest(self.distance.max_diff),
+        )
         own = [self.losses, self.value_losses, self.tokens, self.distance, self.values, [self.real, self.places]]
         found = parallel.sums(np.array([number for numbers in own for number in numbers]))
         parts = [part.tolist() for part in np.split(found, np.cumsum([len(numbers) for numbers in own])[:-1])]

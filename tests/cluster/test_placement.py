@@ -41,6 +41,11 @@ def test_cores_of_a_machine_are_threads_of_one_process() -> None:
     placed = place(plan, cores, here=cores[1].id)
     assert [(p.machine, p.threads, p.resources) for p in placed.ranks] == [("y", 1, {"CPU": 1}), ("x", 2, {"CPU": 2})]
     assert [(p.machine, p.threads) for p in placed.workers] == [("y", 2)]
+    assert "trainer.speeds=[0.6667, 1.3333]" in placed.overrides, "rows in proportion to the cores of a rank"
+    plan = plan_of([stage("CPU", "x:0", "x:1", "y:0"), stage("CPU", "x:2", "y:1", "y:2")], [])
+    assert "trainer.speeds=[0.6667, 0.6667]" not in place(plan, cores).overrides, "each rank is slow in one stage"
+    even = plan_of([stage("CPU", "x:0", "y:0")], [replica("CPU", "y:1", share=1.0)])
+    assert not any("speeds" in each for each in place(even, cores).overrides)
 
 
 def test_machines_are_found_by_name_and_else_by_type() -> None:

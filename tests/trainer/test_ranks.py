@@ -122,6 +122,7 @@ CASES: dict[str, dict[str, Any]] = {
     "second moment": {"name": "decoupled_ppo", "correction": "second_moment"},
     "lora": {"name": "grpo", "kl_coef": 0.05, "lora": LoraSettings(rank=2), "num_epochs": 2},
     "packed": {"name": "grpo", "packing": "always", "num_minibatches": 2},
+    "unequal speeds": {"name": "grpo", "num_minibatches": 2, "ranks": 4, "speeds": (4.0, 1.0, 2.0, 0.5)},
     "checkpointed": {"name": "dapo", "num_minibatches": 1, "activation_checkpointing": True, "shard_gradients": True},
     "bfloat16": {"name": "grpo", "dtype": "bfloat16"},
 }
@@ -384,6 +385,8 @@ def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, mo
         ({"tensor_parallel": 3}, "tensor_parallel: got 3 with ranks = 2; allowed are divisors"),
         ({"shard_size": 3}, "shard_size: got 3 with ranks = 2 and tensor_parallel = 1; allowed are divisors"),
         ({"shard_size": 1, "tensor_parallel": 2}, "shard_size: got 1 with ranks = 2 and tensor_parallel = 2"),
+        ({"speeds": (2, 1, 1)}, r"speeds: got \[2.0, 1.0, 1.0\]; allowed is one positive number for each of the 2"),
+        ({"speeds": (2, 0)}, r"speeds: got \[2.0, 0.0\]; allowed is one positive number"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:

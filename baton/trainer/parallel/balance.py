@@ -1,13 +1,14 @@
-"""Load balance: assigns each row of a minibatch to one rank, with about equal work for all ranks.
+"""Load balance: assigns each row of a minibatch to one rank, so that all ranks need about the same time.
 
 Does not import torch.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,22 @@ class BatchShare:
     even_tokens: float = float("inf")
     """Row length in tokens at which attention costs as much as the linear layers (`trainer/model_setup.py`)."""
 
+    speeds: tuple[float, ...] = ()
+    """Relative speed of each rank (`trainer.speeds`); if empty, all ranks are equally fast."""
+
+    @property
+    def speed(self) -> float:
+        """Speed of this rank, relative to the mean over ranks."""
+        return self.speeds[self.rank] * self.size / sum(self.speeds) if self.speeds else 1.0
+
+    def limits(self, max_tokens: int) -> list[int]:
+        """Return each rank's maximum number of tokens of a microbatch, which is `max_tokens` for the fastest ranks.
+
+        Ranks gather parameters in each pass, so they run the same pass at the same time. In proportion to speed,
+        the passes of all ranks take about the same time.
+        """
+        return [max(1, int(max_tokens * speed / max(self.speeds))) for speed in self.speeds] or [max_tokens] * self.size
+
     def cost(self, num_tokens: int) -> float:
         """Return the cost of a row, relative to one token of a very short row."""
         return num_tokens * (1.0 + num_tokens / self.even_tokens)
@@ -28,17 +45,20 @@ class BatchShare:
 ALONE = BatchShare()
 
 
-def balanced(costs: Sequence[float], count: int) -> list[list[int]]:
-    """Assign indices 0 … len(costs) − 1 to `count` parts of about equal cost, each part in ascending order.
+def balanced(costs: Sequence[float], count: int, speeds: Sequence[float] = ()) -> list[list[int]]:
+    """Assign indices 0 … len(costs) − 1 to `count` parts, each in ascending order, so that all take about the same
+    time. `speeds`: relative speed of the rank of each part; by default, all are equal.
 
-    Costs are assigned in descending order, each to the part with the least cost so far; ties go to the first such part
-    (Graham 1969). No part exceeds the mean by more than (1 − 1/count) times the largest cost. The result depends only
-    on the costs, so every rank computes the same parts.
+    Costs are assigned in descending order, each to the part that then takes the least time; ties go to the first such
+    part (Graham 1969; Gonzalez, Ibarra and Sahni 1977). At equal speeds, no part exceeds the mean by more than
+    (1 − 1/count) times the largest cost. The result depends only on the arguments, so every rank computes the same
+    parts.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0.0, part) for part in range(count)]
+    rates = np.array(speeds or [1.0] * count)
+    loads = np.zeros(count)
     for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        load, part = loads[0]
+        part = int(((loads + costs[place]) / rates).argmin())
         parts[part].append(place)
-        heapq.heapreplace(loads, (load + costs[place], part))
+        loads[part] += costs[place]
     return [sorted(part) for part in parts]

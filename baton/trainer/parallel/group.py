@@ -112,6 +112,7 @@ class RankGroup(SingleRank):
         tensor_parallel: int,
         shard_size: int | None,
         reduces_each: bool,
+        speeds: tuple[float, ...] = (),
     ) -> None:
         """Create the device mesh over torch's process group.
 
@@ -120,7 +121,7 @@ class RankGroup(SingleRank):
         products of the same rows; along the other, FSDP shards parameters. `shard_size` consecutive ranks share one
         copy of the stage's parameters; by default, all ranks of the stage share one copy. Any other `shard_size`
         requires that `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce
-        gradients after each microbatch.
+        gradients after each microbatch. `speeds`: `BatchShare.speeds`.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.rank = dist.get_rank()
@@ -145,7 +146,7 @@ class RankGroup(SingleRank):
             self._shards = init_device_mesh(device.type, shape, mesh_dim_names=("stages", "copies", "shards"))[
                 "copies", "shards"
             ]
-        self.share = BatchShare(self._data.get_local_rank(), num_data)
+        self.share = BatchShare(self._data.get_local_rank(), num_data, speeds=speeds)
         self._reduces_each = reduces_each
         self._sharded: dict[int, Sharded] = {}
         self._cut: dict[int, StageModel] = {}

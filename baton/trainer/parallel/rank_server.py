@@ -78,6 +78,7 @@ class RankServer:
                     tensor_parallel=settings.tensor_parallel,
                     shard_size=settings.shard_size,
                     reduces_each=settings.shard_gradients,
+                    speeds=settings.speeds,
                 )
                 self._trainer = make_trainer(setup, load_tokenizer(setup.model_path), parallel)
                 return messages.Ready(self._trainer.version)
