@@ -328,7 +328,7 @@ class Trajectory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def turn_offset(self) -> int:
-        """Number of tokens after the prompt before the current turn, which follows the last observation."""
+        """Number of tokens between the prompt and the current turn, which follows the last observation; else 0."""
         offset = self.num_tokens
         for s in reversed(self.segments):
             if s.author is Author.ENVIRONMENT:

@@ -244,7 +244,7 @@ class PlacementChange(msgspec.Struct, frozen=True):
 
 
 def change(now: Sequence[ProcessSpec], wanted: Sequence[ProcessSpec]) -> PlacementChange:
-    """A running worker is kept if a wanted worker has the same GPUs, parallel shape and slots."""
+    """Return the difference. A running worker is kept if a wanted worker has the same GPUs, shape and slots."""
     left = {_shape(spec): spec for spec in now}
     kept, begun = [], []
     for spec in wanted:

@@ -134,7 +134,7 @@ class TokenBridge:
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
     def _marked(self, message: Message) -> str:
-        """Return the text of a message with its special tokens marked. A turn keeps its tags, as of tool calls."""
+        """Return the text of a message with its special tokens marked. A turn keeps its tags, such as <tool_call>."""
         pattern = self._markers if message.role == "assistant" else self._named
         return pattern.sub(rf"{_BEGIN_TEXT}\g<0>{_END_TEXT}", _clean(message.content))
 

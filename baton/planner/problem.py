@@ -144,7 +144,7 @@ def make_step(work: Workload) -> StepModel:
 
 
 def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
-    """Return publication times [candidates, pools]. `shares` [candidates, pools]: of the trained weights."""
+    """Return publication times [candidates, pools]. `shares` [candidates, pools]: trained share of the weights."""
     latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
     times: Floats = publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
     return times

@@ -32,7 +32,7 @@ CROSSING_STAGES = (1, 2)
 MAX_CROSSED = 3
 """Maximum number of pools in one pipeline."""
 MAX_SHAPES = 400_000
-"""Maximum number of shapes that are evaluated for a set of pools, if it has more."""
+"""Maximum number of shapes that are evaluated for a set of pools."""
 SATURATED_SHAPES = 3
 """Number of shapes tried on each pool that trains with all its GPUs, if not all shapes are evaluated."""
 

@@ -126,7 +126,7 @@ class RoutingReplay:
 
 
 def routers_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return by name a model's routers: modules with integers `top_k` and `num_experts`. Works on the meta device."""
+    """Return a model's routers by name: modules with integers `top_k` and `num_experts`. Works on the meta device."""
 
     def is_router(module: Any) -> bool:
         counts = getattr(module, "top_k", None), getattr(module, "num_experts", None)

@@ -61,7 +61,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     with companions(companion, recipe.engine.processes - 1 if on_cpu else 0):
         points = list(engine_points(recipe, say))
     torch.set_num_threads(threads)
-    alarms.logger.disabled = True  # these batches have invented rewards and behavior logprobs, which would raise alarms
+    alarms.logger.disabled = True  # these batches have made-up rewards and behavior logprobs, which would raise alarms
     try:
         timings = measure_train_steps(recipe, threads, say)
     finally:

@@ -213,7 +213,7 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
 def _trainer(recipe: Recipe) -> Trainer:
     """Build the recipe's trainer with one rank, and with a learning rate so low that the weights hardly change."""
     alone: dict[str, object] = {"ranks": 1, "stages": 1, "tensor_parallel": 1}
-    # The batches have invented behavior logprobs, so the mismatch has no meaning. Trajectories without advantage get a
+    # The batches have made-up behavior logprobs, so the mismatch has no meaning. Trajectories without advantage get a
     # forward pass too, so the fit can separate forward and backward passes.
     alone |= {
         "metrics_of_all_tokens": True,

@@ -220,8 +220,8 @@ class RolloutController:
     def abort_all(self, longest_s: float) -> None:
         """Abort all leases before the process exits, and journal the tokens that are reported within `longest_s`."""
         until_s = self._now_s() + longest_s
-        # if a stop interrupted load_weights, the worker cannot process an abort; if it interrupted the draw of a
-        # prompt, the scheduler's last commands were not executed, so only journaled tokens continue, as after a kill
+        # after a stop within load_weights, the worker cannot process an abort; after a stop within the draw of a
+        # prompt, the scheduler's last commands were not executed. Only journaled tokens are then kept, as by a kill
         if not self._is_interruptible:
             self._dispatch(ev.DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:

@@ -42,7 +42,7 @@ class WorkerClient:
         stop: StopRequest | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """stall_timeout_s: maximum without progress. max_context_tokens: of the worker's engine; None if unknown."""
+        """stall_timeout_s: maximum time without progress. max_context_tokens: of the worker's engine, or None."""
         self.transport, self.clock = transport, clock
         self.stop = stop or StopRequest()
         """A stop request ends every wait for the worker."""

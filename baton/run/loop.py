@@ -169,8 +169,8 @@ class Loop:
         checkpoint. If the process is killed, a resume repeats the steps after the last checkpoint, and cuts or
         overwrites the files of these steps.
         """
-        # a full collection visits 400,000 objects of imported modules: 0.3 s in the middle of a step. No collection
-        # before: a process that resumes many runs would pay 0.3 s for each
+        # freeze the 400,000 objects of imported modules, which a full collection in a step would visit in 0.3 s; do not
+        # collect first, because a process that resumes many runs would need 0.3 s for each
         gc.freeze()
         try:
             return self._train()

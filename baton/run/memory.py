@@ -109,7 +109,7 @@ def _published_bytes(recipe: Recipe, *, on_cpu: bool) -> int:
 def stages_of(
     recipe: Recipe, model: ModelSpec, *, on_cpu: bool, most_tokens: float = math.inf
 ) -> list[tuple[tuple[Phase, ...], int]]:
-    """Return a rank's phases and number of layers for each pipeline stage. Raises UserError for unfit stages."""
+    """Return a rank's phases and number of layers for each pipeline stage. Raises UserError if these do not fit."""
     layers = stage_layers(recipe.trainer.stages, model.num_layers)
     return [
         (rank_phases_of(recipe, model, on_cpu=on_cpu, stage=stage, most_tokens=most_tokens), count)

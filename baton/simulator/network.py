@@ -110,8 +110,8 @@ class SimulatedOutgoing(Outgoing):
 
     def put(self, message: FromHub) -> bool:
         down = self._down
-        # without faults, no message is lost. To keep the simulation fast, confirmations then take no time, and there is
-        # no limit of silence that HeartbeatAck must meet
+        # for speed: without faults no message is lost, so Ack takes no time and HeartbeatAck, which only shows that
+        # the hub is alive, is not sent
         if down.fate is not None or not isinstance(message, Ack | HeartbeatAck):
             down.send(message)
         elif isinstance(message, Ack):

@@ -224,7 +224,7 @@ class WorkAlgorithmSettings(Settings):
     recompute: bool = True
     """Recompute activations in the backward pass to save memory."""
     microbatch_tokens: int = Field(default=8192, ge=0)
-    """Maximum tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory is one of its own."""
+    """Maximum tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory forms one."""
 
 
 class WorkRewardSettings(Settings):

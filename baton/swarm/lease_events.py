@@ -40,7 +40,7 @@ class WorkerSeen(TimedEvent, frozen=True, tag="WorkerHeard"):
     version: int | None
     """Number of the version that the worker serves; None if it serves no version of this lineage."""
     decoded_tokens: int
-    """Token counter of the engine. A worker is stuck if this does not change while the worker holds leases."""
+    """Token counter of the engine. A worker is stuck if it does not change while the worker holds leases."""
 
 
 class WorkerLeft(TimedEvent, frozen=True, tag="WorkerLeft"):

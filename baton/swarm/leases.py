@@ -412,7 +412,7 @@ class LeaseTable:
             self._offer_owner(owner)
 
     def _charge(self, lease: TrackedLease) -> None:
-        """Subtract the cost of a lost lease from its worker's credit, unless it was still queued there."""
+        """Subtract the cost of a lost lease from its worker's credit, unless the worker had only queued it."""
         worker = self.workers[lease.worker]
         # Workers run leases in the order of the lease numbers, so a lease that is not among the first `slots` leases
         # never ran.

@@ -15,7 +15,7 @@ class TemporaryDirectories:
     and removes the directories, such as weights in shared memory."""
 
     def __init__(self, notes: Path) -> None:
-        """Remove the directories that an earlier process of the run has left. notes: file of the paths."""
+        """Remove the directories that an earlier process of the run has left. notes: file with their paths."""
         self._notes = notes
         self._directories: list[Path] = []
         if notes.exists():

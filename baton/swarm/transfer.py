@@ -83,7 +83,7 @@ def chunk_url(base: str, digest: str) -> URL:
 
 
 async def get_bounded(session: aiohttp.ClientSession, url: URL, headers: dict[str, str], limit: int) -> bytes:
-    """Send a GET request and return the body. Raises WeightsFault beyond `limit` bytes or for a status except 200."""
+    """Send a GET request and return the body. Raises WeightsFault above `limit` bytes and if the status is not 200."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
         if response.status != 200:
@@ -121,7 +121,7 @@ def model_digest(packed: bytes) -> str:
 
 
 def unpack_model(packed: bytes, directory: Path) -> None:
-    """Write the files of a message of `pack_model`. Raises WeightsFault for invalid messages and names; OSError."""
+    """Write the files of a message of `pack_model`. Raises WeightsFault for an invalid message, and OSError."""
     try:
         files = msgspec.msgpack.decode(packed, type=dict[str, bytes])
     except (msgspec.DecodeError, ValueError) as error:

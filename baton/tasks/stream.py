@@ -54,8 +54,8 @@ class ProblemSettings(Settings):
     reference is used if it begins with "####", as in GSM8K."""
     scorer: Literal["number", "math", "letter", "none"] = "number"
     """How answers are scored if the task has a `path`. number: 1 if the answer equals the reference as text or as a
-    number. math: 1 if math-verify finds them equal. letter: 1 if the answer is the letter of the correct choice; the
-    prompt lists the choices in the column `choices` or `options`. none: only reward functions score."""
+    number. math: 1 if math-verify finds them equal. letter: 1 if the answer is the letter of the correct choice, listed
+    from the column `choices` or `options`. none: only reward functions score; rows need no reference."""
     answer: AnswerSettings | None = None
     """Answer format of this task, such as `{ format = "letter" }`; the default is [answer]."""
     environment: str | None = None
@@ -63,7 +63,8 @@ class ProblemSettings(Settings):
     `file.py:Class`. `params` are the arguments of the class; the columns of a `path` are those of `reset`."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call in a multi-turn task, as `module:function` or `file.py:function`. They replace
-    `environment`. `params.reward` names a function that scores the last turn; the first observation is `prompt`."""
+    `environment`. `params.reward` names a function that scores the last turn. A row's `prompt` is the first
+    observation."""
     max_turns: int = Field(default=10, ge=1)
     """For multi-turn tasks: maximum number of turns of an episode."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
@@ -77,7 +78,7 @@ class ProblemSettings(Settings):
     """Wording of the problem. original: the wording of reasoning-gym. compact: few tokens, for small models."""
     too_long: Literal["filter", "refuse"] = "filter"
     """Treatment of prompts that leave no room for a response within engine.max_context_tokens. filter: skip and count
-    these prompts. refuse: refuse to start if the check at the start finds such a prompt; others are skipped."""
+    these prompts. refuse: do not start if the check at the start finds such a prompt; skip those that it misses."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of a prompt, if it is lower than the limit that engine.max_context_tokens sets.
     `too_long` states how longer prompts are treated."""
@@ -304,7 +305,7 @@ class TaskMixture:
         return prompts
 
     def _distinct(self, name: str, task: Task, share: int, seen: set[str], *, or_fewer: bool) -> list[Prompt]:
-        """Return `share` prompts of evaluations' problems whose ids are not in `seen`. Add their ids to `seen`."""
+        """Return `share` prompts of evaluated problems whose ids are not in `seen`. Add their ids to `seen`."""
         prompts: list[Prompt] = []
         index, last_new, too_long = 0, 0, 0
         while len(prompts) < share:

@@ -58,7 +58,7 @@ class LossInputs:
     """Name of an `episode_sum` that was computed → the part of this sum from each row: [B, 1]."""
 
     def episode_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` [B, K] over the trained tokens of each row's episode and its paths: [B, 1], no gradient."""
+        """Sum `values` [B, K] over the trained tokens of each row's episode (all paths): [B, 1], without gradient."""
         own = self.own_sums[name] = torch.where(self.mask, values.detach(), 0).sum(-1, keepdim=True)
         return own + self.elsewhere[name] if name in self.elsewhere else own
 

@@ -103,7 +103,7 @@ def trainer_phases(
 def logits_on_gpu(
     config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
 ) -> int:
-    """Return how many logits a rank on a GPU can compute at a time, which is faster, without a higher peak memory."""
+    """Return the most logits that a rank on a GPU can compute at a time, for speed, without a higher peak memory."""
     model = spec_of(config)
     phases = trainer_phases(
         model,

@@ -63,7 +63,7 @@ class TrainerSettings(Settings):
     tokens, the metrics of entropy, mismatch and importance weights are means over all trained tokens. Does not change
     the update. If the loss depends on these episodes, the pass runs in any case."""
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass. Saves memory for a third more computation."""
+    """Recompute each block's activations in the backward pass. Saves memory for about a third more computation."""
 
     moe_replay: Literal["off", "proximal", "engine"] = "off"
     """Routing replay for mixture-of-experts models. `proximal`: updates use the experts that the policy chose at the

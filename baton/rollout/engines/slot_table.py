@@ -55,7 +55,8 @@ class PrefixKey:
 def prefix_keys(
     pieces: Sequence[Piece], ids: tuple[int, ...], before: PrefixKey | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Return the keys of successive pieces. ids: all, from the start of the prompt. before: key of the piece before."""
+    """Return the keys of successive pieces. ids: all, from the start of the prompt. before: key of the previous
+    piece."""
     found = []
     digest, begin = (b"", 0) if before is None else (before.digest, before.piece.end)
     for piece in pieces:

@@ -38,7 +38,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, file_limit: int) -> ConnectionLimits:
-        """Return the limits for a process that may open `file_limit` files, of which some are its own."""
+        """Return the limits for a process that may open `file_limit` files, some of them reserved."""
         total = min(MAX_CONNECTIONS, file_limit - min(MAX_RESERVE, file_limit // 2))
         quarter = total // 4
         return cls(quarter, 2 * quarter, quarter, 3 * quarter)

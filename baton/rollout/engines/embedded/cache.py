@@ -244,7 +244,7 @@ def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tenso
 
 
 def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
-    """Return one `Prefix` per length: a copy of so many positions of a row of a prefill cache, from `start` on."""
+    """Return one `Prefix` per length: a copy of that many positions of a prefill cache's row, from `start` on."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
     def cut(states: list[Tensor], row: int, length: int) -> list[Tensor]:
