@@ -89,8 +89,8 @@ def used_pools(cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas:
 
 
 def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: Sequence[int]) -> list[GpuAssignment]:
-    """Return assignments in which machines of a pool with equally many GPUs are exchanged so that the used links are
-    fast: one for each emphasis. `columns`: the pool of each column of the problem."""
+    """Return one assignment for each of `EMPHASES`: machines of a pool with equally many GPUs are exchanged, so that
+    the used links are fast. `columns`: the pool of each column of the problem."""
     used = _used(cluster, *parts_of(seats, columns))
     names = [node.name for node in cluster.nodes]
     found = []

@@ -232,7 +232,8 @@ def _step_s(trainer: Trainer, batch: Batch) -> float:
 
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
-    """Return a batch with the lengths of `trajectories` times `factor`. Rewards differ in `share` of the groups."""
+    """Return a batch with the lengths of `trajectories` times `factor`. Rewards differ in the share `share` of the
+    groups."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
     groups: dict[int, list[ScoredTrajectory]] = {}

@@ -129,7 +129,8 @@ class RolloutController:
         num_batches: float = math.inf,
     ) -> None:
         """Start at `version`, which equals the number of batches delivered before. cursor: the journal's cursor in the
-        prompt stream. carried: open groups of an earlier process. num_batches: of the run; limits opened groups."""
+        prompt stream. carried: open groups of an earlier process. num_batches: batches of the run, which limit the
+        opened groups."""
         self.scheduler = self.make_scheduler(
             self.rules, version=version, next_group_id=cursor.next_group_id, num_batches=num_batches
         )
@@ -154,8 +155,8 @@ class RolloutController:
     def resume(
         self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
     ) -> list[OpenGroup]:
-        """Start at `version` with the journal's cursor and open groups; return these. cursor: of the checkpoint.
-        newest_group_id: largest id in a recorded batch. Both are for a journal whose last entries are lost."""
+        """Start at `version` with the journal's cursor and open groups; return these. cursor: that of the checkpoint.
+        newest_group_id: largest id in a recorded batch. Both replace lost last entries of the journal."""
         assert self._journal is not None, "a controller without a journal cannot resume"
         place = self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:

@@ -104,8 +104,8 @@ class GymTask:
         return metadata if entry is None else {**metadata, "entry": entry}
 
     def score(self, answer: str | None, reference: str | None, metadata: dict[str, Any]) -> float:
-        """Score an answer with reasoning-gym's verifier. If the metadata have no entry, generate the entry from seed
-        and index. An answer that must not be passed to the verifier (`gym_answer_filter.py`) scores 0."""
+        """Score an answer with reasoning-gym's verifier. If the metadata has no entry, generate it from seed and index.
+        An answer that must not be passed to the verifier (`gym_answer_filter.py`) scores 0."""
         if answer is None or not may_be_scored(self._gym_name, answer):
             return 0.0
         if "entry" in metadata:
