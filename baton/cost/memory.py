@@ -103,6 +103,8 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     on_cpu: bool = False
     published_bytes: Array = 0.0
     """Bytes per weight in the copy that this process publishes; 0 if another process publishes."""
+    previous_bytes: float = 0.0
+    """Bytes per weight of the whole version that engines serve, if this process keeps it for the next difference."""
     float32_head: bool = False
     """Whether the head's products are float32 while other layers compute in bfloat16."""
     max_kept: int = 0
@@ -275,6 +277,8 @@ def _state(model: ModelSpec, how: RankShape, first: Array, last: Array) -> tuple
     frozen = how.reference_bytes + (how.base_bytes if how.adapter_params else 0.0)
     if frozen:
         found.append(Term("frozen weights", frozen * others / shards, frozen * layer / shards))
+    if how.previous_bytes:
+        found.append(Term("previous version", how.previous_bytes * others, how.previous_bytes * layer))
     return tuple(found)
 
 

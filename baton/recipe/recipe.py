@@ -130,10 +130,16 @@ class Recipe(Settings):
             )
 
     def _check_transport(self) -> None:
-        if self.weights.transport == "direct" and self.engine.kind != "vllm":
+        got = self.weights.transport
+        if got != "store" and self.engine.kind != "vllm":
             raise ValueError(
-                f'weights.transport: got "direct" with engine.kind = "{self.engine.kind}", but direct transfers use '
+                f'weights.transport: got "{got}" with engine.kind = "{self.engine.kind}", but direct transfers use '
                 'vLLM\'s weight transfer; use "store", or engine.kind = "vllm"'
+            )
+        if got == "sparse" and self.engine.vllm.quantization is not None:
+            raise ValueError(
+                'weights.transport: got "sparse" with engine.vllm.quantization, but quantised weights have no elements '
+                'to change one by one; use "direct"'
             )
 
     def _check_publish_period(self) -> None:

@@ -213,5 +213,8 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """Counters since the engine started."""
 
+    def metrics(self) -> dict[str, float]:
+        """Return the engine's own metrics since the last call."""
+
     def close(self) -> None:
         """Stop the engine and its processes. Unreported tokens are lost. May be called twice."""

@@ -98,6 +98,9 @@ class LocalTransport(WorkerTransport):
     def stats(self) -> EngineStats:
         return self.engine.stats
 
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        return self.engine.metrics()
+
     def close(self, *, is_over: bool = False) -> None:
         """Close the engine and the processes that it started."""
         self.engine.close()

@@ -88,6 +88,7 @@ def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = No
 def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
     """Construct the recipe's engine. The engine loads a copy of the model at `path`."""
     layout, device, variables = layout_of(recipe), recipe.model.device, {}
+    transport = recipe.weights.transport
     if layout is not None and layout.engines:
         own = layout.engines[0]
         if recipe.engine.kind == "vllm":
@@ -102,7 +103,7 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
             device=device,
             attention=recipe.model.attention,
             head_dtype=recipe.model.head_dtype,
-            direct=None if recipe.weights.transport == "store" else direct_backend(layout),
+            direct=None if transport == "store" else direct_backend(layout, is_sparse=transport == "sparse"),
         )
 
 

@@ -89,12 +89,19 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
     return DeviceLayout(trainer, divide(num_gpus, trainer, count, each=each, chosen=engine.devices))
 
 
-def direct_backend(layout: DeviceLayout | None) -> DirectBackend:
+def direct_backend(layout: DeviceLayout | None, *, is_sparse: bool = False) -> DirectBackend:
     """Return the backend of direct transfers from the trainer to the run's engine. The backend is `ipc` if both use the
-    same GPU, because NCCL refuses two processes on one GPU."""
+    same GPU, because NCCL refuses two processes on one GPU; with `is_sparse`, this raises UserError."""
     if layout is None:
-        return "gloo"
-    return "ipc" if set(layout.trainer) & set(layout.engines[0]) else "nccl"
+        return "sparse_gloo" if is_sparse else "gloo"
+    if not set(layout.trainer) & set(layout.engines[0]):
+        return "sparse_nccl" if is_sparse else "nccl"
+    if is_sparse:
+        raise UserError(
+            'weights.transport: got "sparse", but trainer and engine use the same GPU, which exchange no bytes over a '
+            'link; use "direct", or choose other GPUs with engine.devices'
+        )
+    return "ipc"
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:

@@ -98,6 +98,7 @@ def rank_phases_of(
         max_kept=recipe.rollout.max_kept,
         sampled_tokens=trajectories * recipe.rollout.max_new_tokens,
         most_tokens=most_tokens,
+        keeps_version=recipe.weights.transport == "sparse",
     )
 
 

@@ -60,13 +60,15 @@ def trainer_phases(
     max_kept: int = 0,
     sampled_tokens: float = 0.0,
     most_tokens: float = float("inf"),
+    keeps_version: bool = False,
 ) -> tuple[Phase, ...]:
     """Return the phases of one rank of a trainer, in pipeline stage `stage`.
 
     `value_bytes`: bytes per value in linear layers. `published_bytes`: bytes per weight of a published version.
     `longest_tokens`: maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`:
     maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that have a sampling
-    mask. `most_tokens`: tokens of the largest microbatch; by default, as many as the settings allow.
+    mask. `most_tokens`: tokens of the largest microbatch; by default, as many as the settings allow. `keeps_version`:
+    whether the trainer keeps the version that engines serve.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
@@ -93,6 +95,7 @@ def trainer_phases(
             max_kept=max_kept,
             masked_tokens=sampled_tokens,
             published_bytes=published_bytes if alone else 0.0,
+            previous_bytes=published_bytes if keeps_version else 0.0,
         ),
         is_first=stage == 0,
         is_last=after == 0,

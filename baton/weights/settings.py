@@ -15,10 +15,12 @@ PublishDtype = DTypeChoice
 class WeightsSettings(Settings):
     """[weights] Publication of policy versions."""
 
-    transport: Literal["store", "direct"] = "store"
+    transport: Literal["store", "direct", "sparse"] = "store"
     """How a version reaches the engines. `store`: as files, in shared memory or in `weights.store`. `direct`: from the
     trainer's memory into the engine's, without files. `direct` requires an engine of kind `vllm` in the run's own
-    process. On a CPU it uses gloo. On GPUs it uses vLLM's own transfer engines; this has never run."""
+    process. On a CPU it uses gloo. On GPUs it uses vLLM's own transfer engines; this has never run. `sparse`: as
+    `direct`, but the engine receives only the elements that changed since the version that it serves. The trainer keeps
+    a copy of that version. The model must be dense and not quantised."""
     dtype: PublishDtype = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
     dtype once, before their digest is computed. Every engine, also in the trainer's process, loads these."""

@@ -21,6 +21,7 @@ from zipfile import ZipFile
 RESULTS = Path(__file__).parent / "results" / "raw.json"
 
 _TRANSFER = "distributed/weight_transfer"
+_PATCH = "model_executor/model_loader/checkpoint_weight_patch.py"
 METHODS: dict[tuple[str, str], tuple[str, ...]] = {
     # client.py
     ("v1/engine/async_llm.py", "AsyncLLM.from_engine_args"): ("engine_args",),
@@ -75,6 +76,11 @@ METHODS: dict[tuple[str, str], tuple[str, ...]] = {
     ("model_executor/model_loader/reload/layerwise.py", "initialize_layerwise_reload"): ("model",),
     ("model_executor/model_loader/reload/layerwise.py", "finalize_layerwise_reload"): (),
     ("distributed/device_communicators/pynccl.py", "PyNcclCommunicator.destroy"): (),
+    (f"{_TRANSFER}/sparse_nccl_engine.py", "SparseNCCLTrainerWeightTransferEngine.__init__"): ("client",),
+    (f"{_TRANSFER}/sparse_nccl_engine.py", "SparseNCCLTrainerWeightTransferEngine.send_weight_chunk"): ("patches",),
+    (f"{_TRANSFER}/sparse_nccl_engine.py", "SparseNCCLWeightTransferEngine.receive_weights"): ("update_info",),
+    (_PATCH, "load_checkpoint_weight_patches"): ("model", "patches"),
+    ("model_executor/layers/utils.py", "dispatch_cpu_unquantized_gemm"): ("layer", "remove_weight"),
 }
 """(file, function) → names of arguments that Baton gives. An argument may also be taken by **kwargs."""
 FIELDS: dict[tuple[str, str], tuple[str, ...]] = {
@@ -93,12 +99,21 @@ FIELDS: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_TRANSFER}/nccl_engine.py", "NCCLTrainerInitInfo"): ("master_address", "master_port", "world_size"),
     (f"{_TRANSFER}/nccl_engine.py", "NCCLWeightTransferUpdateInfo"): ("names", "dtype_names", "shapes"),
     (f"{_TRANSFER}/ipc_engine.py", "IPCTrainerInitInfo"): ("packed",),
+    (f"{_TRANSFER}/sparse_nccl_engine.py", "SparseWeightPatch"): ("name", "indices", "values", "full_shape"),
+    (f"{_TRANSFER}/sparse_nccl_engine.py", "SparseNCCLWeightTransferUpdateInfo"): (
+        *("names", "dtype_names", "shapes", "num_updates_list"),
+    ),
+    (_PATCH, "CheckpointWeightPatch"): ("name", "shape", "dtype", "values", "indices"),
 }
 """(file, class) → fields that Baton gives or reads."""
 TEXTS: dict[str, tuple[str, ...]] = {
     "model_executor/model_loader/reload/layerwise.py": ('": Failed to load weights"|%s: Failed to load weights',),
     f"{_TRANSFER}/nccl_engine.py": (r"self\.model\.load_weights",),
     f"{_TRANSFER}/ipc_engine.py": (r"self\.model\.load_weights", "VLLM_ALLOW_INSECURE_SERIALIZATION"),
+    f"{_TRANSFER}/sparse_nccl_engine.py": (
+        *(r"self\.model_update_group\.broadcast", r"load_checkpoint_weight_patches\(self\.model, patches\)"),
+    ),
+    _PATCH: (r"float\(\"nan\"\)", r"model\.load_weights"),
     f"{_TRANSFER}/factory.py": ('"nccl"', '"ipc"', '"sparse_nccl"', '"nccl_m2n"', '"sharded_rdt"'),
     "v1/worker/gpu_worker.py": (r"WeightTransferEngineFactory\.create_engine",),
     "v1/worker/worker_base.py": ("worker_extension_cls",),

@@ -99,6 +99,14 @@ def test_a_process_without_ranks_gathers_nothing_and_autocast_copies_the_weights
     assert "publication" not in [phase.name for phase in rank_phases(MODEL, SHAPE)]
 
 
+def test_a_trainer_that_sends_differences_keeps_the_version_before_also_if_it_trains_an_adapter() -> None:
+    for adapter in (0.0, 1e5):
+        alone = RankShape(tokens=300, published_bytes=2, adapter_params=adapter)
+        keeps = msgspec.structs.replace(alone, previous_bytes=2)
+        for phase in ("forward pass", "publication"):
+            assert _phase(phase, keeps) - _phase(phase, alone) == pytest.approx(2 * PARAMS)
+
+
 def test_moments_in_eight_bits_are_a_byte_and_a_scale_per_256_values() -> None:
     """Two codes and two float32 scales per 256 values: 2.03125 instead of 8 bytes. An update adds the new moments of
     the largest tensor, the head, in float32."""

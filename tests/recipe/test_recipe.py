@@ -170,6 +170,11 @@ def test_a_wrong_key_or_value_is_one_sentence_with_what_is_allowed(base: Path, o
         ),
         (["eval.max_new_tokens=2000"], "but a prompt with its response has up to 2000 tokens"),
         (["algorithm.num_minibatches=33"], "algorithm.num_minibatches: got 33, but a batch has only"),
+        (["weights.transport=sparse"], 'weights.transport: got "sparse" with engine.kind = "embedded", but'),
+        (
+            ["weights.transport=sparse", "engine.kind=vllm", "engine.vllm.quantization=fp8"],
+            'weights.transport: got "sparse" with engine.vllm.quantization, but quantised weights',
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_in_one_sentence(

@@ -19,7 +19,7 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import experimental_parts
 from baton.run import assemble, dry_run
-from baton.run.devices import DeviceLayout, divide, environment_with, layout_of, visible
+from baton.run.devices import DeviceLayout, direct_backend, divide, environment_with, layout_of, visible
 from baton.run.memory import needed_bytes, processes_of
 from baton.specs.model import read_model
 from baton.swarm.listen import ListenAddress
@@ -274,6 +274,15 @@ def test_the_engine_of_the_trainers_process_has_another_gpu(
     own = recipe(small, tmp_path, f"engine.kind={kind}")
     assemble.build_engine(own, own.model.path, PolicyVersion("x", 0))
     assert started == {"device": device, "sees": sees}
+
+
+def test_a_difference_crosses_a_link_or_is_refused() -> None:
+    apart, same = DeviceLayout((0,), ((1,),)), DeviceLayout((0,), ((0,),))
+    found = [direct_backend(layout, is_sparse=sparse) for layout in (None, apart) for sparse in (False, True)]
+    assert found == ["gloo", "sparse_gloo", "nccl", "sparse_nccl"]
+    assert direct_backend(same) == "ipc"
+    with pytest.raises(UserError, match='got "sparse", but trainer and engine use the same GPU'):
+        direct_backend(same, is_sparse=True)
 
 
 def test_each_worker_of_this_machine_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

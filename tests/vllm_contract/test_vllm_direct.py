@@ -13,16 +13,19 @@ import torch
 from engine_contract import PROMPT
 from test_vllm_death import vllms
 from test_vllm_exact import assert_logprobs_are_those_of
-from test_vllm_runs import EAGER, assert_trained_on_its_own_tokens, baton, end, written
+from test_vllm_runs import EAGER, assert_trained_on_its_own_tokens, baton, end, read_metrics, written
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights" / "direct"))
 
 from replica_process import STAGES, ProcessLink, await_cause
+from transformers import AutoModelForCausalLM
 
 from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings
 from baton.types import PolicyVersion
 from baton.weights.direct.protocol import DirectRules
+from baton.weights.direct.stream import OutgoingVersion
+from tests.model_families import tiny_config
 
 DEADLINE_S = 120.0
 RULES = DirectRules(connect_s=10, announce_s=5, stall_s=5, commit_s=5, first_wait_s=0.1, longest_wait_s=1.0)
@@ -46,7 +49,7 @@ class StagedLink:
 class Started:
     """A vLLM with a sender of its own, which a second replica, a plain process, shares."""
 
-    def __init__(self, path: str, other: ProcessLink) -> None:
+    def __init__(self, path: str, other: ProcessLink, direct: str = "gloo") -> None:
         from baton.rollout.engines.factory import engine_of_model
         from baton.rollout.engines.vllm.direct import VllmLink
         from baton.rollout.engines.whole_weights import Skeleton, WholeWeights
@@ -56,12 +59,18 @@ class Started:
         settings = EngineSettings(kind="vllm", vllm={**EAGER, "answer_timeout_s": 60}, **SETTINGS)
         self.whole = WholeWeights(Skeleton(Path(path), settings).model, None).whole
         self.engine = engine_of_model(
-            path, settings, PolicyVersion("run", 0), device="cpu", attention="sdpa", direct="gloo"
+            path, settings, PolicyVersion("run", 0), device="cpu", attention="sdpa", direct=direct
         )
         own = {pid: name for pid, name in vllms(os.getpid()).items() if pid not in before}
         self.worker = next(pid for pid, name in own.items() if name.startswith("VLLM::Worker"))
         self.engine.direct.close()
-        self.sender = DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic, RULES, bucket_bytes=20_000)
+        self.sender = DirectSender(
+            GlooTransport("127.0.0.1").connect,
+            time.monotonic,
+            RULES,
+            is_sparse=direct == "sparse_gloo",
+            bucket_bytes=20_000,
+        )
         self.link, self.other = StagedLink(VllmLink(self.engine._client, 1), self.worker), other
         self.sender.join("vllm", self.link)
         self.sender.join("other", other)
@@ -167,16 +176,166 @@ def test_a_killed_worker_at_any_stage_delays_no_other(stage, vllm_paths, other, 
         one.close()
 
 
+# ---- differences -----------------------------------------------------------------------------------------------------
+
+
+def weights_of(worker) -> dict[str, bytes]:
+    """The bits of all parameters of vLLM's model. Runs in vLLM's worker."""
+    model = worker.model_runner.get_model()
+    return {name: bytes(p.detach().contiguous().view(torch.uint8).numpy()) for name, p in model.named_parameters()}
+
+
+def nudged(tensors, share: float, seed: int = 0):
+    """A copy of tensors in which a share of the elements has other bits."""
+    torch.manual_seed(seed)
+    made = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in made.values():
+        changes = torch.rand(tensor.shape) < share
+        tensor[changes] *= 1.25
+    return made
+
+
+def num_bytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.fixture(scope="module")
+def sparse(vllm_paths, other):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to call `weights_of` in the worker
+        made = Started(vllm_paths["qwen3"], other, "sparse_gloo")
+        yield made
+        made.close()
+
+
+def bits(sparse: Started) -> dict[str, bytes]:
+    (found,) = sparse.engine._client.call_workers(weights_of, None, DEADLINE_S)
+    return found
+
+
+def bits_of_whole(sparse: Started, tensors) -> dict[str, bytes]:
+    """The bits after a new communicator, over which a replica gets a whole version."""
+    sparse.sender.leave("vllm")
+    sparse.sender.join("vllm", sparse.link)
+    before = sparse.sender.sent_bytes
+    sparse.sender.wait("vllm", sparse.offer(tensors), DEADLINE_S)
+    assert sparse.sender.sent_bytes - before >= num_bytes(tensors)
+    return bits(sparse)
+
+
+def test_five_differences_in_place_give_the_bits_of_the_whole_version(sparse, load, driver):
+    """Fused and tied layers included. The served probabilities are those of the last version, too."""
+    sparse.engine._client.pause()
+    tensors = policy_tensors(load("qwen3"))
+    first = bits_of_whole(sparse, tensors)
+    for seed in range(5):
+        tensors = nudged(tensors, 0.01, seed)
+        before = sparse.sender.sent_bytes
+        version = sparse.offer(tensors)
+        for name in ("vllm", "other"):
+            sparse.sender.wait(name, version, DEADLINE_S)
+        assert 0 < sparse.sender.sent_bytes - before < 2 * 0.04 * num_bytes(tensors), "two replicas, 2 % each"
+    found = bits(sparse)
+    sparse.engine._client.resume()
+    model = load("qwen3")
+    model.load_state_dict(tensors, strict=False)
+    lease = driver.lease(1, PROMPT, 16, version=0, temperature=0.0)
+    assert_logprobs_are_those_of(model, PROMPT, driver.run(sparse.engine, [lease])[1])
+    sparse.engine._client.pause()
+    assert found == bits_of_whole(sparse, tensors)
+    assert not [name for name in found if found[name] == first[name] and "norm" not in name], "all matrices changed"
+
+
+@pytest.mark.parametrize("damaged", [1, 2], ids=["indices", "values"])
+def test_a_damaged_difference_is_never_served_and_the_whole_version_follows(damaged, sparse, load, monkeypatch):
+    from baton.weights.direct.gloo import GlooGroup
+
+    sparse.engine._client.pause()
+    sparse.sender.leave("other")
+    tensors = policy_tensors(load("qwen3"))
+    bits_of_whole(sparse, tensors)
+    real, count, before = GlooGroup.broadcast, 0, sparse.sender.sent_bytes
+
+    def broadcast(self, tensor):
+        nonlocal count
+        count += 1
+        real(self, tensor + 1 if count == damaged else tensor)
+
+    monkeypatch.setattr(GlooGroup, "broadcast", broadcast)
+    new = nudged(tensors, 0.01)
+    sparse.sender.wait("vllm", sparse.offer(new), DEADLINE_S)
+    assert sparse.sender.sent_bytes - before >= num_bytes(new)
+    found = bits(sparse)
+    assert found == bits_of_whole(sparse, new)
+    sparse.sender.join("other", sparse.other)
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_a_worker_that_is_stopped_in_a_difference_goes_on_with_a_whole_version(stage, sparse, load):
+    sparse.engine._client.pause()
+    first = policy_tensors(load("qwen3"))
+    second = nudged(first, 0.2)
+    sparse.sender.wait("vllm", sparse.offer(first), DEADLINE_S)
+    sparse.link.hit = (stage, signal.SIGSTOP)
+    before = sparse.sender.sent_bytes
+    version = sparse.offer(second)
+    try:
+        sparse.sender.wait("other", version, RULES.connect_s)
+        await_cause(sparse.sender, "vllm", "no answer|failed")
+        assert sparse.sender.served("vllm") is None
+    finally:
+        os.kill(sparse.worker, signal.SIGCONT)
+    sparse.sender.wait("vllm", version, DEADLINE_S)
+    assert sparse.link.hit is None
+    assert sparse.sender.sent_bytes - before > num_bytes(second)
+    found = bits(sparse)
+    assert found == bits_of_whole(sparse, second)
+
+
+def test_a_loader_that_does_not_skip_unchanged_elements_is_noticed():
+    from baton.errors import WeightsFault
+    from baton.rollout.engines.vllm.transfer import check_patched
+
+    model = torch.nn.Linear(2, 2)
+    check_patched(model)
+    model.bias.data[1] = float("nan")
+    with pytest.raises(WeightsFault, match="NaN instead of unchanged elements: bias"):
+        check_patched(model)
+
+
+def test_a_model_with_experts_is_refused_before_vllm_starts(vllm_paths, tokenizer, tmp_path):
+    from baton.errors import UserError
+    from baton.rollout.engines.factory import engine_of_model
+
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    model.save_pretrained(tmp_path)
+    tokenizer.hf.save_pretrained(tmp_path)
+    settings = EngineSettings(kind="vllm", vllm=EAGER, **SETTINGS)
+    with pytest.raises(UserError, match=r'weights\.transport: got "sparse", but .* has experts'):
+        engine_of_model(
+            str(tmp_path), settings, PolicyVersion("x", 0), device="cpu", attention="sdpa", direct="sparse_gloo"
+        )
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "an adapter"])
-def test_a_run_trains_with_direct_transfers_and_writes_no_weights(lora, tmp_path):
-    """In sync every token is of the version that is trained: the probabilities tell stale weights at once."""
-    changes = {"engine__kind": "vllm", "engine__vllm": EAGER, "weights__transport": "direct"}
+@pytest.mark.parametrize("transport", ["direct", "sparse"])
+def test_a_run_trains_with_direct_transfers_and_writes_no_weights(transport, lora, tmp_path):
+    """In sync every token is of the version that is trained: the probabilities tell stale weights at once. At this
+    learning rate few weights change in bfloat16, so differences are short."""
+    changes = {"engine__kind": "vllm", "engine__vllm": EAGER, "weights__transport": transport}
+    if transport == "sparse":
+        changes |= {"engine__dtype": "bfloat16", "trainer__lr": 1e-6}
     recipe = written(tmp_path, **changes, **({"lora__rank": 4, "lora__alpha": 8} if lora else {}))
-    assert 'transport = "direct"' in recipe.read_text()
+    assert f'transport = "{transport}"' in recipe.read_text()
     log = tmp_path / "log"
     end(baton(log, "train", str(recipe)), log)
-    assert_trained_on_its_own_tokens(tmp_path)
     assert not list((tmp_path / "r").rglob("weights/*"))
+    sent = [row["perf/weights_sent_bytes"] for row in read_metrics(tmp_path / "r") if "policy/loss" in row]
+    if transport == "sparse":
+        assert 0 < max(sent[1:]) < sent[0] / 5
+    else:
+        assert_trained_on_its_own_tokens(tmp_path)
+        assert sent[1] == sent[2] > 0
 
 
 def test_what_needs_a_gpu_can_be_built_from_vllms_own_classes():
@@ -203,7 +362,8 @@ def test_what_needs_a_gpu_can_be_built_from_vllms_own_classes():
             sent.append((method, info))
 
     source = direct.VersionSource()
-    source.version = direct.OutgoingVersion({"a": torch.ones(3), "b": torch.zeros(2, 2)})
+    version = PolicyVersion("run", 1)
+    (source.bucket,) = OutgoingVersion({"a": torch.ones(3), "b": torch.zeros(2, 2)}, version).buckets()
     client = direct.StreamClient(Link(), source, RULES)
     assert isinstance(client, VLLMWeightSyncClient)
     assert [(m.name, m.shape) for m in source.metadata()] == [("a", (3,)), ("b", (2, 2))]
@@ -217,3 +377,47 @@ def test_what_needs_a_gpu_can_be_built_from_vllms_own_classes():
     assert len(info["bucket"]["checksums"]) == 2
     NCCLTrainerInitInfo("127.0.0.1", 1, 3, rank=0)
     IPCTrainerInitInfo(rank=0)
+
+
+def test_a_difference_can_be_sent_and_received_by_vllms_sparse_engine():
+    """The calls over a communicator that only records them: NCCL itself has never run with Baton."""
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerWeightTransferEngine
+
+    from baton.rollout.engines.vllm import direct, transfer
+
+    old = {"a": torch.zeros(50), "b": torch.zeros(2, 2)}
+    new = {"a": torch.zeros(50), "b": torch.ones(2, 2)}
+    new["a"][7] = 2.0
+    base = OutgoingVersion(old, PolicyVersion("run", 1))
+    buckets = OutgoingVersion(new, PolicyVersion("run", 2), base).buckets(base.version)
+    calls, wire = [], []
+
+    class Link:
+        world_size = 1
+
+        def call(self, method, info, timeout_s):
+            calls.append((method, info))
+
+    class Group:
+        device = torch.device("cpu")
+
+        def broadcast(self, tensor, src, stream):
+            wire.append(tensor)
+
+    source = direct.VersionSource()
+    source.bucket = buckets[0]
+    sparse = SparseNCCLTrainerWeightTransferEngine(client=direct.StreamClient(Link(), source, RULES))
+    sparse.model_update_group = Group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda *given, **named: None)
+        sparse.send_weight_chunk(direct.patches_of(buckets[0]))
+    ((method, info),) = calls
+    assert (method, info["names"], info["num_updates_list"], info["bucket"]["base"]) == (
+        "update_weights",
+        ["a"],
+        [1],
+        "run-1-",
+    )
+    assert [tensor.tolist() for tensor in wire] == [[7], [2.0]]
+    assert buckets[1].info["names"] == ["b"]
+    assert transfer.nccl.receive_patches is not transfer.gloo.receive_patches

@@ -376,6 +376,9 @@ class SlotEngine:
     def stats(self) -> EngineStats:
         return EngineStats(self._prefilled_tokens, self._decoded_tokens, self._decode_steps, self._decode_rows)
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def submit(self, lease: Lease) -> None:
         self._table.submit(lease)
 

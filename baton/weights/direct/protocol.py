@@ -10,6 +10,9 @@ numbers the communicators, and events of an older communicator have no effect.
 
 A replica overwrites its weights in place. From `announce` to the end of `commit` it therefore has no complete version
 and generates nothing. After a failure it generates nothing until it has received a complete version.
+
+A replica that serves a version when the next one is announced may receive only the difference from the version that it
+serves (`RunPhase.base`). All other replicas receive the whole version.
 """
 
 from __future__ import annotations
@@ -91,6 +94,8 @@ class RunPhase(msgspec.Struct, frozen=True, gc=False):
     phase: Phase
     version: PolicyVersion | None = None
     """The version to send; None in `connect`."""
+    base: PolicyVersion | None = None
+    """The complete version that the replica held when the phase `announce` began; None if there was none."""
 
 
 class CloseGroup(msgspec.Struct, frozen=True, gc=False):
@@ -139,6 +144,8 @@ class ReplicaState:
     has: PolicyVersion | None = None
     """The version that the replica serves; None while its weights are incomplete."""
     sending: PolicyVersion | None = None
+    base: PolicyVersion | None = None
+    """The version that the replica served before `sending`; None if its weights were incomplete."""
     deadline_s: float | None = None
     """Time at which the running phase counts as failed. After a failure, the time at which the next attempt starts."""
     failures: int = 0
@@ -206,9 +213,9 @@ class DirectSync:
     def _run(self, name: str, phase: Phase, at_s: float) -> Command:
         state = self.replicas[name]
         if phase == "announce":
-            state.sending, state.has = self.want, None
+            state.sending, state.base, state.has = self.want, state.has, None
         state.phase, state.deadline_s = phase, at_s + self.rules.of_phase(phase)
-        return RunPhase(name, state.generation, phase, state.sending)
+        return RunPhase(name, state.generation, phase, state.sending, state.base)
 
     def _after(self, name: str, state: ReplicaState, phase: Phase, at_s: float) -> list[Command]:
         match phase:
@@ -220,7 +227,7 @@ class DirectSync:
                 return [self._run(name, "commit", at_s)]
             case "commit":
                 state.has, state.failures, state.last_cause = state.sending, 0, ""
-                state.phase = state.deadline_s = state.sending = None
+                state.phase = state.deadline_s = state.sending = state.base = None
         return []
 
     def _expired(self, name: str, state: ReplicaState, at_s: float) -> list[Command]:
@@ -233,7 +240,7 @@ class DirectSync:
         """Abort the communicator of a replica, and set the time at which the next attempt starts."""
         closed = CloseGroup(name, state.generation)
         state.generation, state.phase, state.failures = self._next_generation(), None, state.failures + 1
-        state.sending, state.last_cause = None, cause
+        state.sending, state.base, state.last_cause = None, None, cause
         first_s, longest_s = self.rules.first_wait_s, self.rules.longest_wait_s
         state.deadline_s = at_s + retry_wait_s(state.failures, first_s=first_s, longest_s=longest_s)
         return [closed]

@@ -12,7 +12,7 @@ its communicator are abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Condition, Lock, Timer
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from baton.errors import WeightsFault, first_line
 from baton.types import PolicyVersion
 from baton.weights.direct import protocol as direct
 from baton.weights.direct.gloo import GlooGroup, Rendezvous
-from baton.weights.direct.stream import BUCKET_BYTES, OutgoingVersion
+from baton.weights.direct.stream import BUCKET_BYTES, Bucket, OutgoingVersion
 
 
 class ReplicaLink(Protocol):
@@ -43,8 +43,8 @@ class ReplicaLink(Protocol):
 class Communicator(Protocol):
     """A connection to one replica, over which tensors are sent. After an error it is unusable."""
 
-    def send(self, version: OutgoingVersion, progressed: Callable[[], None]) -> None:
-        """Send a version's tensors; return when the replica has loaded and checked them."""
+    def send(self, buckets: Sequence[Bucket], progressed: Callable[[], None]) -> None:
+        """Send a version's buckets; return when the replica has loaded and checked them."""
 
     def close(self) -> None:
         """Abort all operations."""
@@ -63,9 +63,11 @@ class DirectSender:
         clock: Clock,
         rules: direct.DirectRules | None = None,
         *,
+        is_sparse: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._clock = clock
+        """is_sparse: keep each version until the next one, and send only the difference to replicas that hold it."""
+        self._clock, self._is_sparse = clock, is_sparse
         self._connect, self._sync, self._bucket_bytes = connect, direct.DirectSync(rules), bucket_bytes
         self._changed = Condition()
         """Guards all attributes, and is notified after each event."""
@@ -73,6 +75,10 @@ class DirectSender:
         self._groups: dict[tuple[str, int], Communicator] = {}
         self._versions: dict[PolicyVersion, OutgoingVersion] = {}
         """The last offered version, and older versions that are still being sent."""
+        self._previous: OutgoingVersion | None = None
+        """The base of the next version's difference."""
+        self.sent_bytes = 0
+        """Bytes of all complete streams."""
         self._timer: Timer | None = None
         self._is_closed = False
 
@@ -87,7 +93,8 @@ class DirectSender:
 
     def offer(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
         """Send a version to all replicas, in the background. The tensors must not change until the next offer."""
-        outgoing = OutgoingVersion(tensors, bucket_bytes=self._bucket_bytes)
+        outgoing = OutgoingVersion(tensors, version, self._previous, bucket_bytes=self._bucket_bytes)
+        self._previous = outgoing.without_difference() if self._is_sparse else None
         with self._changed:
             used = {state.sending for state in self._sync.replicas.values()}
             self._versions = {v: sent for v, sent in self._versions.items() if v in used} | {version: outgoing}
@@ -202,7 +209,10 @@ class DirectSender:
             case "stream":
                 assert group is not None, "phases run in order"
                 assert sent is not None, "a version is kept while it is sent"
-                group.send(sent, lambda: self._happened(direct.Progressed(self._clock(), replica, generation)))
+                buckets = sent.buckets(command.base)
+                group.send(buckets, lambda: self._happened(direct.Progressed(self._clock(), replica, generation)))
+                with self._changed:
+                    self.sent_bytes += sum(bucket.num_bytes for bucket in buckets)
             case "commit":
                 link.call("finish_weight_update", None, rules.commit_s)
 
@@ -233,8 +243,8 @@ class _GlooCommunicator:
     def __init__(self, link: ReplicaLink, group: GlooGroup, stall_s: float, withdraw: Callable[[], None]) -> None:
         self._link, self._group, self._stall_s, self._withdraw = link, group, stall_s, withdraw
 
-    def send(self, version: OutgoingVersion, progressed: Callable[[], None]) -> None:
-        for bucket in version.buckets:
+    def send(self, buckets: Sequence[Bucket], progressed: Callable[[], None]) -> None:
+        for bucket in buckets:
             loaded = begin(partial(self._link.call, "update_weights", dict(bucket.info), self._stall_s))
             for tensor in bucket.tensors:
                 if loaded.done():

@@ -1,26 +1,36 @@
-"""The stream of a direct transfer: buckets of whole tensors. Each tensor has a checksum.
+"""The stream of a direct transfer: buckets of tensors. Each tensor has a checksum.
 
     tensors ─▶ OutgoingVersion ─▶ bucket 0 │ bucket 1 │ … ─▶ communicator ─▶ IncomingVersion ─▶ the model's own loader
 
 Tensors have the names, shapes and dtypes of a model file, before an engine fuses, shards or packs them. A checksum
 covers a tensor as it arrives at the loader, on any device. Checksums detect errors of transport and order, but not
 forgery: direct transfers are for machines that trust each other.
+
+A **difference** has only the elements that changed since another version, the base: flat indices and new values for
+each tensor, or the whole tensor where that is shorter. The loader receives a tensor that is NaN at all other elements
+(`load_checkpoint_weight_patches` of vLLM), so the checksum covers indices, values and shape. Only a replica that holds
+the complete base accepts a difference.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
 
 from baton.errors import WeightsFault
 from baton.policy.tensors import dtype_name
+from baton.types import PolicyVersion
 
 BUCKET_BYTES: Final = 256 * 2**20
 BUCKET_TENSORS: Final = 512
 """Maximum number of tensors per bucket, which bounds the size of a bucket's description (`Bucket.info`)."""
+NUM_CHANGED: Final = "num_updates_list"
+"""Key of a description, with vLLM's name: number of changed elements of each tensor. Absent for whole tensors."""
 ABORT: Final = "abort"
 """Key of an update that ends an unfinished transfer."""
 PIECE_WORDS = 2**15
@@ -36,8 +46,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. A change of one word always changes the
     checksum. So does an exchange of two different words of at most 4 bytes that are less than 2^31 words apart.
     """
-    words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
-    size = PIECE_WORDS if tensor.device.type == "cpu" else 512 * PIECE_WORDS
+    words, size = _words(tensor), _piece_words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = torch.arange(min(size, words.numel()), dtype=torch.int64, device=tensor.device).mul_(2).add_(1).mul_(_ODD)
     for begin in range(0, words.numel(), size):
@@ -49,43 +58,160 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the checksums of tensors. Waits for the device only once."""
-    found = [checksum(tensor) for tensor in tensors]
+    return _read(checksum(tensor) for tensor in tensors)
+
+
+def _read(scalars: Iterable[torch.Tensor]) -> list[int]:
+    found = list(scalars)
     return torch.stack(found).tolist() if found else []
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
+
+
+def _piece_words(tensor: torch.Tensor) -> int:
+    return PIECE_WORDS if tensor.device.type == "cpu" else 512 * PIECE_WORDS
+
+
+def patch_checksum(indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the checksum of a tensor of `numel` elements that has `values` at `indices` (int64) and is NaN elsewhere.
+
+    Only the given elements are read, because Σ (2i + 1) over all i < n is n².
+    """
+    nan = int(_words(torch.full((1,), math.nan, dtype=values.dtype)))
+    all_nan = (nan * numel**2 * _ODD + 2**63) % 2**64 - 2**63
+    return ((_words(values).to(torch.int64) - nan) * (2 * indices + 1) * _ODD).sum() + all_nan
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive tensors of a version, which are described, sent and loaded as one unit."""
+    """Tensors of a version, or the changed elements of tensors, which are described, sent and loaded as one unit."""
 
     tensors: tuple[torch.Tensor, ...]
+    """In the order in which they are sent. Changed elements: indices and values of each tensor in turn."""
     info: Mapping[str, Any]
     """Description: plain values, with the names that vLLM's transfer engines use."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class OutgoingVersion:
     """A version as a sequence of buckets, computed once for all replicas."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        groups: list[list[str]] = []
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: PolicyVersion,
+        base: OutgoingVersion | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """base: the version from which differences are computed. It can be freed afterwards."""
+        self.tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        self.version, self._bucket_bytes = version, bucket_bytes
+        self._base = None if base is None else base.version
+        self._difference = () if base is None else self._compare(base.tensors)
+
+    def buckets(self, base: PolicyVersion | None = None) -> tuple[Bucket, ...]:
+        """Return the buckets for a replica that holds the complete version `base`, or no complete version (None)."""
+        return self._difference if self._difference and base == self._base else self._whole
+
+    def without_difference(self) -> OutgoingVersion:
+        """Return the same version without the memory of its difference, as the base of the next version."""
+        return OutgoingVersion(self.tensors, self.version, bucket_bytes=self._bucket_bytes)
+
+    @cached_property
+    def _whole(self) -> tuple[Bucket, ...]:
+        return self._bucketed([_whole_part(name, tensor) for name, tensor in self.tensors.items()], None)
+
+    def _compare(self, base: Mapping[str, torch.Tensor]) -> tuple[Bucket, ...]:
+        """Return the difference; nothing if the versions have tensors of different names, shapes or dtypes."""
+
+        def form(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+            return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+
+        if not self.tensors or form(base) != form(self.tensors):
+            return ()
+        parts = [_part(name, base[name], tensor) for name, tensor in self.tensors.items()]
+        # a transfer has at least one tensor
+        smallest = min(self.tensors.items(), key=lambda item: item[1].nbytes)
+        return self._bucketed([part for part in parts if part.changed != 0] or [_whole_part(*smallest)], self._base)
+
+    def _bucketed(self, parts: Iterable[_Part], base: PolicyVersion | None) -> tuple[Bucket, ...]:
+        groups: list[list[_Part]] = []
         size = 0
-        for name, tensor in tensors.items():
-            if not groups or size + tensor.nbytes > bucket_bytes or len(groups[-1]) == BUCKET_TENSORS:
+        for part in sorted(parts, key=lambda part: part.changed is None):  # a bucket has parts of only one kind
+            last = groups[-1] if groups else []
+            is_full = len(last) == BUCKET_TENSORS or size + part.num_bytes > self._bucket_bytes
+            if not last or is_full or (last[-1].changed is None) != (part.changed is None):
                 groups.append([])
                 size = 0
-            groups[-1].append(name)
-            size += tensor.nbytes
-        self.tensors = tensors
-        self.buckets = tuple(self._bucket(index, len(groups), names) for index, names in enumerate(groups))
+            groups[-1].append(part)
+            size += part.num_bytes
+        place = {"count": len(groups), "version": _label(self.version), "base": _label(base)}
+        return tuple(self._bucket(parts, {"index": index, **place}) for index, parts in enumerate(groups))
 
-    def _bucket(self, index: int, count: int, names: Sequence[str]) -> Bucket:
-        tensors = tuple(self.tensors[name].detach().contiguous() for name in names)
+    def _bucket(self, parts: Sequence[_Part], place: Mapping[str, Any]) -> Bucket:
+        whole = [self.tensors[part.name] for part in parts]
+        counts = [part.changed for part in parts if part.changed is not None]
         info = {
-            "names": list(names),
-            "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors],
-            "bucket": {"index": index, "count": count, "checksums": checksums(tensors)},
+            "names": [part.name for part in parts],
+            "dtype_names": [dtype_name(tensor.dtype) for tensor in whole],
+            "shapes": [list(tensor.shape) for tensor in whole],
+            "bucket": {**place, "checksums": _read(part.checksum for part in parts)},
+            **({NUM_CHANGED: counts} if counts else {}),
         }
-        return Bucket(tensors, info)
+        return Bucket(tuple(tensor for part in parts for tensor in part.sent), info)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is sent of a tensor."""
+
+    name: str
+    sent: tuple[torch.Tensor, ...]
+    """The tensor, or the indices and the values of its changed elements."""
+    checksum: torch.Tensor
+    """Checksum of the tensor that the loader receives."""
+    changed: int | None = None
+    """Number of changed elements; None if the whole tensor is sent."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.sent)
+
+
+def _whole_part(name: str, tensor: torch.Tensor) -> _Part:
+    return _Part(name, (tensor,), checksum(tensor))
+
+
+def _part(name: str, old: torch.Tensor, new: torch.Tensor) -> _Part:
+    """Return the shorter of the new tensor and its changed elements. The old tensor has the same shape and dtype.
+
+    The new tensor is sent if changed elements cannot represent the change: a new value is NaN, the dtype has no NaN, or
+    an index exceeds int32.
+    """
+    if not new.is_floating_point() or new.numel() > 2**31 - 1:
+        return _whole_part(name, new)
+    before, after, size = _words(old), _words(new), _piece_words(new)
+    indices = [
+        (before[begin : begin + size] != after[begin : begin + size]).nonzero().view(-1).add_(begin)
+        for begin in range(0, new.numel(), size)
+    ]
+    found = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.int64, device=new.device)
+    values = new.reshape(-1)[found]
+    if found.numel() * 4 + values.nbytes >= max(1, new.nbytes) or bool(values.isnan().any()):
+        return _whole_part(name, new)
+    total = patch_checksum(found, values, new.numel())
+    return _Part(name, (found.to(torch.int32), values), total, found.numel())
+
+
+def _label(version: PolicyVersion | None) -> str | None:
+    """Return the name of a version in descriptions."""
+    return None if version is None else f"{version.lineage}-{version.number}-{version.digest}"
 
 
 class IncomingVersion:
@@ -98,6 +224,12 @@ class IncomingVersion:
         self._next: int | None = None
         """Index of the next bucket; None outside of a transfer."""
         self._count: int | None = None
+        self._holds: str | None = None
+        """The version that the replica holds completely; None if its weights are incomplete."""
+        self._base: str | None = None
+        """The version that the replica held when the transfer began."""
+        self._incoming = ""
+        """The version of the current transfer."""
         self._expected: dict[str, int] = {}
         """Name → checksum of each tensor of the current bucket that the loader has not received."""
 
@@ -108,16 +240,22 @@ class IncomingVersion:
 
     def begin(self) -> None:
         """Start a transfer. An unfinished transfer is discarded."""
+        self._base, self._holds = self._holds, None
         self._next, self._count, self._expected = 0, None, {}
 
     def abandon(self) -> None:
-        self._next = None
+        """End a transfer that failed. The replica then holds no complete version."""
+        self._next = self._holds = None
 
     def expect(self, names: Sequence[str], bucket: Mapping[str, Any]) -> None:
-        """Start a bucket. Raises WeightsFault unless it is the next bucket."""
+        """Start a bucket. Raises WeightsFault unless it is the next bucket, of a whole version or of a difference from
+        the version that the replica held."""
         index, count, sums = bucket["index"], bucket["count"], bucket["checksums"]
         if self._next is None or index != self._next or self._count not in (None, count) or len(sums) != len(names):
             raise self._fault(f"got bucket {index} of {count}, expected {self._next} of {self._count or 'any number'}")
+        if bucket["base"] not in (None, self._base):
+            raise self._fault(f"got a difference from version {bucket['base']}, but the replica held {self._base}")
+        self._incoming = bucket["version"]
         self._count, self._expected = count, dict(zip(names, sums, strict=True))
 
     def loaded(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -137,7 +275,7 @@ class IncomingVersion:
         """End the transfer. Raises WeightsFault if a bucket is missing."""
         if self._next is None or self._next != self._count:
             raise self._fault(f"the transfer ends after bucket {self._next} of {self._count}")
-        self._next = None
+        self._next, self._holds = None, self._incoming
 
     def _fault(self, what: str) -> WeightsFault:
         self._next = None

@@ -14,7 +14,7 @@ import torch
 
 from baton.errors import BatonError, DeadlineExceeded, EngineFault
 from baton.weights.direct.gloo import join_replica
-from baton.weights.direct.stream import IncomingVersion
+from baton.weights.direct.stream import NUM_CHANGED, IncomingVersion
 
 STAGES = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
@@ -44,24 +44,40 @@ class Model:
         self.group = join_replica(info, 1, info["world_size"])
 
     def start_weight_update(self, info: None) -> None:
-        self.tensors = {}
         self.incoming.begin()
+        self.received = 0
 
     def update_weights(self, info: dict[str, Any]) -> None:
         try:
             self.incoming.expect(info["names"], info["bucket"])
-            for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                self.group.broadcast(tensor)
+            if info["bucket"]["base"] is None and info["bucket"]["index"] == 0:
+                self.tensors = {}
+            counts = info.get(NUM_CHANGED, [None] * len(info["names"]))
+            described = zip(info["names"], info["dtype_names"], info["shapes"], counts, strict=True)
+            for name, dtype, shape, count in described:
+                tensor = torch.empty(shape if count is None else count, dtype=getattr(torch, dtype))
+                if count is not None:
+                    self.receive(indices := torch.empty(count, dtype=torch.int32))
+                self.receive(tensor)
+                if count is not None:  # as vLLM's load_checkpoint_weight_patches
+                    values, tensor = tensor, torch.full(shape, float("nan"), dtype=tensor.dtype)
+                    tensor.view(-1)[indices.long()] = values
                 self.incoming.loaded([(name, tensor)])
-                self.tensors[name] = tensor
+                self.tensors[name] = tensor if count is None else tensor.where(~tensor.isnan(), self.tensors[name])
             self.incoming.end_bucket()
         except BaseException:
             self.group.close()
             raise
 
+    def receive(self, tensor: torch.Tensor) -> None:
+        self.group.broadcast(tensor)
+        self.received += tensor.nbytes
+
     def finish_weight_update(self, info: None) -> None:
         self.incoming.finish()
+
+    def bytes_of_last(self, info: None) -> int:
+        return self.received
 
     def served(self, info: None) -> dict[str, list[float]] | None:
         """The tensors, if they are whole."""

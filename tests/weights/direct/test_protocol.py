@@ -59,12 +59,17 @@ class World:
         self.until_s: float | None = None
         self.closed: set[int] = set()
         self.late: list[RunPhase] = []
+        self.bases: list[tuple[str, PolicyVersion | None, PolicyVersion]] = []
+        """(replica, base, version) of each announced transfer."""
 
     def tell(self, event) -> None:
         for command in self.machine.handle(event):
             match command:
-                case RunPhase(replica=name, generation=generation, phase=phase, version=version):
+                case RunPhase(replica=name, generation=generation, phase=phase, version=version, base=base):
                     replica = self.replicas[name]
+                    if phase == "announce":
+                        assert base in (None, replica.serves), "a difference is only for who holds its base"
+                        self.bases.append((name, base, version))
                     assert generation not in self.closed, "a communicator that has failed is never used again"
                     assert replica.running is None, "one phase of a replica at a time"
                     assert (version is None) == (phase == "connect")
@@ -241,6 +246,35 @@ def test_a_withdrawn_version_is_not_sent_to_who_joins_later_and_the_next_one_is(
     assert (world.replicas["a"].serves, world.replicas["b"].serves) == (v(1), None)
     world.tell(Offered(world.now_s, v(2)))
     world.until(lambda: serving(world, "a", 2)() and serving(world, "b", 2)(), 5)
+
+
+def test_the_base_is_what_a_replica_holds_and_nothing_after_a_failure() -> None:
+    """`a` follows every version; `b` fails once in the middle of version 2 and joins again before version 4."""
+    world = World()
+    for name in "ab":
+        world.join(name)
+    for number in (1, 2, 3):
+        world.tell(Offered(world.now_s, v(number)))
+        world.replicas["b"].fails = number == 2
+        world.until(serving(world, "a", number), 5)
+        world.replicas["b"].fails = False
+        world.until(serving(world, "b", number), 30)
+    world.join("b")
+    world.tell(Offered(world.now_s, v(4)))
+    world.until(lambda: serving(world, "a", 4)() and serving(world, "b", 4)(), 5)
+    assert [(base, version) for name, base, version in world.bases if name == "a"] == [
+        (None, v(1)),
+        (v(1), v(2)),
+        (v(2), v(3)),
+        (v(3), v(4)),
+    ]
+    assert [(base, version) for name, base, version in world.bases if name == "b"] == [
+        (None, v(1)),
+        (v(1), v(2)),
+        (None, v(2)),
+        (v(2), v(3)),
+        (None, v(4)),
+    ]
 
 
 WHAT = st.sampled_from(["join", "leave", "kill", "stop", "go on", "fail", "offer", "late", "pass"])

@@ -103,6 +103,120 @@ def test_a_signal_to_one_replica_at_any_stage_does_not_delay_the_others(stage, n
         victim.close()
 
 
+# ---- differences -----------------------------------------------------------------------------------------------------
+
+
+def changed(number: int) -> dict[str, torch.Tensor]:
+    """Version `number`: one element of each of three tensors, and all elements of a fourth, differ from the version
+    before it. A difference therefore has a bucket of changed elements and a bucket of a whole tensor."""
+    torch.manual_seed(0)
+    made = {f"w{i}": torch.randn(40, 40).bfloat16() for i in range(3)} | {"norm": torch.full((8,), float(number))}
+    for name in ("w0", "w1", "w2"):
+        made[name].view(-1)[torch.arange(number)] = 1.0 + number
+    return {**made, "same": torch.ones(50)}
+
+
+WHOLE_BYTES = sum(tensor.nbytes for tensor in changed(0).values())
+CHANGED_BYTES = 8 * 4
+"""Bytes of the whole tensor in a difference."""
+
+
+def held(link: ProcessLink, number: int) -> bool:
+    served = link.ask("served", None, 5.0)
+    return served == {name: tensor.tolist() for name, tensor in changed(number).items()}
+
+
+@pytest.fixture
+def sparse():
+    made = DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic, RULES, is_sparse=True, bucket_bytes=4000)
+    yield made
+    made.close()
+
+
+def test_who_has_the_previous_version_gets_the_difference_and_others_the_whole(processes, sparse):
+    """Replica `a` follows six versions; `b` misses version 3."""
+    for name, link in processes.items():
+        sparse.join(name, link)
+    sent, expected = [], []
+    for number in range(1, 7):
+        if number == 3:
+            sparse.leave("b")
+        elif number == 4:
+            sparse.join("b", processes["b"])
+        present = "a" if number == 3 else "ab"
+        before = sparse.sent_bytes
+        sparse.offer(changed(number), version(number))
+        for name in present:
+            sparse.wait(name, version(number), DEADLINE_S)
+            assert held(processes[name], number)
+        sparse.withdraw()
+        one = CHANGED_BYTES + 3 * number * (4 + 2) if number > 1 else WHOLE_BYTES
+        received = {"a": one} if number == 3 else {"a": one, "b": WHOLE_BYTES if number == 4 else one}
+        assert {name: processes[name].ask("bytes_of_last", None, 5.0) for name in present} == received
+        sent.append(sparse.sent_bytes - before)
+        expected.append(sum(received.values()))
+    assert sent == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_a_signal_during_a_difference_does_not_delay_the_others(stage, number, processes, sparse):
+    """The victim then has parts of two versions. It serves nothing until it has loaded a whole version, and after that
+    it receives differences again."""
+    victim = ProcessLink()
+    try:
+        for name, link in (("victim", victim), *processes.items()):
+            sparse.join(name, link)
+        sparse.offer(changed(1), version(1))
+        for name in ("victim", *processes):
+            sparse.wait(name, version(1), DEADLINE_S)
+        victim.ask("signal_at", (stage, number), DEADLINE_S)
+        sparse.offer(changed(2), version(2))
+        for name, link in processes.items():
+            sparse.wait(name, version(2), DEADLINE_S / 2)
+            assert held(link, 2)
+        if number == signal.SIGSTOP:
+            await_cause(sparse, "victim", "no answer|Timed out|timed out")
+            assert sparse.served("victim") is None
+            victim.cont()
+        else:
+            victim.process.join(DEADLINE_S)
+            victim.close()
+            victim = ProcessLink()
+            sparse.join("victim", victim)
+        sparse.wait("victim", version(2), DEADLINE_S)
+        assert held(victim, 2)
+        assert victim.ask("bytes_of_last", None, 5.0) == WHOLE_BYTES
+        sparse.offer(changed(3), version(3))
+        sparse.wait("victim", version(3), DEADLINE_S)
+        assert held(victim, 3)
+        assert victim.ask("bytes_of_last", None, 5.0) < WHOLE_BYTES / 10
+    finally:
+        victim.close()
+
+
+@pytest.mark.parametrize("damaged", [1, 2], ids=["indices", "values"])
+def test_a_damaged_difference_is_refused_and_the_whole_version_follows(damaged, processes, sparse, monkeypatch):
+    from baton.weights.direct.gloo import GlooGroup
+
+    sparse.join("a", processes["a"])
+    sparse.offer(changed(1), version(1))
+    sparse.wait("a", version(1), DEADLINE_S)
+    real, count = GlooGroup.broadcast, 0
+
+    def broadcast(self, tensor):
+        nonlocal count
+        count += 1
+        real(self, tensor + 1 if count == damaged else tensor)
+
+    monkeypatch.setattr(GlooGroup, "broadcast", broadcast)
+    sparse.offer(changed(2), version(2))
+    sparse.wait("a", version(2), DEADLINE_S)
+    assert held(processes["a"], 2)
+    assert processes["a"].ask("bytes_of_last", None, 5.0) == WHOLE_BYTES
+
+
 def test_a_damaged_stream_is_never_served_and_the_next_attempt_is(processes, sender, monkeypatch):
     """One byte of the second bucket changes between the checksum and the send."""
     sent = tensors(1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from baton.types import PolicyVersion
 from baton.weights.direct.protocol import DirectRules
 from baton.weights.direct.sender import Communicator, DirectSender, GlooTransport, ReplicaLink
 from baton.weights.direct.settings import DirectBackend
-from baton.weights.direct.stream import OutgoingVersion
+from baton.weights.direct.stream import NUM_CHANGED, Bucket
 
 _ATTEMPTS = 3
 """Maximum number of attempts to load a version, each with its own deadlines, before the engine has failed."""
@@ -30,10 +30,16 @@ def arguments_of(backend: DirectBackend | None) -> dict[str, Any]:
     if backend == "ipc":
         # needed to send memory handles to the child processes
         os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    worker = "sparse.SparseWorker" if is_sparse(backend) else "transfer.DirectWorker"
     return {
-        "worker_extension_cls": "baton.rollout.engines.vllm.transfer.DirectWorker",
-        "weight_transfer_config": {"backend": f"baton_{backend}"},
+        "worker_extension_cls": f"baton.rollout.engines.vllm.{worker}",
+        "weight_transfer_config": {"backend": f"baton_{backend.removeprefix('sparse_')}"},
     }
+
+
+def is_sparse(backend: DirectBackend) -> bool:
+    """Return whether engines that have the previous version receive only the elements that changed."""
+    return backend.startswith("sparse_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,8 @@ class DirectLoad:
     def __init__(self, client: VllmClient, backend: DirectBackend, world_size: int, *, timeout_s: float) -> None:
         """timeout_s: deadline of each phase of a transfer."""
         self._rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
-        transport = GlooTransport("127.0.0.1") if backend == "gloo" else VllmTransport(backend, "127.0.0.1")
-        self._sender = DirectSender(transport.connect, time.monotonic, self._rules)
+        transport = GlooTransport("127.0.0.1") if backend.endswith("gloo") else VllmTransport(backend, "127.0.0.1")
+        self._sender = DirectSender(transport.connect, time.monotonic, self._rules, is_sparse=is_sparse(backend))
         self._client, self._num_loads = client, 0
         self._sender.join(_ENGINE, VllmLink(client, world_size))
 
@@ -69,6 +75,11 @@ class DirectLoad:
         finally:
             self._sender.withdraw()
         self._client.set_label(label)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all versions that were sent completely."""
+        return self._sender.sent_bytes
 
     def close(self) -> None:
         self._sender.close()
@@ -88,6 +99,7 @@ class VllmTransport:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerWeightTransferEngine
 
         source, world_size = VersionSource(), 1 + link.world_size
         info = (
@@ -96,22 +108,25 @@ class VllmTransport:
             else NCCLTrainerInitInfo(self._host, _free_port(self._host), world_size, rank=0)
         )
         client = StreamClient(link, source, rules)
-        return _VllmCommunicator(WeightTransferTrainerFactory.trainer_init(info, client=client, source=source), source)
+        engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+        sparse = SparseNCCLTrainerWeightTransferEngine(client=client)
+        sparse.model_update_group = getattr(engine, "model_update_group", None)  # one communicator for both
+        return _VllmCommunicator(engine, sparse, source)
 
 
 class VersionSource:
-    """The `WeightSource` of vLLM's trainer engines: the tensors of the version that is being sent."""
+    """The `WeightSource` of vLLM's trainer engines: the tensors of the bucket that is being sent."""
 
     def __init__(self) -> None:
-        self.version = OutgoingVersion({})
+        self.bucket = Bucket((), {"names": []})
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer import ParamMeta
 
-        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.version.tensors.items()]
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.version.tensors.items())
+        return iter(zip(self.bucket.info["names"], self.bucket.tensors, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +144,8 @@ class StreamClient:
         return
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        sums = [each for bucket in self.source.version.buckets for each in bucket.info["bucket"]["checksums"]]
-        whole = {"index": 0, "count": 1, "checksums": sums}
-        self.link.call("update_weights", {**update_info, "bucket": whole}, self.rules.stall_s)
+        place = self.source.bucket.info["bucket"]
+        self.link.call("update_weights", {**update_info, "bucket": place}, self.rules.stall_s)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         return
@@ -140,15 +154,33 @@ class StreamClient:
 @dataclass(frozen=True, slots=True)
 class _VllmCommunicator:
     engine: Any
+    """vLLM's trainer engine for whole tensors."""
+    sparse: Any
+    """vLLM's trainer engine for changed elements, over the same communicator."""
     source: VersionSource
 
-    def send(self, version: OutgoingVersion, progressed: Callable[[], None]) -> None:
-        self.source.version = version
-        self.engine.send_weights()
-        progressed()
+    def send(self, buckets: Sequence[Bucket], progressed: Callable[[], None]) -> None:
+        for bucket in buckets:
+            self.source.bucket = bucket
+            if NUM_CHANGED in bucket.info:
+                self.sparse.send_weight_chunk(patches_of(bucket))
+            else:
+                self.engine.send_weights()
+            progressed()
 
     def close(self) -> None:
         self.engine.shutdown()
+
+
+def patches_of(bucket: Bucket) -> list[Any]:
+    """Return the changed elements of a bucket as vLLM's patches."""
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+
+    described = zip(bucket.info["names"], bucket.info["shapes"], strict=True)
+    return [
+        SparseWeightPatch(name, bucket.tensors[2 * i], bucket.tensors[2 * i + 1], tuple(shape))
+        for i, (name, shape) in enumerate(described)
+    ]
 
 
 def _free_port(host: str) -> int:

@@ -29,7 +29,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
-from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
+from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of, is_sparse
 from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
@@ -48,6 +48,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
     direct: DirectLoad | None = None
     """Loads versions from the trainer's memory; None if versions are loaded from files in memory."""
+    _sent_bytes = 0
+    """`direct.sent_bytes` at the last call of `metrics`."""
     # vLLM's logprobs are over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs over
     # all
     _only_temperature = (
@@ -94,12 +96,16 @@ class VllmEngine(ExternalEngine[VllmClient]):
             self.direct.close()
         super().close()
 
+    def metrics(self) -> dict[str, float]:
+        before, self._sent_bytes = self._sent_bytes, 0 if self.direct is None else self.direct.sent_bytes
+        return {} if self.direct is None else {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
+
     def use_direct(self, backend: DirectBackend, timeout_s: float) -> None:
         """Load all further versions by direct transfers. timeout_s: deadline of each phase of a transfer."""
         own = self._settings.vllm
         world_size = own.tensor_parallel * own.pipeline_parallel
         self.direct = DirectLoad(self._client, backend, world_size, timeout_s=timeout_s)
-        self._weights.on_host = backend == "gloo"
+        self._weights.on_host = backend.endswith("gloo")
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
@@ -176,6 +182,11 @@ def _engine(
     direct: DirectBackend | None = None,
 ) -> VllmEngine:
     skeleton = Skeleton(directory, settings)
+    if direct is not None and is_sparse(direct) and read_model(directory).num_experts > 1:
+        raise UserError(
+            f'weights.transport: got "sparse", but {directory} has experts, whose weights vLLM may rearrange, so '
+            'single elements cannot be changed in place; use "direct"'
+        )
     arguments = {
         **_arguments(settings, head_dtype),
         **arguments_of(direct),

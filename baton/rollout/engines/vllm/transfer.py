@@ -10,6 +10,9 @@
 
 All three use the model's own loader, and compare a checksum of each tensor that the loader receives. If a transfer
 fails, the model's weights are incomplete. The next transfer starts from a clean state.
+
+A whole version is reloaded layer by layer. A difference changes the model's parameters in place
+(`load_checkpoint_weight_patches` of vLLM), over gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import torch
 from baton.errors import WeightsFault
 from baton.rollout.engines.vllm.worker import WeightsLoader, checked_reload
 from baton.weights.direct.gloo import GlooGroup, join_replica
-from baton.weights.direct.stream import ABORT, IncomingVersion
+from baton.weights.direct.stream import ABORT, NUM_CHANGED, IncomingVersion
 
 
 class DirectWorker(WeightsLoader):
@@ -46,6 +49,8 @@ class _CheckedReceiver:
 
     model: Any
     model_config: Any
+    receive_patches: Callable[[dict[str, Any]], None]
+    """Receives the changed elements of a bucket's tensors and loads them in place."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -53,34 +58,46 @@ class _CheckedReceiver:
         self._is_reloading = False
 
     def start_weight_update(self) -> None:
-        self._clean_up()
+        self._restore_layers()
         self._incoming.begin()
-        self._is_reloading = True
-        _reload().initialize_layerwise_reload(self.model)
 
     def update_weights(self, info: dict[str, Any]) -> None:
         try:
             if ABORT in info:
                 raise WeightsFault("the trainer has aborted a direct transfer")
             described = {**info}
-            self._incoming.expect(info["names"], described.pop("bucket"))
+            place = described.pop("bucket")
+            self._incoming.expect(info["names"], place)
+            if place["base"] is None and place["index"] == 0:
+                self._is_reloading = True
+                _reload().initialize_layerwise_reload(self.model)
             with self._checking():
-                super().update_weights(described)  # type: ignore[misc]
+                if NUM_CHANGED in info:
+                    self.receive_patches(described)
+                else:
+                    super().update_weights(described)  # type: ignore[misc]
             self._incoming.end_bucket()
         except BaseException:
-            self._clean_up()
+            self._incoming.abandon()
+            self._restore_layers()
             raise
 
     def finish_weight_update(self) -> None:
         self._incoming.finish()
-        with checked_reload(self.model):
-            super().finish_weight_update()  # type: ignore[misc]
-        self._is_reloading = False
+        try:
+            if self._is_reloading:
+                with checked_reload(self.model):
+                    super().finish_weight_update()  # type: ignore[misc]
+                self._is_reloading = False
+            else:
+                check_patched(self.model)
+        except BaseException:
+            self._incoming.abandon()
+            raise
 
-    def _clean_up(self) -> None:
+    def _restore_layers(self) -> None:
         """Restore the layers' tensors after a failed transfer. Otherwise vLLM 0.32 would keep the tensors received so
         far, count them in the next transfer and load some of them."""
-        self._incoming.abandon()
         if self._is_reloading:
             self._is_reloading = False
             _reload().finalize_layerwise_reload(self.model, self.model_config)
@@ -96,6 +113,13 @@ class _CheckedReceiver:
             self.model = model
 
 
+def check_patched(model: Any) -> None:
+    """Raise WeightsFault if a parameter has a NaN, which marks unchanged elements: the loader did not skip it."""
+    found = [name for name, tensor in model.named_parameters() if tensor.is_floating_point() and tensor.isnan().any()]
+    if found:
+        raise WeightsFault(f"vLLM's loader wrote NaN instead of unchanged elements: {', '.join(found[:5])}")
+
+
 class _CheckedLoader:
     """A model's loader that checks each tensor before the model loads it."""
 
@@ -106,6 +130,16 @@ class _CheckedLoader:
         given = list(weights)
         self._incoming.loaded(given)
         return self._model.load_weights(given)
+
+
+class _NcclPatches:
+    """Mixin for vLLM's engine `nccl`: receives changed elements as vLLM's engine `sparse_nccl` does."""
+
+    def receive_patches(self, info: dict[str, Any]) -> None:
+        sparse = importlib.import_module("vllm.distributed.weight_transfer.sparse_nccl_engine")
+        described = sparse.SparseNCCLWeightTransferUpdateInfo(**info)
+        sparse.SparseNCCLWeightTransferEngine.receive_weights(self, described)
+        torch.accelerator.synchronize()
 
 
 @dataclass
@@ -151,15 +185,34 @@ class _GlooEngine:
         self.receive_weights(self.parse_update_info(dict(update_info)))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        if self._group is None:
-            raise WeightsFault("weights were announced to a replica that has no communicator")
-        try:
+        with self._receiving() as group:
             for name, dtype_name, shape in zip(
                 update_info.names, update_info.dtype_names, update_info.shapes, strict=True
             ):
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
-                self._group.broadcast(tensor)
+                group.broadcast(tensor)
                 self.model.load_weights([(name, tensor)])
+
+    def receive_patches(self, info: Mapping[str, Any]) -> None:
+        patch = importlib.import_module("vllm.model_executor.model_loader.checkpoint_weight_patch")
+        with self._receiving() as group:
+            patches = []
+            for name, dtype_name, shape, count in zip(
+                info["names"], info["dtype_names"], info["shapes"], info[NUM_CHANGED], strict=True
+            ):
+                dtype = getattr(torch, dtype_name)
+                indices, values = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=dtype)
+                group.broadcast(indices)
+                group.broadcast(values)
+                patches.append(patch.CheckpointWeightPatch(name, tuple(shape), dtype, values, indices))
+            patch.load_checkpoint_weight_patches(self.model, patches)
+
+    @contextmanager
+    def _receiving(self) -> Iterator[GlooGroup]:
+        if self._group is None:
+            raise WeightsFault("weights were announced to a replica that has no communicator")
+        try:
+            yield self._group
         except BaseException:
             self.shutdown()  # the sender's pending broadcast then fails at once
             raise
@@ -175,7 +228,7 @@ class _GlooEngine:
 
 _ENGINES = {
     "gloo": ("base", "WeightTransferEngine", (_CheckedReceiver, _GlooEngine)),
-    "nccl": ("nccl_engine", "NCCLWeightTransferEngine", (_CheckedReceiver,)),
+    "nccl": ("nccl_engine", "NCCLWeightTransferEngine", (_CheckedReceiver, _NcclPatches)),
     "ipc": ("ipc_engine", "IPCWeightTransferEngine", (_CheckedReceiver,)),
 }
 """Backend → module and name of vLLM's engine class, and Baton's mixins for this class."""
