@@ -18,16 +18,17 @@ def profile(
     gpu: Annotated[
         str | None, typer.Option(help="Name of the GPU type in the catalogue; default: the type of this device.")
     ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Train steps of the run that is measured.")] = 16,
     write_to: Annotated[Path, typer.Option("--out", help="Calibration file to write.")] = Path("calibration.toml"),
     as_json: Json = False,
     as_load: Annotated[
         bool, typer.Option("--as-load", hidden=True, help="Generate until killed, as background load of a measurement.")
     ] = False,
 ) -> None:
-    """Measure decoding, prefill and training on this device, and write a calibration file.
+    """Measure decoding, prefill, training and a short run on this device, and write a calibration file.
 
     Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. The file is for
-    `baton plan --calibration`.
+    `baton plan --calibration`, and for the predictions of a run.
     """
     from baton.profile import keep_busy, write_calibration
     from baton.profile import profile as measure
@@ -40,7 +41,7 @@ def profile(
 
     say = (err if as_json else out).print
     companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
-    found = measure(loaded, gpu, say, companion)
+    found = measure(loaded, gpu, say, companion, steps)
     write_calibration(found, write_to)
     if as_json:
         print_json(found)

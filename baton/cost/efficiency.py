@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 from pydantic import Field, model_validator
 
+from baton.cost.memory import RUNTIME_BYTES
 from baton.settings import Settings
 
 
@@ -51,6 +52,12 @@ class Efficiency(Settings):
     """Fixed time of one publication, independent of the size of the weights. AReaL-Hex table 2: 1.4 to 2.0 s."""
     train_overhead_s: float = Field(default=0.0, ge=0)
     """Fixed time of one train step, independent of the batch."""
+    cycle_overhead_s: float = Field(default=0.0, ge=0)
+    """Time of a train step outside generation, scoring, training and publication, such as that of journal and metrics.
+    Only simulations of a recipe include this time."""
+    runtime_gb: float = Field(default=RUNTIME_BYTES / 1e9, gt=0)
+    """Memory of a trainer on a CPU outside of the tensors that the memory law counts, 10^9 bytes. Only the predictions
+    of a run use this value."""
     memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that a plan may use."""
     host_gb_per_s: float = Field(default=25.0, gt=0)

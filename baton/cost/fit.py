@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.generate import DeviceClass, decode_s, prefill_s, read_context_tokens, replica_cost
+from baton.cost.generate import DeviceClass, decode_s, prefill_s, replica_cost
 from baton.cost.train import forward_passes, layer_flops
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload, constant
@@ -89,41 +89,6 @@ def with_rollout(
     found = place.efficiency.model_copy(update={"trajectory_overhead_s": overhead_s})
     tried = msgspec.structs.replace(place, efficiency=found)
     return found, msgspec.structs.replace(point, predicted_s=rollout_s(model, work, tried, engines, point))
-
-
-class OverlapMeasurement(msgspec.Struct, frozen=True):
-    """Measured speeds of a train step and of engines without free slots that run at the same time on shared cores."""
-
-    threads: int
-    """Number of threads of the trainer."""
-    train_s: float
-    tokens_per_s: float
-    """Tokens that all engines together generate per second."""
-
-
-def with_beside(
-    model: ModelSpec, work: Workload, place: DeviceClass, engines: int, cores: int, beside: OverlapMeasurement
-) -> tuple[Efficiency, list[Measurement]]:
-    """Fit `train_beside` and `engine_beside`, the slowdowns on shared cores. Return the efficiencies and two
-    measurements that the efficiencies reproduce: a train step, and a decode step of all slots."""
-    share = max(1.0, (beside.threads + engines) / cores)
-    tokens = work.prompt.mean + work.output.mean
-    train_s = train_step_s(model, work, place, beside.threads, work.num_trajectories, tokens, 1.0) * share
-    tokens_per_s = engines * replica_cost(model, work, place, 1, 1, work.max_batch).tokens_per_s / share
-    extra = {"train_beside": beside.train_s / train_s, "engine_beside": tokens_per_s / beside.tokens_per_s}
-    found = place.efficiency.model_copy(update=extra)
-    token_s = engines * work.max_batch / beside.tokens_per_s
-    points = [
-        Measurement("train_beside", work.num_trajectories, round(tokens), beside.train_s, beside.train_s),
-        Measurement(
-            "decode_beside",
-            engines * work.max_batch,
-            round(read_context_tokens(model, work, place, work.max_batch)),
-            token_s,
-            token_s,
-        ),
-    ]
-    return found, points
 
 
 def fit(

@@ -1,10 +1,10 @@
 """`baton profile`: measures this device with the embedded engine and the trainer, and writes a calibration file.
 
 `engine.py` measures decode and prefill for several batch sizes and context lengths. `train_steps.py` measures batches
-of the recipe's prompts, train steps and weight publication. Batches and train steps run alternately. On a CPU, batches
-and train steps are also measured at the same time, because engines and trainer share the cores. Every figure is a
-median over repeats. The cost model's parameters are then fitted to these measurements. On a CPU, an engine process has
-one thread, the trainer has all threads, and a core counts as a GPU.
+of the recipe's prompts and train steps, alternately. Every figure is a median over repeats. The cost model's parameters
+are then fitted to these measurements. On a CPU, an engine process has one thread, the trainer has all threads, and a
+core counts as a GPU. Finally, `whole_steps.py` runs the recipe for some train steps, and corrects the parameters by the
+times of this run, in which all processes share cores and memory.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ import tomli_w
 import torch
 
 from baton.cost.efficiency import Efficiency
-from baton.cost.fit import Measurement, fit, with_beside, with_rollout
+from baton.cost.fit import Measurement, fit, with_rollout
 from baton.cost.generate import DeviceClass
 from baton.errors import UserError
 from baton.files import write_whole
 from baton.policy.load import torch_device
 from baton.profile.engine import Say, companions, engine_points
 from baton.profile.train_steps import measure_train_steps
+from baton.profile.whole_steps import with_whole_steps
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.run.assemble import set_up_torch
 from baton.specs.cluster import find_gpu, gpu_types
 from baton.specs.model import read_model
 from baton.trainer import alarms
+
+NUM_STEPS = 16
+"""Train steps of the run that is measured."""
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -45,8 +49,11 @@ class Profile(msgspec.Struct, frozen=True):
     publish_s: float
 
 
-def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = ()) -> Profile:
-    """Measure the recipe's model, engine and trainer on its device. Raises UserError if the GPU's name is unknown.
+def profile(
+    recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = (), num_steps: int = NUM_STEPS
+) -> Profile:
+    """Measure the recipe's model, engine and trainer on its device, then a run of `num_steps` train steps. Raises
+    UserError if the GPU's name is unknown or the run fails.
 
     `companion` is a command that runs a busy engine. If the recipe has several engine processes on a CPU, one process
     is measured while the others are busy, because all processes share memory and cores.
@@ -57,8 +64,9 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     find_gpu(name, gpu_types(), "--gpu")
     threads = set_up_torch(recipe.run.threads)
     devices = threads if on_cpu else 1
-    torch.set_num_threads(1 if on_cpu and recipe.engine.processes else threads)
-    with companions(companion, recipe.engine.processes - 1 if on_cpu else 0):
+    processes = recipe.swarm.workers or recipe.engine.processes
+    torch.set_num_threads(1 if on_cpu and processes else threads)
+    with companions(companion, processes - 1 if on_cpu else 0):
         points = list(engine_points(recipe, say))
     torch.set_num_threads(threads)
     alarms.logger.disabled = True  # these batches have made-up rewards and behavior logprobs, which would raise alarms
@@ -66,7 +74,6 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
         timings = measure_train_steps(recipe, threads, say)
     finally:
         alarms.logger.disabled = False
-    say(f"publication: {timings.publish_s * 1e3:.1f} ms")
     spec = read_model(Path(recipe.model.path))
     hardware = gpu_types()[name]
     start = Efficiency(
@@ -74,17 +81,11 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     )
     place = DeviceClass(hardware, hardware.link_bytes_per_s, hardware.link_bytes_per_s, 0.0, start)
     found, shown = fit(spec, recipe_workload(recipe), place, devices, [*points, *timings.train])
-    ways = {"publish": 1.0, "publish_latency_s": timings.publish_s, "handover_s": timings.handover_s}
-    found = found.model_copy(update=ways)
-    fitted = msgspec.structs.replace(place, efficiency=found)
+    fitted = msgspec.structs.replace(place, efficiency=found.model_copy(update={"handover_s": timings.handover_s}))
     engines = max(1, recipe.engine.processes)
     found, whole = with_rollout(spec, timings.lengths, fitted, engines, timings.rollout)
-    shown.append(whole)
-    if timings.beside is not None:
-        fitted = msgspec.structs.replace(place, efficiency=found)
-        found, beside = with_beside(spec, timings.lengths, fitted, engines, os.cpu_count() or 1, timings.beside)
-        shown += beside
-    return Profile(name, devices, found, shown, timings.publish_s)
+    found, in_run = with_whole_steps(recipe, name, found, num_steps, say)
+    return Profile(name, devices, found, [*shown, whole, *in_run], found.publish_latency_s)
 
 
 def write_calibration(found: Profile, path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Measures the times of batches and train steps: first alternately as in mode `sync`, then at the same time as in mode
-`async`.
+"""Measures the times of batches and train steps, alternately as in mode `sync`.
 
 The trajectories of a train step have the lengths of generated trajectories, or multiples of these lengths. Either all
 groups or half of the groups have advantages that are not zero. The other groups need no backward pass, so the fit can
@@ -13,17 +12,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
 
-from baton.cost.fit import Measurement, OverlapMeasurement
-from baton.policy.load import torch_device
+from baton.cost.fit import Measurement
 from baton.policy.tokenizer import load_tokenizer
 from baton.profile.bench import NoJudges
 from baton.profile.engine import REPEATS, Say
@@ -35,7 +31,7 @@ from baton.records.trace import Span
 from baton.rollout.controller import RolloutController
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.worker_client import SeededSampling, WorkerClient
-from baton.run.assemble import build_engine, build_port, build_trainer
+from baton.run.assemble import build_port, build_trainer
 from baton.run.resume import with_dtypes
 from baton.run.tokenization import PromptEncoder, TokenizedPrompts
 from baton.specs.workload import Workload, measured
@@ -54,8 +50,6 @@ from baton.types import (
     Trajectory,
 )
 
-NEVER_STALE = 1_000
-"""Staleness bound of the measured runs. No batch reaches this bound, because it is so large."""
 LONGEST_ROLLOUT = 256
 """Maximum response length in tokens, which limits the duration of the measurement."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
@@ -63,15 +57,12 @@ TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
 
 
 class StepTimings(msgspec.Struct):
-    """Measured times of batches, train steps and publications."""
+    """Measured times of batches and train steps."""
 
     rollout: Measurement
     train: list[Measurement]
-    beside: OverlapMeasurement | None
-    """Batches and train steps measured at the same time; None if engines and trainer do not share cores."""
     lengths: Workload
     handover_s: float
-    publish_s: float
 
 
 class _Rollouts:
@@ -89,21 +80,16 @@ class _Rollouts:
         version = PolicyVersion("profile", 0)
         self.port = build_port(recipe, recipe.model.path, version, LeaseTrace(self))
         self._journal = Journal(directory / "journal.sqlite", keeps_partials=False)
-        self._worker = WorkerClient(
-            self.port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens
-        )
+        worker = WorkerClient(self.port, rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens)
         encoder = PromptEncoder(load_tokenizer(recipe.model.path), recipe.task)
         mixture = TaskMixture(recipe.task, recipe.answer, recipe.environments, tool_format=encoder.tool_format)
         self._stream = PromptStream(mixture, seed)
-        self._prompts = TokenizedPrompts(self._stream, encoder)
-        self._sampling = SeededSampling(sampling, seed)
-        self._shape = {"batch_groups": rollout.batch_groups, "group_size": rollout.group_size}
-        self._controller = self._new_controller({"mode": "sync"})
+        prompts = TokenizedPrompts(self._stream, encoder)
+        rules = RolloutSettings(mode="sync", batch_groups=rollout.batch_groups, group_size=rollout.group_size).rules()
+        self._controller = RolloutController(
+            worker, rules, prompts, NoJudges(), SeededSampling(sampling, seed), self._journal
+        )
         self._controller.begin(0, StreamCursor(0, {}))
-
-    def _new_controller(self, keys: dict[str, Any]) -> RolloutController:
-        rules = RolloutSettings.model_validate({**keys, **self._shape}).rules()
-        return RolloutController(self._worker, rules, self._prompts, NoJudges(), self._sampling, self._journal)
 
     def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
         self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
@@ -118,26 +104,6 @@ class _Rollouts:
         self._version += 1
         self._journal.consumed(self._version, [group.group_id for group in groups])
         return seconds, [member.trajectory for group in groups for member in group.members]
-
-    def beside(self, trainer: Trainer, trajectories: Sequence[Trajectory], longest: int) -> tuple[float, float]:
-        """Train in a thread while engines with full slots generate, as in mode `async`. Return (seconds of a train
-        step, generated tokens per second)."""
-        keys = {"mode": "async", "on_new_version": "keep", "max_staleness": NEVER_STALE}
-        controller = self._new_controller(keys)
-        controller.begin(self._version, self._controller.cursor)
-        seconds: list[float] = []
-        rates: list[float] = []
-        for _ in range(REPEATS + 1):  # the first round warms up and is not counted
-            controller.publish(self._weights.tensors, PolicyVersion("profile", self._version))
-            self._version += 1
-            controller.next_batch()
-            before, started = self.port.stats().decoded_tokens, time.perf_counter()
-            with ThreadPoolExecutor(1, "trainer") as pool:
-                future = pool.submit(_step_s, trainer, _batch(trainer, trajectories, *TRAIN_KINDS[0], longest))
-                controller.run_until(lambda timeout_s, future=future: bool(wait([future], timeout_s).done))  # type: ignore[misc]
-            seconds.append(future.result())
-            rates.append((self.port.stats().decoded_tokens - before) / (time.perf_counter() - started))
-        return statistics.median(seconds[1:]), statistics.median(rates[1:])
 
     def handover_s(self) -> float:
         """Return the median seconds that a slot is empty between two leases of the last batch; 0 if unknown."""
@@ -157,7 +123,7 @@ class _Rollouts:
 
 
 def measure_train_steps(recipe: Recipe, threads: int, say: Say) -> StepTimings:
-    """Measure batches and train steps alternately, several times for each of `TRAIN_KINDS`; then both at once."""
+    """Measure batches and train steps alternately, several times for each of `TRAIN_KINDS`."""
     trainer = _trainer(recipe)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -189,16 +155,8 @@ def _measure_train_steps(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, 
         points.append(Measurement("train", count, tokens, seconds, trained_share=share))
         taught = f"{tokens} tokens, {share:.0%} with an advantage"
         say(f"train, {count} trajectories of {taught}: {points[-1].tokens_per_s:,.0f} tokens/s")
-    handover_s, beside = 0.0, None
-    if recipe.engine.processes:
-        handover_s = rollouts.handover_s()
-    if recipe.engine.processes and torch_device(recipe.model.device).type == "cpu":
-        fewer = max(1, threads - recipe.engine.processes)
-        torch.set_num_threads(fewer)
-        beside = OverlapMeasurement(fewer, *rollouts.beside(trainer, trajectories, longest))
-        torch.set_num_threads(threads)
-        say(f"at the same time: {beside.tokens_per_s:,.0f} tokens/s, a train step of {beside.train_s:.3f} s")
-    return StepTimings(rollout, points, beside, lengths, handover_s, _publish_s(recipe, trainer))
+    handover_s = rollouts.handover_s() if recipe.engine.processes else 0.0
+    return StepTimings(rollout, points, lengths, handover_s)
 
 
 def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
@@ -255,18 +213,3 @@ def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, 
 
 def _num_tokens(batch: Batch) -> int:
     return sum(len(m.trajectory.prompt_ids) + m.trajectory.num_tokens for g in batch.groups for m in g.members)
-
-
-def _publish_s(recipe: Recipe, trainer: Trainer) -> float:
-    """Return the median seconds of a publication: write the weights to a file, read it, load it into an engine."""
-    engine = build_engine(recipe, recipe.model.path, PolicyVersion("profile", 0))
-    times = []
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "weights.safetensors"
-        for _ in range(REPEATS):
-            started = time.perf_counter()
-            weights = trainer.publish()
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.tensors.items()}, path)
-            engine.load_weights(load_file(path), weights.version)
-            times.append(time.perf_counter() - started)
-    return statistics.median(times)

@@ -27,13 +27,14 @@ WARM_SHARE = 0.2
 Row = Mapping[str, float]
 
 
-def _generation_s(row: Row) -> float:
+def generation_s(row: Row) -> float:
+    """Return the time of a train step in which trajectories were running."""
     return row["time/generate"] + row.get("time/generate_hidden", 0.0)
 
 
 TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "step": ("s", lambda row: row["perf/step_time"]),
-    "generation": ("s", _generation_s),
+    "generation": ("s", generation_s),
     "training": ("s", lambda row: row["time/train"]),
     "transfer": ("s", lambda row: row.get("swarm/broadcast_s", row["time/weight_sync"])),
     "staleness": ("versions", lambda row: row["staleness/mean"]),
@@ -41,7 +42,7 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "trainer idle": ("share", lambda row: 1 - row["time/train"] / row["perf/step_time"]),
     "engine slots idle": (
         "share",
-        lambda row: 1 - row["perf/slot_occupancy"] * _generation_s(row) / row["perf/step_time"],
+        lambda row: 1 - row.get("perf/slot_occupancy", 0.0) * generation_s(row) / row["perf/step_time"],
     ),
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
@@ -119,10 +120,15 @@ class Comparison(msgspec.Struct, frozen=True):
     """Sentence with the assumption about the run on which the predicted value depends; empty if there is none."""
 
 
+def steady_rows(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows of train steps without the first ones (`WARM_SHARE`)."""
+    steps = [row for row in rows if "perf/step_time" in row]
+    return steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
+
+
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
     """Compare predictions with a run's metrics, except evaluations and the first train steps (`WARM_SHARE`)."""
-    steps = [row for row in rows if "perf/step_time" in row and row["step"] > predictions.after_step]
-    steps = steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
+    steps = steady_rows([row for row in rows if row["step"] > predictions.after_step])
     tokens, found = _peak_tokens(steps), []
     told_of = {each.term: each for each in predictions.terms}
     for term, (unit, of) in TERMS.items():

@@ -77,10 +77,12 @@ def measured_rates(
             predicted, measured = values[term]
             faster = min(FACTORS[1], max(FACTORS[0], predicted * tokens / measured))
             lines.append(f"{term} on {', '.join(sorted(gpus))}: measured {faster:.2f} × the predicted rate")
-            own |= {gpu: _faster(own.get(gpu, known.default), faster, shares, times) for gpu in gpus}
+            own |= {gpu: scaled(own.get(gpu, known.default), faster, shares, times) for gpu in gpus}
     return msgspec.structs.replace(known, by_gpu=own), tuple(lines)
 
 
-def _faster(known: Efficiency, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
+def scaled(known: Efficiency, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
+    """Return the efficiency of a GPU type that is `factor` times as fast: the keys in `shares` are multiplied by
+    `factor`, those in `times` are divided."""
     changed: dict[str, Any] = {key: min(1.0, getattr(known, key) * factor) for key in shares}
     return known.model_copy(update=changed | {key: getattr(known, key) / factor for key in times})

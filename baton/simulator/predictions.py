@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.cost.efficiency import CalibrationSettings
+from baton.cost.memory import RUNTIME_BYTES
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_settings, read_workload
 from baton.records.predictions import MemoryByTokens, Predictions
@@ -23,6 +24,7 @@ def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, mem
     recorded = recorded_groups(workload) if workload.is_dir() else ()
     setting = source.setting(SimulationOptions(steps=min(STEPS, recipe.run.steps), recorded=recorded))
     result, _ = run_request(setting, RunOptions(recipe.run.seed), None, is_traced=False)
+    more_bytes = measured.of(source.gpu).runtime_gb * 1e9 - RUNTIME_BYTES
     transfer_s = setting.publish_s if setting.swarm is None else setting.swarm.fetch_s
     return predictions(
         f"simulation with {calibration} and lengths of {workload}",
@@ -36,5 +38,5 @@ def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, mem
             "engine slots idle": 1 - result.rollout_occupancy * result.generate_s / result.step_s,
             "response length": work.output.mean,
         },
-        memory,
+        tuple((tokens, num_bytes + more_bytes) for tokens, num_bytes in memory),
     )

@@ -36,6 +36,8 @@ from baton.types import Group, PolicyVersion, SamplingParams
 
 HANG_S = 24 * 3600.0
 """A run fails with NoProgress after this virtual time without a message of an engine."""
+CLOSE = 1e-9
+"""Part of the virtual time by which a train step may end early, because of rounding errors."""
 SAMPLING = SeededSampling(SamplingParams(1), 0)
 """The length of each trajectory is scripted (`Script.limited`)."""
 
@@ -175,6 +177,8 @@ class Simulation:
             self.record.lose("restart", self._carried_tokens - controller.scheduler.ledger.generated)
         is_published = True
         while self.version < setting.num_steps:
+            if setting.cycle_overhead_s:
+                self.clock.wait(setting.cycle_overhead_s)
             if is_published:
                 controller.publish({}, PolicyVersion(f"lineage {self.lineage}", self.version, f"digest {self.version}"))
             else:
@@ -208,15 +212,26 @@ class Simulation:
         self._trained()
 
     def _train(self, controller: RolloutController, seconds: float) -> None:
-        """Let the time of a train step pass while the controller runs."""
-        setting, is_async, clock = self.setting, self.rules.mode == "async", self.clock
-        slows = is_async and setting.engine_slowdown > 1
-        end_s = clock.now_s + seconds * (setting.train_slowdown if is_async else 1.0)
-        clock.at(end_s, lambda: None)
+        """Let the time of a train step pass while the controller runs. In mode `async`, trainer and engines are slower
+        while both are busy. `seconds`: time of the train step alone."""
+        setting, clock = self.setting, self.clock
+        is_async, left_s, last_s, slowdown = self.rules.mode == "async", seconds, clock.now_s, 0.0
+
+        def is_over() -> bool:
+            nonlocal left_s, last_s, slowdown
+            if slowdown:
+                left_s -= (clock.now_s - last_s) / slowdown
+            last_s, now = clock.now_s, setting.train_slowdown if is_async and controller.scheduler.num_leased else 1.0
+            if now != slowdown and left_s > 0:
+                slowdown = now
+                clock.after(left_s * slowdown, lambda: None)
+            return left_s <= CLOSE * max(1.0, clock.now_s)
+
+        slows = is_async and setting.engine_slowdown != 1
         if slows:
             self.port.slow(setting.engine_slowdown)
         try:
-            controller.run_until(lambda timeout_s: clock.poll(timeout_s, lambda: clock.now_s >= end_s))
+            controller.run_until(lambda timeout_s: clock.poll(timeout_s, is_over))
         finally:
             if slows:
                 self.port.slow(1.0)

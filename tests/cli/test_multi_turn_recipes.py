@@ -64,7 +64,7 @@ def test_a_preview_plays_episodes(small: Any, tmp_path: Path, monkeypatch: pytes
 
 def test_a_profile_measures_with_the_first_turns(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = on_the_shipped_recipe(["profile", "--out", str(tmp_path / "calibration.toml")], small)
+    found = on_the_shipped_recipe(["profile", "--steps", "2", "--out", str(tmp_path / "calibration.toml")], small)
     assert {point["phase"] for point in found["points"]} == {"decode", "prefill", "train", "rollout"}
     (rollout,) = [point for point in found["points"] if point["phase"] == "rollout"]
     assert rollout["batch"] == 8

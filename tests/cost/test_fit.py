@@ -7,15 +7,11 @@ import pytest
 
 from baton.cost.fit import (
     Measurement,
-    OverlapMeasurement,
     fit,
     predicted_s,
     rollout_s,
-    train_step_s,
-    with_beside,
     with_rollout,
 )
-from baton.cost.generate import replica_cost
 from baton.cost.train import forward_passes
 from tests.cost.round_numbers import IDEAL, MODEL, PLACE, WORK
 
@@ -55,17 +51,6 @@ def test_one_sequence_alone_tells_the_fixed_time_of_a_prefill() -> None:
     points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, WORK, hidden, 2, p)) for p in asked]
     found, _ = fit(MODEL, WORK, PLACE, 2, points)
     assert (found.prefill, found.prefill_overhead_s) == (pytest.approx(0.4, rel=0.02), pytest.approx(0.003, rel=0.02))
-
-
-def test_what_trainer_and_engines_cost_each_other_beyond_their_share_of_the_cores() -> None:
-    """One trainer thread and two engines on two cores: 3 / 2 is their share, the rest is measured."""
-    work = msgspec.structs.replace(WORK, max_batch=8)
-    by_itself_s = train_step_s(MODEL, work, PLACE, 1, 100, 300.0, 1.0)
-    tokens_per_s = 2 * replica_cost(MODEL, work, PLACE, 1, 1, 8).tokens_per_s
-    found, shown = with_beside(MODEL, work, PLACE, 2, 2, OverlapMeasurement(1, 1.8 * by_itself_s, tokens_per_s / 1.65))
-    assert found.train_beside == pytest.approx(1.8 / 1.5)
-    assert found.engine_beside == pytest.approx(1.65 / 1.5)
-    assert [point.phase for point in shown] == ["train_beside", "decode_beside"]
 
 
 def test_what_a_whole_batch_takes_beyond_prefill_and_decode_is_an_overhead_of_its_trajectories() -> None:

@@ -27,8 +27,9 @@ def run(*arguments: object) -> str:
 
 def test_a_measured_device_predicts_a_run_of_it(small: Any, tmp_path: Path) -> None:
     calibration = tmp_path / "calibration.toml"
-    found = json.loads(run("profile", small.recipe, "--out", calibration, "--json"))
-    assert {point["phase"] for point in found["points"]} == {"decode", "prefill", "train", "rollout"}
+    found = json.loads(run("profile", small.recipe, "--steps", 4, "--out", calibration, "--json"))
+    in_a_run = {f"{term}_in_a_run" for term in ("step", "generation", "training")}
+    assert {point["phase"] for point in found["points"]} == {"decode", "prefill", "train", "rollout", *in_a_run}
     assert all(point["seconds"] > 0 and point["predicted_s"] > 0 for point in found["points"])
     assert load_recipe(CalibrationSettings, calibration).build().of("CPU").train == found["efficiency"]["train"]
     question = ["--cluster", ROOT / "recipes/planner/this-cpu.toml", "--model", small.model, "--colocated", "--json"]

@@ -41,6 +41,34 @@ def test_a_batch_takes_no_longer_than_any_schedule_that_leaves_no_slot_idle(seed
     assert waited_s <= work_s + max(lengths) * 0.01 + 1e-9
 
 
+@pytest.mark.parametrize(("train_s", "step_s"), [(2.0, 5.0), (4.0, 6.5), (9.0, 11.5)])
+def test_a_train_step_is_slower_only_while_engines_generate(train_s: float, step_s: float) -> None:
+    """η = 1: the engine generates the next batch, in 5 s, while the trainer trains at half its speed. In this time the
+    trainer does 2.5 s of its work alone, and then it does the rest at its full speed."""
+    of = Setting(
+        rules("async", max_staleness=1, on_new_version="keep"),
+        (EngineSpec("e", 8, FlatSpeed(0.1)),),
+        TrajectoryWork(constant(8), constant(50)),
+        TrainSpeed(train_s, 0.0, 0.0),
+        num_steps=24,
+        train_slowdown=2.0,
+    )
+    found = summarise(of, simulate(of))
+    assert found.step_s == pytest.approx(step_s, rel=0.03)
+
+
+def test_the_time_between_two_train_steps_is_added_to_each() -> None:
+    of = Setting(
+        rules(),
+        (EngineSpec("e", 8, FlatSpeed(0.1)),),
+        TrajectoryWork(constant(8), constant(50)),
+        TrainSpeed(1.0, 0.0, 0.0),
+        num_steps=6,
+        cycle_overhead_s=0.25,
+    )
+    assert summarise(of, simulate(of)).step_s == pytest.approx(6.25)
+
+
 @pytest.mark.parametrize("train_s", [1.0, 4.0, 9.0])
 def test_the_staleness_gate_adds_at_0_and_overlaps_from_1_on(train_s: float) -> None:
     """Equal lengths and room for a batch: generating takes 50 steps of 0.1 s. η = 0 pays the sum, η ≥ 1 the larger."""

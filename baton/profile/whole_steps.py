@@ -1,0 +1,199 @@
+"""Measures whole train steps: runs the recipe for a few steps, and fits how much slower trainer and engines are in this
+run than alone.
+
+In a run, all processes of the recipe share cores and memory: trainer or ranks, engine processes or workers, controller
+and hub. The run is simulated with the lengths of its own trajectories. The efficiencies are changed until simulation
+and run have equal times of training and generation; in mode `async`, equal numbers of tokens per second and occupied
+slot instead of equal times of generation, because engines also wait for the trainer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import tomli_w
+
+from baton.cost.efficiency import Efficiencies, Efficiency
+from baton.cost.fit import Measurement
+from baton.cost.memory import RUNTIME_BYTES
+from baton.errors import UserError
+from baton.profile.engine import Say
+from baton.recipe.recipe import Recipe
+from baton.recipe.workload import workload_of_run
+from baton.records.metrics import read_metrics
+from baton.records.predictions import (
+    MEMORY,
+    MemoryByTokens,
+    Prediction,
+    Predictions,
+    Row,
+    compare,
+    generation_s,
+    steady_rows,
+)
+from baton.records.run_directory import RunDirectory, without_none
+from baton.run.dry_run import trainer_bytes
+from baton.run.predictions import DECODE_SHARES, DECODE_TIMES, scaled
+from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
+from baton.simulator.inputs import Setting
+from baton.simulator.request import run_request
+from baton.simulator.result import Result
+from baton.simulator.run import RunOptions
+from baton.simulator.timing import TrainSpeed
+
+LONGEST_S = 3600.0
+"""Maximum number of seconds of the measured run."""
+ROUNDS = 5
+"""Number of simulations with which the speed of the engines is fitted."""
+IDLE = 0.02
+"""Maximum share of a train step in which trajectories run, for a train step that counts as one without generation."""
+MOST_SLOWDOWN = 10.0
+LEAST_RUNTIME_BYTES = 5e7
+
+
+def with_whole_steps(
+    recipe: Recipe, gpu: str, known: Efficiency, num_steps: int, say: Say
+) -> tuple[Efficiency, list[Measurement]]:
+    """Run the recipe for `num_steps` train steps, and fit the efficiencies to the run. Return them, and the
+    measurements with the predictions of a simulation. For a multi-turn task, which the simulator does not support, only
+    publication and memory are fitted. Raises UserError if the run fails."""
+    recipe = _measured_recipe(recipe, num_steps)
+    with tempfile.TemporaryDirectory() as directory:
+        run = _run(recipe, Path(directory))
+        rows = read_metrics(run)
+        memory = trainer_bytes(recipe, is_here=True) if gpu == "CPU" else ()
+        found = known.model_copy(update=measured_directly(recipe, rows, memory))
+        points: list[Measurement] = []
+        if recipe.multi_turn_task is None:
+            found, points = fit_run(recipe, gpu, found, run, rows)
+    for point in points:
+        phase = point.phase.replace("_", " ")
+        say(f"{phase}: {point.seconds:.3f} s; the cost model without this run: {point.predicted_s:.3f} s")
+    return found, points
+
+
+def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
+    """Return the recipe of the measured run. Its seed differs from that of the recipe, so a run of the recipe has other
+    batches than those that its predictions are fitted to."""
+    changes = {
+        "run": {"name": "run", "seed": recipe.run.seed + 1, "steps": num_steps},
+        "eval": {"enabled": False, "task": ()},
+        "checkpoint": {"every": num_steps},
+        "fleet": {"calibration": None},
+        "log": {"loggers": (), "wandb": None},
+        "trainer": {"warmup_steps": 0, "decay": "constant"},
+    }
+    sections = {name: getattr(recipe, name).model_copy(update=update) for name, update in changes.items()}
+    return recipe.model_copy(update=sections)
+
+
+def _run(recipe: Recipe, directory: Path) -> Path:
+    """Run the recipe in another process, whose memory is that of a run, and return the run's directory."""
+    own = recipe.run.model_copy(update={"directory": str(directory)})
+    recipe, file = recipe.model_copy(update={"run": own}), directory / "recipe.toml"
+    file.write_text(tomli_w.dumps(without_none(recipe.model_dump(mode="json"))), encoding="utf-8")
+    command = [sys.executable, "-m", "baton", "train", str(file)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_S)
+    except subprocess.TimeoutExpired as error:
+        steps, minutes = recipe.run.steps, LONGEST_S / 60
+        raise UserError(f"--steps: {steps} train steps take more than {minutes:.0f} minutes; give fewer") from error
+    if done.returncode:
+        raise UserError(f"the run that `baton profile` measures failed:\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
+    return own.path
+
+
+def _terms(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the measured value of each term of predictions."""
+    return {each.term: each.measured or 0.0 for each in compare(Predictions("", ()), rows)}
+
+
+def measured_directly(recipe: Recipe, rows: Sequence[Row], memory: MemoryByTokens) -> dict[str, float]:
+    """Return the efficiencies that a run measures directly. `memory` is the predicted memory of the trainer;
+    empty on a GPU."""
+    terms, steady, is_async = _terms(rows), steady_rows(rows), recipe.rollout.mode == "async"
+    rest_s = terms["step"] - terms["training"] - _mean(steady, "time/weight_sync")
+    if is_async:
+        rest_s -= _mean(steady, "time/wait_for_batch")
+    else:  # workers of a swarm load the new version before they generate; a simulation has the time of scoring
+        rest_s -= terms["generation"] + _mean(steady, "time/judge") + terms["transfer"] * recipe.swarm.is_on
+    found = {"publish": 1.0, "publish_latency_s": terms["transfer"], "cycle_overhead_s": max(0.0, rest_s)}
+    if memory:
+        tokens = max(row["perf/trainer_peak_tokens"] for row in steady)
+        outside = RUNTIME_BYTES + terms[MEMORY] - Prediction(MEMORY, memory[-1][1], memory).at(tokens)
+        found["runtime_gb"] = max(LEAST_RUNTIME_BYTES, outside) / 1e9
+    return found
+
+
+def _mean(rows: Sequence[Row], key: str) -> float:
+    return statistics.fmean(row.get(key, 0.0) for row in rows)
+
+
+def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[float, float]:
+    """Return two factors for mode `async`: the training time of the steps without generation, divided by the predicted
+    time (1 if there are no such steps); and the factor by which training is slower while trajectories run."""
+    opened, beside = RunDirectory.open(run), list[tuple[float, float, float]]()
+    alone_s = predicted_s = 0.0
+    for row in steady_rows(rows):
+        members = [member.trajectory for group in opened.groups(int(row["step"])) for member in group.members]
+        expected_s = speed.step_s([len(each.prompt_ids) + each.num_tokens for each in members])
+        if generation_s(row) < IDLE * row["perf/step_time"]:
+            alone_s, predicted_s = alone_s + row["time/train"], predicted_s + expected_s
+        else:
+            beside.append((expected_s, row["time/train"], min(row["time/train"], row["time/generate_hidden"])))
+    slower = alone_s / predicted_s if predicted_s else 1.0
+    overlap_s = sum(hidden_s for _, _, hidden_s in beside)
+    # work that was done during the overlap, in seconds of the trainer alone
+    done_s = sum(slower * expected_s - train_s + hidden_s for expected_s, train_s, hidden_s in beside)
+    return slower, overlap_s / max(done_s, overlap_s / MOST_SLOWDOWN) if overlap_s else 1.0
+
+
+def fit_run(
+    recipe: Recipe, gpu: str, known: Efficiency, run: Path, rows: Sequence[Row]
+) -> tuple[Efficiency, list[Measurement]]:
+    """Fit the speeds of trainer and engines. In mode `async` they run at the same time, and their slowdowns beside each
+    other are fitted; the speed of the trainer alone is measured at the end of the run, when all batches have been
+    generated. In other modes, all efficiencies of trainer or engines are multiplied by a factor."""
+    terms, work, groups = _terms(rows), workload_of_run(run), recorded_groups(run)
+
+    def setting(efficiency: Efficiency) -> Setting:
+        source = RecipeSource(recipe, Efficiencies(by_gpu={gpu: efficiency}), work, gpu)
+        return source.setting(SimulationOptions(recorded=groups))
+
+    def simulated(efficiency: Efficiency) -> Result:
+        return run_request(setting(efficiency), RunOptions(recipe.run.seed), None, is_traced=False)[0]
+
+    first = told = simulated(known)
+    if recipe.rollout.mode == "async":
+        given = setting(known)
+        slower, beside = _train_factors(run, rows, given.train)
+        # the slowdowns of a setting include the effect of fewer cores
+        update = {"train_beside": known.train_beside * beside / given.train_slowdown}
+        known = scaled(known, 1 / slower, ("train",), ("train_overhead_s",)).model_copy(update=update)
+        # the counts of a step end with the delivery of its batch, its times end with its train step
+        pairs = list(itertools.pairwise(steady_rows(rows)))
+        tokens = sum(row["tokens/generated"] for _, row in pairs)
+        slot_s = sum(row.get("perf/slot_occupancy", 0.0) * generation_s(before) for before, row in pairs)
+        for _ in range(ROUNDS if tokens else 0):
+            told = simulated(known)
+            told_tokens = told.generated_tokens_per_s * told.step_s / (told.rollout_occupancy * told.generate_s)
+            slower = told_tokens * slot_s / tokens
+            known = known.model_copy(update={"engine_beside": known.engine_beside * slower})
+    else:
+        known = scaled(known, told.train_s / terms["training"], ("train",), ("train_overhead_s",))
+        for _ in range(ROUNDS):
+            known = scaled(known, told.generate_s / terms["generation"], DECODE_SHARES, DECODE_TIMES)
+            told = simulated(known)
+    count = recipe.rollout.batch_groups * recipe.rollout.group_size
+    mean = round(work.prompt.mean + work.output.mean)
+    names = {"step": "step_s", "generation": "generate_s", "training": "train_s"}
+    points = [
+        Measurement(f"{term}_in_a_run", count, mean, terms[term], getattr(first, key)) for term, key in names.items()
+    ]
+    return known, points
