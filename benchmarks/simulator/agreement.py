@@ -83,14 +83,14 @@ def simulated(path: Path, calibration: Path, changes: Sequence[str] = ()) -> Fig
     counts = [step.counts for step in steps]
     ends = [step.end_s for step in steps]
     each = [after - before for before, after in itertools.pairwise(ends)][WARM - 1 :]
-    carried = [step.carried_groups for step in steps]
+    carried = [count.carried_groups for count in counts]
     steps = steps[WARM:]
     return {
         "step_s": statistics.median(each),
         "wait_s": statistics.median(step.begin_s - step.wanted_s for step in steps),
         "train_s": statistics.median(step.train_s for step in steps),
         "occupancy": statistics.median(c.busy_slot_s / c.slot_s for c in counts if c.slot_s),
-        "carried_groups": statistics.median(step.carried_groups for step in steps),
+        "carried_groups": statistics.median(counts[i].carried_groups for i in range(WARM, len(counts))),
         "resumed": statistics.median(c.resumed for c in counts),
         **_staleness([Counter(step.staleness) for step in steps]),
         "carried_by_step": carried,
