@@ -1,12 +1,12 @@
-"""Compares the predictions of the quickstart with its measurements, as every run with predictions does.
+"""Compares the predictions of runs with their measurements, as every run with predictions does.
 
-    python -m benchmarks.prediction.matrix profile            # three calibrations, and the lengths of another run
-    python -m benchmarks.prediction.matrix measure sync swarm # each case once, in this order
+    python -m benchmarks.prediction.matrix lengths            # a run with seed 1, whose lengths the predictions use
+    python -m benchmarks.prediction.matrix measure sync swarm # each case: its profile, directly before its run
     python -m benchmarks.prediction.matrix table              # the table of the README, from results/matrix
 
-The predictions come from simulations with the calibrations of `baton profile`. The lengths come from a run of 20 steps
-with seed 1; the measured runs have seed 0. `measure` appends predictions and measurements to results/matrix/runs.jsonl,
-with commit, hardware and load average.
+The predictions come from simulations with the calibrations of `baton profile`, whose runs have seed 1. The measured
+runs have seed 0. `measure` appends predictions and measurements to results/matrix/runs.jsonl, with commit, hardware,
+and the processor time that other processes used during the run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,18 +29,18 @@ from benchmarks.machine import machine
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RESULTS = HERE / "results" / "matrix"
-ONE = ["engine.processes=0"]
+QUICKSTART, SMOLLM2 = "recipes/quickstart.toml", "recipes/smollm2-sums.toml"
+STEPS = {QUICKSTART: 20, SMOLLM2: 5}
 CASES: dict[str, tuple[str, list[str]]] = {
-    "sync": ("one", ONE),
-    "partial": ("one", [*ONE, "rollout.mode=partial"]),
-    "async": ("async", ["engine.processes=1", "rollout.mode=async"]),
-    "ranks": ("two", ["trainer.ranks=2"]),
-    "swarm": ("two", ["engine.processes=0", "swarm.workers=2"]),
+    "sync": (QUICKSTART, ["engine.processes=0"]),
+    "partial": (QUICKSTART, ["engine.processes=0", "rollout.mode=partial"]),
+    "async": (QUICKSTART, ["engine.processes=1", "rollout.mode=async"]),
+    "ranks": (QUICKSTART, ["trainer.ranks=2"]),
+    "swarm": (QUICKSTART, ["engine.processes=0", "swarm.workers=2"]),
+    "smollm2": (SMOLLM2, []),
 }
-"""Case → calibration, and overrides of recipes/quickstart.toml."""
-PROFILES = {"one": ONE, "async": CASES["async"][1], "two": []}
-LENGTHS = ROOT / "runs" / "lengths"
-STEPS = 20
+"""Case → recipe and overrides."""
+PROFILE_STEPS = {QUICKSTART: 16, SMOLLM2: 4}
 
 
 def baton(*arguments: object) -> str:
@@ -53,40 +55,54 @@ def baton(*arguments: object) -> str:
     return done.stdout
 
 
-def profile(names: list[str]) -> None:
-    """Write a calibration of each kind, and record a run whose lengths the predictions use."""
-    for name in names or [*PROFILES, "lengths"]:
-        if name != "lengths":
-            baton("profile", "recipes/quickstart.toml", *PROFILES[name], "--out", RESULTS / f"{name}.toml")
-            continue
-        given = [
-            f"run.directory={LENGTHS.parent}",
-            "run.name=lengths",
-            "run.seed=1",
-            f"run.steps={STEPS}",
-            "eval.enabled=false",
-        ]
-        baton("train", "recipes/quickstart.toml", "--overwrite", *given)
+def run(recipe: str, directory: Path, *overrides: str) -> dict[str, Any]:
+    """Run a recipe without evaluations, and return its report."""
+    given = [f"run.directory={directory}", f"run.steps={STEPS[recipe]}", "eval.enabled=false", *overrides]
+    return dict(json.loads(baton("train", recipe, "--overwrite", "--json", *given)))
+
+
+def lengths(recipe: str) -> Path:
+    """Return the directory of the run whose lengths the predictions for a recipe use."""
+    return ROOT / "runs" / f"lengths-{Path(recipe).stem}"
+
+
+def record_lengths(recipes: list[str]) -> None:
+    """Make these runs."""
+    for recipe in recipes or STEPS:
+        run(recipe, lengths(recipe).parent, f"run.name={lengths(recipe).name}", "run.seed=1")
+
+
+def busy_s() -> tuple[float, float]:
+    """Return the processor seconds that all processes of the machine, and the children of this process, have used."""
+    counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    used = sum(counts) - counts[3] - counts[4]  # without idle time and waits for disks
+    return used / os.sysconf("SC_CLK_TCK"), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def measure(case: str, note: str) -> None:
-    """Run a case once, and append its comparison."""
-    calibration, overrides = CASES[case]
-    files = [f"fleet.calibration={RESULTS / calibration}.toml", f"fleet.workload={LENGTHS}"]
+    """Profile a case and run it once, and append its comparison."""
+    recipe, overrides = CASES[case]
+    calibration = RESULTS / f"{case}.toml"
+    baton("profile", recipe, *overrides, "--steps", PROFILE_STEPS[recipe], "--out", calibration)
+    files = [f"fleet.calibration={calibration}", f"fleet.workload={lengths(recipe)}"]
+    before, began_s = busy_s(), time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        place = [f"run.directory={directory}", "run.name=run", f"run.steps={STEPS}", "eval.enabled=false"]
-        report = json.loads(baton("train", "recipes/quickstart.toml", *overrides, *files, *place, "--json"))
+        report = run(recipe, Path(directory), *overrides, *files, "run.name=run")
+    all_s, own_s = (after - first for after, first in zip(busy_s(), before, strict=True))
+    others = max(0.0, all_s - own_s) / (time.monotonic() - began_s)
     row = {
         "case": case,
         "note": note,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine(),
+        "others": others,
         "overrides": overrides,
         "predictions": report["predictions"],
     }
     with (RESULTS / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    print(case, note, {each["term"]: each["error"] and round(each["error"], 3) for each in report["predictions"]})
+    errors = {each["term"]: each["error"] and round(each["error"], 3) for each in report["predictions"]}
+    print(f"{case} {note}: others use {others:.2f} cores; {errors}", flush=True)
 
 
 def table(note: str) -> None:
@@ -110,19 +126,20 @@ def cells(same: tuple[dict[str, Any], ...]) -> str:
     middle, unit = statistics.median(errors), " points" if first["unit"] == "share" else " %"
     shown = f"{100 * middle:+.0f}{unit} ({100 * min(errors):+.0f} to {100 * max(errors):+.0f})"
     measured = statistics.median(each["measured"] for each in same)
-    return f"{first['predicted']:.3g} | {measured:.3g} | {shown} | {'yes' if abs(middle) <= 0.15 else '**no**'}"
+    predicted = statistics.median(each["predicted"] for each in same)
+    return f"{predicted:.3g} | {measured:.3g} | {shown} | {'yes' if abs(middle) <= 0.15 else '**no**'}"
 
 
 def main() -> None:
     """Run one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("profile", "measure", "table"))
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}; of profile: {', '.join(PROFILES)}, lengths")
+    parser.add_argument("command", choices=("lengths", "measure", "table"))
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}; of lengths: {', '.join(STEPS)}")
     parser.add_argument("--note", default="quiet", help="state of the machine, which the results record")
     arguments = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
-    if arguments.command == "profile":
-        profile(arguments.names)
+    if arguments.command == "lengths":
+        record_lengths(arguments.names)
     elif arguments.command == "table":
         table(arguments.note)
     else:
