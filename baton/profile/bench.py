@@ -5,11 +5,15 @@ Only the rollout side is measured: the trainer takes no time, and each version l
 `sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. Its concurrency is
 that of `partial`, but it generates no groups beyond the batch.
 
-The bound is the time that an engine would need if its slots were always full: the time of one prefill per prompt, plus
-a time for each token. The time for a token is 1/slots of the time of a decode step in which all slots are in use and
-all rows have the position of this token. Before the modes run, such steps are measured at three positions on each
-mode's engine; their time is assumed to be linear in the position. The mean time of a mode's own full steps would not be
-a bound: while all slots of `sync` are in use, its responses are still short, and attention to few positions is cheap.
+The bound is the time that the engine alone needs for the same tokens: an engine with a queue that is never empty, whose
+slots are therefore always full, which prefills each prompt once and never loads weights. Everything outside the engine
+takes no time. This engine runs between the batches of the modes, so that a change of the machine's speed affects both.
+
+The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. It
+consists of one prefill per prompt and a time for each token, namely 1/slots of the time of a decode step in which all
+slots are in use and the rows have the position of this token on average. Such steps are measured at three average
+positions; their time is assumed to be linear in the average position. The mean time of a mode's own full steps would
+not be a bound: while all slots of `sync` are in use, its responses are still short, so attention is cheap.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
@@ -37,9 +41,11 @@ from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.types import (
     FromHub,
     FromPort,
+    FromWorker,
     Lease,
     PolicyVersion,
     Prompt,
+    Report,
     RewardResult,
     SamplingParams,
     ScoredTrajectory,
@@ -49,8 +55,12 @@ from baton.types import (
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
 """Steps of each mode before the measurement, after which the number of carried groups is steady."""
-_PROBE_TOKENS = 9
-"""Number of tokens of each row in the measurement of full steps. The first step prefills, and is not counted."""
+_PROBE_TOKENS = 12
+"""Number of tokens of each row in the measurement of full steps. The last step is not counted, because it also reports
+all rows."""
+_UNCOUNTED = 3
+"""Number of steps at the start that are not counted. The first step admits the rows; the following ones are slower than
+later ones, because caches of the processor still contain other data."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
@@ -102,7 +112,9 @@ class ModeResult(msgspec.Struct, frozen=True):
     mode: str
     steps: int
     tokens: int
-    """Number of response tokens in the delivered batches."""
+    """Number of response tokens that were generated for batches: those in the delivered batches, plus the growth of
+    those in open groups. In the long run, the growth is zero; over a few batches of long responses, it is not."""
+    delivered_tokens: int
     seconds: float
     """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
     tokens_per_s: float
@@ -112,7 +124,9 @@ class ModeResult(msgspec.Struct, frozen=True):
     occupancy: float
     """Share of the computed decode rows that belonged to a trajectory."""
     of_bound: float
-    """Time that the bound allows, divided by the measured time."""
+    """Time that the engine alone needs, divided by the measured time."""
+    of_step_bound: float
+    """Time of the stricter bound of decode steps, divided by the measured time."""
     full_step_ms: float | None
     """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
     over the context length of the longest row."""
@@ -138,9 +152,10 @@ class BenchResult(msgspec.Struct, frozen=True):
     between: float
     within: float
     full_step_ms: float
-    """Time of a decode step that the bound assumes (all slots in use), averaged over the tokens of all modes."""
+    """Time of a decode step that the bound of decode steps assumes (all slots in use), averaged over the tokens of all
+    modes."""
     full_step_ms_per_1k: float
-    """Additional time of such a step if every row has 1,000 more positions."""
+    """Additional time of such a step if the mean position of the rows is 1,000 higher."""
     step_ms_by_width: dict[int, float]
     """Number of rows in a decode step → mean time in ms of such steps without prefill, over all modes."""
     prefill_ms_per_token: float
@@ -159,10 +174,15 @@ class TimedTransport(LocalTransport):
         self.steps: list[tuple[int, int, float]] = []
         """(number of decoded rows, number of prefilled tokens, seconds) of each step."""
         self.load_s = 0.0
+        """Seconds spent loading weights."""
+        self.prompt_tokens: dict[int, int] = {}
+        """Number of prompt tokens of each leased group."""
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, Lease):
-            length = self._lengths.length(message.trajectory.group_id, message.trajectory.sample_index)
+            group_id = message.trajectory.group_id
+            self.prompt_tokens[group_id] = len(message.trajectory.prompt_ids)
+            length = self._lengths.length(group_id, message.trajectory.sample_index)
             message = msgspec.structs.replace(message, sampling=SamplingParams(length))
         super().send(message)
 
@@ -208,6 +228,26 @@ class NoJudges:
         return found
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Generated tokens, and the sum of the numbers of positions that they attend to."""
+
+    tokens: int = 0
+    positions: int = 0
+
+    @classmethod
+    def of(cls, lengths: Iterable[tuple[int, int]]) -> _Work:
+        """lengths: (prompt tokens, response tokens) of each trajectory."""
+        found = [(n, n * (2 * prompt + n - 1) // 2) for prompt, n in lengths]
+        return cls(sum(tokens for tokens, _ in found), sum(positions for _, positions in found))
+
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(self.tokens + other.tokens, self.positions + other.positions)
+
+    def __sub__(self, other: _Work) -> _Work:
+        return _Work(self.tokens - other.tokens, self.positions - other.positions)
+
+
 class ModeBench:
     """The controller and the measurements of one mode."""
 
@@ -221,12 +261,13 @@ class ModeBench:
     ) -> None:
         self.name, self.port, self._tensors = name, port, tensors
         # the maximum length here is unused: the port sets the length of each trajectory
+        self.batch_size = settings.batch_groups * settings.group_size
         sampling = SeededSampling(SamplingParams(1), noise_seed=1)
         self._controller = RolloutController(WorkerClient(port), settings.rules(), prompts, NoJudges(), sampling)
         self._version = -1
-        self.tokens, self.seconds, self.steps = 0, 0.0, 0
-        self.positions = 0
-        """Sum, over the delivered tokens, of the number of positions that the token attends to."""
+        self.seconds, self.steps = 0.0, 0
+        self.delivered, self.opened = _Work(), _Work()
+        """Tokens of the delivered batches, and the growth of the tokens of open groups."""
         self.rounds: list[float] = []
         self.decode_rows = self.decoded = self.prefilled = self.prompt_tokens = 0
         self.staleness: list[int] = []
@@ -236,6 +277,7 @@ class ModeBench:
         if self._version < 0:
             self._controller.begin(0, StreamCursor(0, {}))
             self._publish_next()
+        opened = self._open_work()
         before, begin_s = self.port.stats(), self.port.clock()
         groups = self._controller.next_batch()
         self._publish_next()
@@ -245,23 +287,29 @@ class ModeBench:
             self.port.steps.clear()
             self.port.load_s = 0.0
             return
-        trajectories = [m.trajectory for g in groups for m in g.members]
-        tokens = sum(t.num_tokens for t in trajectories)
-        self.positions += sum(t.num_tokens * (2 * len(t.prompt_ids) + t.num_tokens - 1) // 2 for t in trajectories)
+        now, trajectories = self._open_work(), [m.trajectory for g in groups for m in g.members]
+        batch = _Work.of((len(t.prompt_ids), t.num_tokens) for t in trajectories)
+        self.delivered += batch
+        self.opened += now - opened
         self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) - 1 for g in groups)
-        self.tokens, self.seconds, self.steps = self.tokens + tokens, self.seconds + seconds, self.steps + 1
+        self.seconds, self.steps = self.seconds + seconds, self.steps + 1
         if seconds:  # the clock may show no time between two batches that are complete at once
-            self.rounds.append(tokens / seconds)
+            self.rounds.append(batch.tokens / seconds)
         self.decode_rows += after.decode_rows - before.decode_rows
         self.decoded += after.decoded_tokens - before.decoded_tokens
         self.prefilled += after.prefilled_tokens - before.prefilled_tokens
         self.staleness += [staleness for _, staleness in counts.lengths_and_staleness]
 
     def result(
-        self, bound_s: float, sync: float | None, control: float | None, curve: Mapping[int, float]
+        self,
+        bound_s: float,
+        step_bound_s: float,
+        sync: float | None,
+        control: float | None,
+        curve: Mapping[int, float],
     ) -> ModeResult:
         """curve: mean seconds of a decode step without prefill, by number of rows, over all modes."""
-        rate, port = self.tokens / self.seconds, self.port
+        rate, port = self.rate, self.port
         in_steps_s = sum(s for _, _, s in port.steps)
         extra_s = sum(s - curve.get(width, 0.0) for width, prefilled, s in port.steps if prefilled)
         parts = {
@@ -274,23 +322,35 @@ class ModeBench:
         return ModeResult(
             mode=self.name,
             steps=self.steps,
-            tokens=self.tokens,
+            tokens=self.work.tokens,
+            delivered_tokens=self.delivered.tokens,
             seconds=self.seconds,
             tokens_per_s=rate,
             over_sync=rate / sync if sync else None,
             over_control=rate / control if control else None,
             occupancy=self.decoded / max(1, self.decode_rows),
             of_bound=bound_s / self.seconds,
+            of_step_bound=step_bound_s / self.seconds,
             full_step_ms=1000 * statistics.fmean(full_steps_s) if full_steps_s else None,
-            reprefilled_frac=max(0, self.prefilled - self.prompt_tokens) / max(1, self.tokens),
+            reprefilled_frac=max(0, self.prefilled - self.prompt_tokens) / max(1, self.work.tokens),
             mean_staleness=sum(self.staleness) / max(1, len(self.staleness)),
             shares={name: part_s / self.seconds for name, part_s in parts.items()},
             rounds_tokens_per_s=tuple(self.rounds),
         )
 
     @property
+    def work(self) -> _Work:
+        """Tokens that were generated for batches."""
+        return self.delivered + self.opened
+
+    @property
     def rate(self) -> float:
-        return self.tokens / self.seconds
+        return self.work.tokens / self.seconds
+
+    def _open_work(self) -> _Work:
+        """Return the tokens of open groups that the controller has received."""
+        groups, prompts = self._controller.scheduler.groups(), self.port.prompt_tokens
+        return _Work.of((prompts[g.group_id], t.num_tokens) for g in groups for t in g.members if t.num_tokens)
 
     def _publish_next(self) -> None:
         self._version += 1
@@ -323,25 +383,88 @@ def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, Rollout
     return found
 
 
+class EngineAlone:
+    """An engine with a queue that is never empty. Groups share their prompts, as in the modes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lengths: ScriptedLengths,
+        prompts: PromptSource,
+        group_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine, self._lengths, self._prompts, self._clock = engine, lengths, prompts, clock
+        self._group_size = group_size
+        self._leases: dict[int, tuple[int, int]] = {}
+        """Lease id → (prompt tokens, response tokens received so far)."""
+        self._num_leased = 0
+        self._prompt_ids: tuple[int, ...] = ()
+        self.work, self.seconds = _Work(), 0.0
+
+    def run(self, tokens: int, *, is_counted: bool = True) -> None:
+        """Generate at least `tokens` tokens."""
+        work, seconds = _Work(), 0.0
+        while work.tokens < tokens:
+            leases = [self._next_lease() for _ in range(2 * self._engine.slots - len(self._leases))]
+            begin_s = self._clock()
+            for lease in leases:
+                self._engine.submit(lease)
+            messages = self._engine.step()
+            seconds += self._clock() - begin_s
+            work += self._received(messages)
+        if is_counted:
+            self.work, self.seconds = self.work + work, self.seconds + seconds
+
+    def _next_lease(self) -> Lease:
+        group_id, index = divmod(self._num_leased, self._group_size)
+        if not index:
+            _, self._prompt_ids = self._prompts.take()
+        lease_id, self._num_leased = self._num_leased, self._num_leased + 1
+        self._leases[lease_id] = (len(self._prompt_ids), 0)
+        sampling = SamplingParams(self._lengths.length(group_id, index))
+        trajectory = Trajectory(group_id, index, self._prompt_ids)
+        return Lease(lease_id, trajectory, sampling, 1, self._engine.version.number, is_exact=False)
+
+    def _received(self, messages: Sequence[FromWorker]) -> _Work:
+        found = _Work()
+        for message in messages:
+            assert isinstance(message, Report)
+            prompt, before = self._leases.pop(message.lease_id)
+            now = before + sum(len(segment.token_ids) for segment in message.segments)
+            found += _Work.of([(prompt, now)]) - _Work.of([(prompt, before)])
+            if message.finish_reason is None:
+                self._leases[message.lease_id] = (prompt, now)
+        return found
+
+
 def measure(
     sides: Sequence[ModeBench],
     lengths: ScriptedLengths,
     clock: str,
     steps: int,
     warm_up: int = WARM_UP_STEPS,
-    full_steps: Sequence[tuple[int, float]] = (),
+    alone: EngineAlone | None = None,
+    full_steps: Callable[[], list[tuple[int, float]]] = list,
 ) -> BenchResult:
     """Run the modes alternately until each mode has delivered `steps` batches; return the results.
 
-    full_steps: (positions of each row, seconds) of decode steps with all slots in use, for the bound; without
-    `full_steps`, the bound uses the mean of the modes' own full steps for every position.
+    alone: an engine for the bound, which runs before each round of batches. full_steps: measures decode steps with all
+    slots in use, for the bound of decode steps: (mean position, seconds) of each step. Without these two, both bounds
+    use the mean of the modes' own full steps for every position.
     """
+    points: list[tuple[int, float]] = []
     gc.collect()
     gc.freeze()  # as in a run: one full collection took as long as half a batch
     try:
         for number in range(warm_up + steps):
+            is_counted = number >= warm_up
+            found = full_steps()
+            points += found if is_counted else []
+            if alone is not None:
+                alone.run(sides[0].batch_size * round(lengths.mean), is_counted=is_counted)
             for side in sides:
-                side.step(is_counted=number >= warm_up)
+                side.step(is_counted=is_counted)
     finally:
         gc.unfreeze()
     measured = [step for side in sides for step in side.port.steps]
@@ -351,16 +474,27 @@ def measure(
             plain.setdefault(width, []).append(seconds)
     curve = {width: sum(times) / len(times) for width, times in sorted(plain.items())}
     per_position_s, base_s = 0.0, curve[max(curve)]
-    if full_steps:
-        per_position_s, base_s = statistics.linear_regression(*zip(*full_steps, strict=True))
+    if points:
+        per_position_s, base_s = statistics.linear_regression(*zip(*points, strict=True))
     with_prefill = [(w, n, s) for w, n, s in measured if n and w in curve]
     prefilled = sum(n for _, n, _ in with_prefill)
     prefill_s = max(0.0, sum(s - curve[w] for w, _, s in with_prefill)) / max(1, prefilled)
+    work = sum((side.work for side in sides), _Work())
     rates = {side.name: side.rate for side in sides}
 
+    def decode_s(work: _Work) -> float:
+        return (work.tokens * base_s + work.positions * per_position_s) / max(curve)
+
+    def step_bound_s(side: ModeBench) -> float:
+        return decode_s(side.work) + side.prompt_tokens * prefill_s
+
     def bound_s(side: ModeBench) -> float:
-        decode_s = side.tokens * base_s + side.positions * per_position_s
-        return decode_s / max(curve) + side.prompt_tokens * prefill_s
+        """Return the engine's own time for the side's tokens. Their mean position differs slightly from that of the
+        tokens that the engine generated alone."""
+        if alone is None:
+            return step_bound_s(side)
+        scale = side.work.tokens / alone.work.tokens
+        return decode_s(side.work) + scale * (alone.seconds - decode_s(alone.work))
 
     sync = next((side for side in sides if side.name == "sync"), None)
     return BenchResult(
@@ -370,12 +504,15 @@ def measure(
         longest_tokens=lengths.longest,
         between=lengths.between,
         within=lengths.within,
-        full_step_ms=1000 * (base_s + per_position_s * sum(s.positions for s in sides) / sum(s.tokens for s in sides)),
+        full_step_ms=1000 * decode_s(work) * max(curve) / max(1, work.tokens),
         full_step_ms_per_1k=1e6 * per_position_s,
         step_ms_by_width={width: 1000 * s for width, s in curve.items()},
         prefill_ms_per_token=1000 * prefill_s,
         bound_over_sync=sync.seconds / bound_s(sync) if sync else None,
-        modes=tuple(side.result(bound_s(side), rates.get("sync"), rates.get(CONTROL), curve) for side in sides),
+        modes=tuple(
+            side.result(bound_s(side), step_bound_s(side), rates.get("sync"), rates.get(CONTROL), curve)
+            for side in sides
+        ),
     )
 
 
@@ -395,28 +532,36 @@ def bench_engine(
     sides = [
         ModeBench(name, s, TimedTransport(engine(), lengths, clock), prompts(), tensors) for name, s in settings.items()
     ]
-    full_steps = [point for side in sides for point in _full_steps(side.port.engine, lengths.longest, clock)]
-    return measure(sides, lengths, "processor" if on_cpu else "wall", steps, warm_up, full_steps)
+    group_size = next(iter(settings.values())).group_size
+    alone, full = EngineAlone(engine(), lengths, prompts(), group_size, clock), engine()
+    return measure(
+        sides,
+        lengths,
+        "processor" if on_cpu else "wall",
+        steps,
+        warm_up,
+        alone,
+        lambda: _full_steps(full, lengths.longest, clock),
+    )
 
 
 def _full_steps(engine: Engine, longest: int, clock: Callable[[], float]) -> list[tuple[int, float]]:
-    """Return (positions of each row, seconds) of decode steps with all slots in use and rows of equal length."""
+    """Return (mean position of the rows, seconds) of decode steps with all slots in use: the median of several steps
+    for each of three mean positions. The rows have four lengths, as rows of a run are not all equally long either."""
     slots, found = engine.slots, []
-    for length in (longest // 8, longest // 2, longest - _PROBE_TOKENS):
-        prompt = (1,) * max(1, length)
+    params = SamplingParams(_PROBE_TOKENS)
+    for mean in (longest // 8, longest // 4, longest // 2):
+        lengths = [max(1, mean * part // 4) for part in (1, 3, 5, 7)]
         for index in range(slots):
-            trajectory = Trajectory(0, index, prompt)
-            engine.submit(
-                Lease(index, trajectory, SamplingParams(_PROBE_TOKENS), 0, engine.version.number, is_exact=False)
-            )
-        decoded = 0
-        while decoded < slots * _PROBE_TOKENS:
-            before, begin_s = engine.stats, clock()
+            trajectory = Trajectory(0, index, (1,) * lengths[index % 4])
+            engine.submit(Lease(index, trajectory, params, 0, engine.version.number, is_exact=False))
+        seconds = []
+        for _ in range(_PROBE_TOKENS):
+            begun, begin_s = engine.stats.decoded_tokens, clock()
             engine.step()
-            seconds, after = clock() - begin_s, engine.stats
-            if after.decode_rows - before.decode_rows == slots and after.prefilled_tokens == before.prefilled_tokens:
-                found.append((len(prompt) + decoded // slots, seconds))
-            decoded += after.decoded_tokens - before.decoded_tokens
+            seconds.append(clock() - begin_s)
+            assert engine.stats.decoded_tokens - begun == slots, "a row of the full steps ended early"
+        found.append((sum(lengths) // 4 + _PROBE_TOKENS // 2, statistics.median(seconds[_UNCOUNTED:-1])))
     return found
 
 

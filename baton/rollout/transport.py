@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from baton.frames import FrameSocket
 from baton.records.lease_trace import LeaseTrace
-from baton.records.trace import TraceWriter
 from baton.rollout.engine import Engine, EngineStats
 from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
 
@@ -67,7 +66,7 @@ class LocalTransport(WorkerTransport):
 
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None) -> None:
         self.engine = engine
-        self._trace = trace or LeaseTrace(TraceWriter())
+        self._trace = trace
 
     @property
     def name(self) -> str:
@@ -81,15 +80,17 @@ class LocalTransport(WorkerTransport):
         match message:
             case Lease():
                 self.engine.submit(message)
-                self._trace.on_lease(message, "engine", self.engine.slots)
+                if self._trace is not None:
+                    self._trace.on_lease(message, "engine", self.engine.slots)
             case Abort():
                 self.engine.abort(message.lease_id)
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """Run one decode step. `timeout_s` has no effect: a step is much shorter than any timeout."""
         messages = self.engine.step()
-        for message in messages:
-            self._trace.on_report(message)
+        if self._trace is not None:
+            for message in messages:
+                self._trace.on_report(message)
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:

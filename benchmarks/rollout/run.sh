@@ -6,10 +6,10 @@ cd "$(dirname "$0")/../.."
 results=benchmarks/rollout/results
 mkdir -p "$results"
 export PYTHONPATH="$PWD/benchmarks:$PWD"
-python -c 'import json, machine; print(json.dumps(machine.machine()))' > "$results/machine.json"
+${PYTHON:-python} -c 'import json, machine; print(json.dumps(machine.machine()))' > "$results/machine.json"
 bench() {
   if [ -z "$names" ] || [[ " $names " == *" $1 "* ]]; then
-    python -m baton bench rollout "$2" --json "${@:3}" > "$results/$1.json"
+    ${PYTHON:-python} -m baton bench rollout "$2" --json "${@:3}" > "$results/$1.json"
   fi
 }
 names="$*"
@@ -26,10 +26,10 @@ few="rollout.batch_groups=8 rollout.group_size=8 engine.slots=16"
 far="engine.max_context_tokens=2304 rollout.max_new_tokens=2048"
 for name in keep resume; do
   if [ $name = keep ]; then mode="$keep"; else mode="$async"; fi
-  bench short-$name $small --steps 6 $mode
+  bench short-$name $small --steps 24 $mode
   bench long-$name $small --steps 4 $mode $long model.path="$copy"
   bench mixed-$name $small --steps 24 --tail 24 --between 1.2 $mode $long model.path="$copy"
-  bench kernel-short-$name $small --steps 6 $mode $kernel
+  bench kernel-short-$name $small --steps 24 $mode $kernel
   bench kernel-long-$name $small --steps 4 $mode $long $kernel model.path="$copy"
   bench kernel-mixed-$name $small --steps 24 --tail 24 --between 1.2 $mode $long $kernel model.path="$copy"
   bench large-short-$name $large --steps 4 $mode $few $kernel engine.max_context_tokens=320 rollout.max_new_tokens=128

@@ -13,6 +13,7 @@ from baton.cli import main as cli
 from baton.errors import UserError
 from baton.profile.bench import (
     CONTROL,
+    EngineAlone,
     FlatTransport,
     ModeBench,
     NumberedPrompts,
@@ -72,10 +73,29 @@ def test_the_bound_prices_each_token_by_its_position():
     assert lengths.length(0, 0) == 9
     port = FlatTransport(FakeEngine(engine, PolicyVersion("flat", 0), lambda g, s: 10**9), lengths)
     side = ModeBench("sync", sides["sync"], port, NumberedPrompts(), {})
-    result = measure([side], lengths, "steps", 4, full_steps=[(0, 1.0), (5, 2.0), (10, 3.0)])
+    result = measure([side], lengths, "steps", 4, full_steps=lambda: [(0, 1.0), (5, 2.0), (10, 3.0)])
     assert result.full_step_ms == pytest.approx(2000)
     assert result.full_step_ms_per_1k == pytest.approx(200_000)
     assert result.modes[0].of_bound == pytest.approx(2.0)
+
+
+def test_the_bound_is_the_time_of_an_engine_whose_queue_is_never_empty():
+    """All lengths 9, 8 slots: the engine alone generates 8 tokens per step. Sync has 4 trajectories a batch, so half of
+    its slots are free, and every step of both takes one unit of the clock."""
+    sides = sides_of(RolloutSettings(batch_groups=2, group_size=2), ["sync"])
+    settings, lengths = EngineSettings(slots=8, max_context_tokens=18), ScriptedLengths(9.5, 10, 0.0, 0.0)
+
+    def engine() -> FakeEngine:
+        return FakeEngine(settings, PolicyVersion("flat", 0), lambda g, s: 10**9)
+
+    side = ModeBench("sync", sides["sync"], FlatTransport(engine(), lengths), NumberedPrompts(), {})
+    own = engine()
+    alone = EngineAlone(own, lengths, NumberedPrompts(), 2, lambda: float(own.stats.decode_steps))
+    result = measure([side], lengths, "steps", 4, alone=alone)
+    assert alone.work.tokens >= 4 * 36
+    assert alone.seconds == pytest.approx(alone.work.tokens / 8, abs=9)
+    assert result.modes[0].of_bound == pytest.approx(0.5, abs=0.05)
+    assert result.bound_over_sync == pytest.approx(2.0, abs=0.2)
 
 
 def test_the_recipe_s_own_settings_are_used_for_its_mode_and_defaults_for_the_others():
@@ -99,6 +119,7 @@ def test_on_the_real_engine_every_mode_gives_its_numbers_as_json(monkeypatch):
     for mode in found["modes"]:
         assert mode["tokens"] > 0
         assert 0 < mode["of_bound"] < 1.5
+        assert 0 < mode["of_step_bound"] < 1.5
         assert len(mode["rounds_tokens_per_s"]) == 2
     plain = CliRunner().invoke(cli.app, [w for w in words if w != "--json"], env={"COLUMNS": "80"}).stdout
     assert "full step" in plain

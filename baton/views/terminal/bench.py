@@ -31,7 +31,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
     ideal = result.modes[0].tokens_per_s / result.modes[0].of_bound
     table.add_row("ideal", f"{ideal:,.0f}", _ratio(result.bound_over_sync), "", "100%", "0.0%")
     console.print(table)
-    console.print("ideal: all slots are in use, each row attends over its own length, each prompt is prefilled once")
+    console.print("ideal: the engine alone; all slots are always in use, and each prompt is prefilled once")
     if not is_simulated:
         curve = ", ".join(f"{width}: {ms:.2f}" for width, ms in result.step_ms_by_width.items())
         console.print(f"ms of a decode step by number of rows: {curve}")
