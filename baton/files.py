@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import file_digest
 from pathlib import Path
 from typing import TypeVar
 
@@ -196,9 +197,10 @@ def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _digest(path: Path) -> str:
-    hasher = blake3()  # single-threaded: a thread pool would not survive a fork
-    hasher.update_mmap(path)
-    return hasher.hexdigest()
+    # Not by `update_mmap`: the pages of a mapped file count as memory of this process. And in one thread, because a
+    # thread pool would not survive a fork.
+    with path.open("rb") as file:
+        return file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]  # typed for hashlib's own algorithms
 
 
 @contextmanager

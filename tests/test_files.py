@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,19 @@ def test_a_sealed_directory_tells_any_change_of_any_file(tmp_path: Path, size: i
         file.write_bytes(bytes(size - 1) + b"\x01")
         with pytest.raises(Damaged, match=r"the content of sub/data\.bin does not match its digest"):
             verify(tmp_path)
+
+
+def test_a_seal_needs_no_memory_of_the_size_of_its_files(tmp_path: Path) -> None:
+    """ru_maxrss counts the pages of mapped files too."""
+    size = 2**28
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(size)
+    code = "import pathlib, resource, sys; from baton.files import seal, verify; "
+    code += "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; before = peak(); "
+    code += "path = pathlib.Path(sys.argv[1]); seal(path); verify(path); print(peak() - before)"
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, timeout=120)
+    assert int(found.stdout) * unit < size / 4
 
 
 def test_a_directory_that_was_being_replaced_when_the_power_failed_comes_back(tmp_path: Path) -> None:
