@@ -71,6 +71,7 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
         for side in (module.lora_A, module.lora_B):
             side[_NAME] = torch.nn.Linear(side[_NAME].in_features, side[_NAME].out_features, bias=False)
         module.reset_lora_parameters(_NAME, init_lora_weights=True)
+        module.cast_input_dtype_enabled = False  # PEFT casts to float32 what autocast then casts back
         for side in (module.lora_A, module.lora_B):
             if device.type != "meta":
                 side[_NAME].to(device)

@@ -240,7 +240,8 @@ def _by_kernel(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     dtype, longest = torch.get_autocast_dtype(query.device.type), max(map(max, tokens.shapes))
-    laid = [tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
+    # `squeeze`, because the backward pass of an index would write zeros and copy.
+    laid = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
     window = kwargs.get("sliding_window")
     output = kernel(
         *laid,

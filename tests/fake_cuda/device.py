@@ -34,6 +34,8 @@ LACKING: dict[str, str] = {}
 """Operations that the device does not have, and the beginning of the error."""
 INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+NO_KERNEL = {"_unsafe_view", "empty_like", "new_empty", "empty", "empty_strided", "new_empty_strided"}
+"""Operations without a kernel: views that do not declare their alias, and allocations."""
 
 
 class Log:
@@ -233,7 +235,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not own:
         if not _is_cuda(device):
             return func(*args, **kwargs)
-        LOG.launches[name] += 1
+        LOG.launches[name] += name not in NO_KERNEL
         return tree_map(_moved, func(*args, **{**kwargs, "device": CPU}))
     if device is not None and not _is_cuda(device):  # such as zeros_like(…, device="cpu")
         return func(*tree_map(_held, args), **kwargs)
@@ -252,8 +254,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         held = tree_map(_tf32, held)
     is_wide = func is torch.ops.aten.mm.dtype  # its output has another dtype, which a CPU does not support
     found = held[0].to(held[2]) @ held[1].to(held[2]) if is_wide else func(*held, **kwargs)
-    if not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-        LOG.launches[name] += 1
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    LOG.launches[name] += not is_view and name not in NO_KERNEL
     if func._schema.is_mutable and isinstance(found, torch.Tensor):
         for tensor in own:
             if tensor.held is found:
