@@ -2,11 +2,13 @@
 
 A trainer rank passes through phases. Each phase holds the state and some working memory; the largest phase is the peak.
 
-state weights and two moments in float32, gradients in float32, frozen models forward state, kept activations, copies in
-the computing dtype head state, kept activations, the head's gradient, pieces of logits blocks state, kept activations,
-one block: gathered weights, activations, gradients tables state, gradients of embedding and head update state and the
-new moments of a tensor in float32, if moments have 8 bits publish state and a copy of the weights, if this process
-publishes versions
+    state     weights and two moments in float32, gradients in float32, frozen models
+    forward   state, kept activations, copies in the computing dtype
+    head      state, kept activations, the head's gradient, pieces of logits
+    blocks    state, kept activations, one block: gathered weights, activations, gradients
+    tables    state, gradients of embedding and head
+    update    state and the new moments of a tensor in float32, if moments have 8 bits
+    publish   state and a copy of the weights, if this process publishes versions
 
 A checkpoint is written tensor by tensor, so it is not a phase.
 
