@@ -6,7 +6,8 @@ Each case trains two steps, publishes, and writes checkpoints, with one thread i
 the largest resident set of a process (`VmHWM`); the shares of anonymous, file and shared memory are those of the
 largest sample. An engine in another process maps the published version, which the dry run lists as a use of its own, so
 what is told of such an engine includes it. SmolLM2-135M is read from models/smollm2. Qwen3-0.6B has random weights and
-the tokenizer of SmolLM2; it is made in the directory SCRATCH, and its full training needs 13 GB of free memory.
+the tokenizer of SmolLM2; it is made in the directory SCRATCH. Its full training needs 14 GB of free memory in one
+process, and 19 GB with the engine in another one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ CASES: list[tuple[str, str, list[str]]] = [
     ("SmolLM2", "LoRA, one process", [*LORA, *TOGETHER]),
     ("Qwen3-0.6B", "LoRA", [*LORA, *FEW]),
     ("Qwen3-0.6B", "LoRA, bfloat16", [*LORA, *BFLOAT16, *FEW]),
+    ("Qwen3-0.6B", "full, colocated", [*FEW, *TOGETHER, "rollout.placement=colocated"]),
     ("Qwen3-0.6B", "full", FEW),
 ]
 """Model, name of the case, keys."""
