@@ -11,16 +11,20 @@ one bundle of resources:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from baton.cluster.inventory import CPU, Machine
 from baton.errors import UserError
 from baton.recipe.support import check_support
+from baton.rollout.engine import EngineSettings
 from baton.specs.plan import Plan, Replica, Stage
 from baton.specs.trainer_shapes import can_train
+from baton.swarm.listen import is_loopback
 
 MIN_SLOTS = 8
 """Minimum number of slots of a worker (`baton worker --slots`)."""
@@ -101,6 +105,7 @@ def _overrides(plan: Plan, ranks: Sequence[ProcessSpec]) -> tuple[str, ...]:
     layers = [last - first for first, last in (stage.layers for stage in stages)]
     width = 1 if stages[0].gpu == CPU else stages[0].tp
     reduces_each = ("trainer.shard_gradients=true",) if plan.training.shard_gradients else ()
+    copies = (f"trainer.shard_size={plan.training.shard_size}",) if plan.training.shard_size else ()
     speeds = _speeds([spec.threads for spec in ranks], len(stages))
     uneven = (f"trainer.speeds={speeds}",) if len(set(speeds)) > 1 else ()
     return (
@@ -108,6 +113,7 @@ def _overrides(plan: Plan, ranks: Sequence[ProcessSpec]) -> tuple[str, ...]:
         f"trainer.stages={layers if len(layers) > 1 else 1}",
         f"trainer.tensor_parallel={width}",
         *reduces_each,
+        *copies,
         *uneven,
     )
 
@@ -232,6 +238,29 @@ def _process_spec(
         resources[CPU] = int(min(1.0, cores) * 1000) / 1000
     threads = 1 if "GPU" in resources else max(1, int(cores))
     return ProcessSpec(name, role, where, gpu, tuple(gpu_ids), resources, threads)
+
+
+def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec]) -> None:
+    """Raise UserError if workers with these engines cannot execute the replicas of the plan."""
+    if engine.kind == "embedded" and any(spec.gpu != CPU and spec.tp * spec.pp > 1 for spec in workers):
+        raise UserError(
+            '--plan: a replica has several GPUs, but engine.kind = "embedded" uses one; allowed is '
+            'engine.kind = "vllm", or a plan with one GPU for each replica'
+        )
+    if engine.kind != "sglang":
+        return
+    url = engine.sglang.url
+    if url is None or not is_loopback(urlsplit(url).hostname or ""):
+        raise UserError(
+            f"engine.sglang.url: got {url}, but with --ray each worker connects to the server on its own machine; "
+            "allowed is a URL such as http://127.0.0.1:30000, with a server at this port on each machine with a replica"
+        )
+    machine, count = max(Counter(spec.machine for spec in workers).items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise UserError(
+            f"--plan: machine {machine} has {count} replicas, but all its workers would use one SGLang server ({url}); "
+            'allowed is one replica on each machine, or engine.kind = "vllm"'
+        )
 
 
 class PlacementChange(msgspec.Struct, frozen=True):

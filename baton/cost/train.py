@@ -92,7 +92,8 @@ def stage_terms(
     """Return the coefficients of stages of width tp × dp on one GPU type.
 
     Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer, and
-    computes the head on each tensor-parallel rank. The idealised trainer gathers weights once per update.
+    computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among so many
+    ranks, and gradients are also summed over the copies. The idealised trainer gathers weights once per update.
     """
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu
@@ -104,30 +105,31 @@ def stage_terms(
     sums += 2 * (work.has_proximal_forward + work.has_reference + work.has_critic)
     rank_bytes = work.trained_tokens * uneven / dp * model.hidden * 2
     reduce_s = sums * rank_bytes * 2 * (tp - 1) / tp / (place.link_bytes_per_s * eff.link)
-    wide = tp * dp > node_gpus
+    shards = np.minimum(dp, work.shard_size or np.inf)
     models = 1 + work.has_critic
-    share = (dp - 1) / dp * model.layer_params
-    across = place.inter_bytes_per_s * eff.link
-    exchange_s = np.where(wide, share / across, share / tp / (place.link_bytes_per_s * eff.link))  # 1 byte per value
-    update = UPDATE_TRAFFIC_BYTES * work.updates * models * model.layer_params / (tp * dp)
+    across, within = place.inter_bytes_per_s * eff.link, place.link_bytes_per_s * eff.link
+    # time to gather or reduce one byte per value among the ranks of a copy, and to add it over the copies
+    share = (shards - 1) / shards * model.layer_params
+    exchange_s = np.where(tp * shards > node_gpus, share / across, share / tp / within)
+    copies_s = 2 * (1 - shards / dp) * model.layer_params / np.where(tp * dp > node_gpus, across, within)
+    update = UPDATE_TRAFFIC_BYTES * work.updates * models * model.layer_params / (tp * shards)
     nodes = np.maximum(1.0, np.ceil(tp * dp / node_gpus))
     crossings = 2 * work.epochs * models + work.has_proximal_forward + work.has_reference + work.has_critic
     is_baton = work.trainer == "baton"
     gathers = work.minibatches * microbatches(work, dp)
     reductions = work.epochs * gathers if work.shard_gradients else work.updates
-    overlapped = 2.0 * crossings * gathers + 4.0 * models * reductions * work.shard_gradients
-    after = (
-        4.0 * models * reductions * (not work.shard_gradients) if is_baton else GRADIENT_BYTES * work.updates * models
-    )
+    reduced = 4.0 * models * reductions if is_baton else GRADIENT_BYTES * work.updates * models
+    reduced_s = reduced * (exchange_s + copies_s)
+    overlapped_s = 2.0 * crossings * gathers * exchange_s + reduced_s * work.shard_gradients
     return StageTerms(
-        per_layer_s=np.maximum(passes * layer_flops(model, work) / rate + reduce_s, overlapped * exchange_s * is_baton),
+        per_layer_s=np.maximum(passes * layer_flops(model, work) / rate + reduce_s, overlapped_s * is_baton),
         head_s=passes * work.trained_tokens * model.head_flops_per_token / rate * (tp if is_baton else 1),
         boundary_tokens_bytes=crossings * work.trained_tokens * model.hidden * 2 / nodes,
-        gradients_per_layer_s=after * exchange_s,
+        gradients_per_layer_s=reduced_s * (not (is_baton and work.shard_gradients)),
         optimizer_per_layer_s=update / (gpu.hbm_bytes_per_s * eff.decode),
         rank=RankShape(
             tokens=max(work.longest_tokens, work.microbatch_tokens),
-            shards=dp,
+            shards=shards,
             split=tp,
             splits_tables=not is_baton,
             recomputes=work.recompute,

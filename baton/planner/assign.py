@@ -58,8 +58,9 @@ def seat(
         free = [list(range(size)) for size in pool.sizes]
         requests = []
         if row is not None:
-            width, ranks = int(table.tp[row, k]), int(table.dp[row, k])
-            requests += [_Request(width, ranks, True, stage) for stage in range(int(table.stages[row, k]))]
+            width = int(table.groups[row, k])
+            count = int(table.tp[row, k] * table.dp[row, k]) // max(1, width)
+            requests += [_Request(width, count, True, stage) for stage in range(int(table.stages[row, k]))]
         for index, (column, count) in enumerate(zip(problem.columns, counts, strict=True)):
             if column.pool == k:
                 requests += [_Request(column.num_gpus, 1, False, index) for _ in range(count)]

@@ -111,7 +111,8 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     for k in order:
         own = [stage for stage in plan.training.stages if owner[stage.gpu_ids[0]] == k]
         shapes.append(Shapes.of(len(own), own[0].tp, own[0].dp))
-    table = merged_table(pools, [evaluated(model, work, pools, order, shapes)], is_complete=True)
+    rows = evaluated(model, work, pools, order, shapes, plan.training.shard_size)
+    table = merged_table(pools, [rows], is_complete=True)
     sync = sync_table(model, work, pools, table.shares)[0]
     costs = [
         (k, replica_cost(model, work, pools.pools[k].place, each.tp, each.pp, each.batch))

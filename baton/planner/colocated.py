@@ -64,10 +64,11 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
     found = np.zeros(len(problem.pools.pools))
     if inputs.rates is not None:
         return found
+    work = msgspec.structs.replace(inputs.work, shard_size=int(table.shard_size[row]))
     for k, pool in enumerate(problem.pools.pools):
         if table.stages[row, k]:
             tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
-            terms = stage_terms(model, inputs.work, pool.place, max(pool.sizes), tp, dp)
+            terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
             share = float(table.shares[row, k]) / int(table.stages[row, k])
             found[k] = model.params * share * float(state_bytes_per_param(model, terms.rank))
     return found

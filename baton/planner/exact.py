@@ -107,7 +107,7 @@ def _try(
     table, step = problem.table, problem.step
     row, sync_s = int(entries.rows[place]), float(entries.sync_s[place])
     train_s, lower = float(table.time_s[row]), float(entries.bound_s[place])
-    left = program.left(table.gpus[row].tolist(), table.tp[row].tolist())
+    left = program.left(table.gpus[row].tolist(), table.groups[row].tolist())
     allowed = (problem.sync_s[row] <= sync_s * (1 + CLOSE)).tolist()
     if np.isfinite(step_s):
         budget = step.rollout_budget_s(step_s * (1 - CLOSE), sync_s, train_s)

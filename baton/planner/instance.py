@@ -137,7 +137,8 @@ def _rate_table(pools: Pools, train: Floats, tokens: float, cross_types: bool) -
     rate = gpus @ train
     shares = gpus * train / rate[:, None]
     ones = (gpus > 0).astype(np.int64)
-    return TrainTable(ones, ones, gpus, tokens / rate, shares, is_complete=not cross_types or total <= MAX_SHAPES)
+    is_complete = not cross_types or total <= MAX_SHAPES
+    return TrainTable(ones, ones, gpus, tokens / rate, shares, is_complete, np.zeros(len(gpus), dtype=np.int64))
 
 
 def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:

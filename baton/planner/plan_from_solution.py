@@ -48,7 +48,8 @@ def _on_pools(
     table, model, work = problem.table, inputs.model, inputs.work
     order = pipeline_order(pools, table.stages[solution.row].tolist())
     parts = [Shapes(*(each[[solution.row], k] for each in (table.stages, table.tp, table.dp))) for k in order]
-    only = merged_table(pools, [evaluated(model, work, pools, order, parts)], is_complete=table.is_complete)
+    size = int(table.shard_size[solution.row])
+    only = merged_table(pools, [evaluated(model, work, pools, order, parts, size)], is_complete=table.is_complete)
     own = msgspec.structs.replace(
         problem,
         pools=pools,
@@ -132,9 +133,10 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
     if inputs.rates is not None:
         return _rated_training(inputs, problem, row, seats)
     parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]
-    balance = balanced(inputs.model, inputs.work, pools, order, parts)
-    shard_gradients = bool(balance.shard_gradients[0])
-    inputs = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, shard_gradients=shard_gradients))
+    balance = balanced(inputs.model, inputs.work, pools, order, parts, int(table.shard_size[row]))
+    shard_gradients, shard_size = bool(balance.shard_gradients[0]), int(balance.shard_size[0])
+    work = msgspec.structs.replace(inputs.work, shard_gradients=shard_gradients, shard_size=shard_size)
+    inputs = msgspec.structs.replace(inputs, work=work)
     layers = stage_layers(inputs, balance, [int(part.stages[0]) for part in parts])
     stages, first = [], 0
     for place, ((k, groups), count) in enumerate(zip(seats.stages, layers, strict=True)):
@@ -161,6 +163,7 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
         comm_s=float(balance.gradients_s[0]),
         optimizer_s=float(balance.optimizer_s[0]),
         shard_gradients=shard_gradients,
+        shard_size=shard_size,
     )
 
 

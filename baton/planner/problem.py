@@ -48,19 +48,27 @@ class TrainTable(msgspec.Struct, frozen=True):
     """[candidates, pools] share of the model's layers that a pool trains."""
     is_complete: bool
     """Whether these are all shapes of the search space."""
+    shard_size: Ints
+    """[candidates] number of ranks that share a copy of a stage (HSDP); 0 if all ranks of a stage share one copy."""
 
     @property
     def gpus(self) -> Ints:
         """[candidates, pools] number of GPUs that train."""
         return self.stages * self.tp * self.dp
 
+    @property
+    def groups(self) -> Ints:
+        """[candidates, pools] size of the groups of GPUs that must be on one machine: those of a tensor-parallel group,
+        or of a copy of the stage."""
+        found: Ints = np.where(self.stages > 0, np.maximum(self.tp, self.shard_size[:, None]), 0)
+        return found
+
     def __len__(self) -> int:
         return len(self.time_s)
 
     def take(self, rows: Ints | NDArray[np.bool_]) -> TrainTable:
-        return TrainTable(
-            self.stages[rows], self.tp[rows], self.dp[rows], self.time_s[rows], self.shares[rows], self.is_complete
-        )
+        kept = {key: getattr(self, key)[rows] for key in ("stages", "tp", "dp", "time_s", "shares", "shard_size")}
+        return TrainTable(**kept, is_complete=self.is_complete)
 
 
 class StepModel(msgspec.Struct, frozen=True):

@@ -117,9 +117,10 @@ def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[in
     for k, pool in enumerate(problem.pools.pools):
         sizes = taken_sizes(pool, int(train[k]))
         room = {level: level * sum(size // level for size in sizes) for level in pool.levels}
-        for level in np.unique(table.tp[:, k]):
+        groups = table.groups[:, k]
+        for level in np.unique(groups):
             if level:
-                fits &= (table.tp[:, k] != level) | (table.gpus[:, k] <= room[int(level)])
+                fits &= (groups != level) | (table.gpus[:, k] <= room[int(level)])
     return fits
 
 

@@ -37,8 +37,9 @@ SATURATED_SHAPES = 3
 """Number of shapes tried on each pool that trains with all its GPUs, if not all shapes are evaluated."""
 
 
-Rows = tuple[Ints, Ints, Ints, Floats, Floats]
-"""(stages, tp, dp, times, shares of the layers); times are [candidates], the others [candidates, pools]."""
+Rows = tuple[Ints, Ints, Ints, Floats, Floats, Ints]
+"""(stages, tp, dp, times, shares of the layers, shard size); times and shard size are [candidates], the others
+[candidates, pools]."""
 
 
 class Shapes(msgspec.Struct, frozen=True):
@@ -74,6 +75,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
     microbatches: Floats
     shard_gradients: NDArray[np.bool_]
     """Whether gradients are reduced after each microbatch, because unsharded gradients do not fit into memory."""
+    shard_size: Ints
+    """Number of ranks that share a copy of a stage, if several copies are faster; 0 if all ranks share one copy."""
 
     @property
     def time_s(self) -> Floats:
@@ -112,7 +115,8 @@ def merged_table(pools: Pools, tables: Sequence[Rows], *, is_complete: bool) -> 
     """Concatenate results of `evaluated` into one table."""
     merged = [np.concatenate(arrays) for arrays in zip(*tables, strict=True)]
     train_overhead = max(pool.place.efficiency.train_overhead_s for pool in pools.pools)
-    return TrainTable(merged[0], merged[1], merged[2], merged[3] + train_overhead, merged[4], is_complete)
+    stages, tp, dp, time_s, shares, shard_size = merged
+    return TrainTable(stages, tp, dp, time_s + train_overhead, shares, is_complete, shard_size)
 
 
 def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> Shapes:
@@ -174,11 +178,19 @@ def _product(parts: Sequence[Shapes]) -> list[Shapes]:
     return [part.take(grid.ravel()) for part, grid in zip(parts, grids, strict=True)]
 
 
-def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]) -> Rows:
-    """Return the shapes, times and shares of the layers of the pipelines that fit into memory."""
+def evaluated(
+    model: ModelSpec,
+    work: Workload,
+    pools: Pools,
+    order: Sequence[int],
+    shapes: Sequence[Shapes],
+    shard_size: int | None = None,
+) -> Rows:
+    """Return the shapes, times and shares of the layers of the pipelines that fit into memory. `shard_size`: see
+    `balanced`."""
     total = sum(part.stages for part in shapes)
     shapes = [part.take(np.asarray(total <= model.num_layers)) for part in shapes]
-    balance = balanced(model, work, pools, order, shapes)
+    balance = balanced(model, work, pools, order, shapes, shard_size)
     fits = np.isfinite(balance.pace_s)
     rows = int(fits.sum())
     stages, tp, dp = (np.zeros((rows, len(pools.pools)), dtype=np.int64) for _ in range(3))
@@ -189,7 +201,8 @@ def evaluated(model: ModelSpec, work: Workload, pools: Pools, order: Sequence[in
         layers[:, index] = (
             first + last + between * (part.stages[fits] - (place == 0) - (place == len(order) - 1)).clip(0)
         )
-    return stages, tp, dp, balance.time_s[fits], layers / layers.sum(axis=1, keepdims=True)
+    shares = layers / layers.sum(axis=1, keepdims=True)
+    return stages, tp, dp, balance.time_s[fits], shares, balance.shard_size[fits]
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -202,22 +215,56 @@ class _Kind(msgspec.Struct, frozen=True):
 
 
 def balanced(
+    model: ModelSpec,
+    work: Workload,
+    pools: Pools,
+    order: Sequence[int],
+    shapes: Sequence[Shapes],
+    shard_size: int | None = None,
+) -> LayerBalance:
+    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times.
+
+    Baton's trainer shards gradients if unsharded gradients do not fit. `shard_size`: number of ranks that share a copy
+    of a stage, 0 for all of its ranks. By default, each machine has a copy where copies fit and are faster.
+    """
+    if shard_size is not None:
+        return _fitting(model, msgspec.structs.replace(work, shard_size=shard_size), pools, order, shapes)
+    found = _fitting(model, work, pools, order, shapes)
+    used = [pools.pools[k] for k in order]
+    size = min(pool.levels[-1] for pool in used)
+    if work.trainer == "idealised" or size == 1 or any(pool.gpu == "CPU" for pool in used):
+        return found
+    is_whole = [
+        (part.tp == 1) & (part.dp > size) & (part.dp % size == 0) & (part.stages * part.dp <= pool.capacity(size))
+        for pool, part in zip(used, shapes, strict=True)
+    ]
+    can_copy = np.all(is_whole, axis=0)
+    if not can_copy.any():
+        return found
+    copies = _fitting(model, msgspec.structs.replace(work, shard_size=size), pools, order, shapes)
+    return _chosen(can_copy & (copies.time_s < found.time_s * (1 - 1e-9)), copies, found)
+
+
+def _fitting(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times. Baton's
-    trainer shards gradients if unsharded gradients do not fit."""
+    """Distribute the layers with unsharded gradients, or with sharded ones where only those fit."""
     found = _balanced(model, work, pools, order, shapes)
     if work.trainer == "idealised" or work.shard_gradients or np.isfinite(found.pace_s).all():
         return found
     sharded = _balanced(model, msgspec.structs.replace(work, shard_gradients=True), pools, order, shapes)
-    fits = np.isfinite(found.pace_s)
+    return _chosen(np.isfinite(found.pace_s), found, sharded)
 
-    def merged(one: Any, other: Any) -> Any:
-        is_array = isinstance(one, np.ndarray)
-        return np.where(fits, one, other) if is_array else tuple(map(merged, one, other))
+
+def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -> LayerBalance:
+    """Return `one` for the candidates that `is_one` marks, and `other` for the rest."""
+
+    def merged(first: Any, second: Any) -> Any:
+        is_array = isinstance(first, np.ndarray)
+        return np.where(is_one, first, second) if is_array else tuple(map(merged, first, second))
 
     keys = LayerBalance.__struct_fields__
-    return LayerBalance(**{key: merged(getattr(found, key), getattr(sharded, key)) for key in keys})
+    return LayerBalance(**{key: merged(getattr(one, key), getattr(other, key)) for key in keys})
 
 
 def _balanced(
@@ -250,7 +297,11 @@ def _balanced(
             following = np.where(can, np.minimum(following, kind.base_s + (own + 1) * kind.per_layer_s), following)
         pace = np.where(short, following, pace)
     finished = _finish(model, terms, kinds, layers, pace, depth, count)
-    return msgspec.structs.replace(finished, shard_gradients=np.full(len(pace), work.shard_gradients))
+    return msgspec.structs.replace(
+        finished,
+        shard_gradients=np.full(len(pace), work.shard_gradients),
+        shard_size=np.full(len(pace), work.shard_size, dtype=np.int64),
+    )
 
 
 def _held(kind: _Kind, pace: Floats) -> Floats:
@@ -349,4 +400,5 @@ def _finish(
         optimizer_s=optimizer,
         microbatches=count,
         shard_gradients=np.zeros(len(pace), dtype=bool),
+        shard_size=np.zeros(len(pace), dtype=np.int64),
     )

@@ -51,6 +51,8 @@ class Training(msgspec.Struct, frozen=True):
     optimizer_s: float
     shard_gradients: bool = False
     """Whether the trainer reduces gradients after each microbatch (`trainer.shard_gradients`)."""
+    shard_size: int = 0
+    """Ranks that share a copy of a stage (`trainer.shard_size`); 0 if all ranks of a stage share one copy."""
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:

@@ -97,6 +97,8 @@ class Workload(msgspec.Struct, frozen=True):
     recompute: bool = True
     shard_gradients: bool = False
     """Whether gradients are sharded after each microbatch, so that no rank holds the gradients of all parameters."""
+    shard_size: int = 0
+    """Ranks that share a copy of a stage (`trainer.shard_size`); 0: all ranks of the stage share one copy."""
     microbatch_tokens: int = 0
     """Maximum number of tokens of a microbatch. A longer trajectory forms a microbatch of its own."""
     trainer: Trainer = "baton"

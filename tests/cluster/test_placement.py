@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +12,9 @@ from plans import plan_of, replica, stage
 from ray_rows import row
 
 from baton.cluster.inventory import machines
-from baton.cluster.placement import change, match, place, without
+from baton.cluster.placement import change, check_engines, match, place, without
 from baton.errors import UserError
+from baton.rollout.engine import EngineSettings
 
 THREE = machines([row("a", CPU=2, gpu_type_H100=2), row("b", CPU=2, gpu_type_L20=2), row("c", CPU=2, gpu_type_L20=2)])
 PLAN = plan_of(
@@ -96,9 +98,29 @@ def test_the_ranks_of_a_stage_are_consecutive_and_its_layers_and_widths_are_keys
     assert [spec.gpu_ids for spec in placed.ranks] == [("c:1",), ("b:0",), ("a:0",), ("a:1",)]
     assert [spec.name for spec in placed.ranks] == ["rank-0", "rank-1", "rank-2", "rank-3"]
     assert placed.overrides == ("trainer.ranks=4", "trainer.stages=[3, 5]", "trainer.tensor_parallel=1")
+    copies = plan_of([stage("L20", "b:0", "b:1", "c:0", "c:1")], [])
+    copies = msgspec.structs.replace(copies, training=msgspec.structs.replace(copies.training, shard_size=2))
+    assert "trainer.shard_size=2" in place(copies, THREE).overrides
     wide = place(plan_of([stage("L20", "b:0", "b:1", "c:0", "c:1", tp=2)], []), THREE)
     assert wide.overrides == ("trainer.ranks=4", "trainer.stages=1", "trainer.tensor_parallel=2")
     assert [spec.gpu_ids for spec in wide.ranks] == [("b:0",), ("b:1",), ("c:0",), ("c:1",)]
+
+
+def test_engines_that_cannot_execute_the_replicas_are_refused_in_a_sentence() -> None:
+    workers = place(PLAN, THREE).workers
+    two = place(
+        plan_of([stage("H100", "a:0")], [replica("L20", "b:0", share=0.5), replica("L20", "b:1", share=0.5)]), THREE
+    )
+    check_engines(EngineSettings(kind="vllm"), workers)
+    with pytest.raises(UserError, match=r'a replica has several GPUs, but engine\.kind = "embedded" uses one'):
+        check_engines(EngineSettings(kind="embedded"), workers)
+    for url in (None, "http://10.0.0.1:30000"):
+        with pytest.raises(UserError, match=rf"engine\.sglang\.url: got {url}, but with --ray each worker"):
+            check_engines(EngineSettings(kind="sglang", sglang={"url": url}), workers)
+    local = EngineSettings(kind="sglang", sglang={"url": "http://127.0.0.1:30000"})
+    check_engines(local, workers)
+    with pytest.raises(UserError, match="machine b has 2 replicas, but all its workers would use one SGLang server"):
+        check_engines(local, two.workers)
 
 
 def test_stages_on_cores_have_one_rank_for_each_machine_and_equally_many_of_them() -> None:

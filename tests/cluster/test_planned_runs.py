@@ -137,7 +137,11 @@ def test_the_default_plan_of_any_cluster_is_carried_out_and_each_rank_fits(
         assert heads % worker.tp == 0
         assert keys % worker.tp == 0 or worker.tp % keys == 0
     trained = recipe.trainer
+    size = trained.shard_size or 1
+    copies = [placed.ranks[first : first + size] for first in range(0, len(placed.ranks), size)]
+    assert all(len({rank.machine for rank in copy}) == 1 for copy in copies), "a copy of the model is on one machine"
     shape = "stages" if trained.num_stages > 1 else "TP" if trained.tensor_parallel > 1 else "FSDP"
+    shape += " with copies" if trained.shard_size else ""
     event(shape if trained.ranks > 1 else "one process")
     event(f"{len({stage.gpu for stage in plan.training.stages})} types train")
 

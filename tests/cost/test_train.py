@@ -68,6 +68,21 @@ def test_fsdp_gathers_a_layer_for_each_pass_over_a_microbatch_while_it_computes_
     assert sharded.gradients_per_layer_s == 0
 
 
+def test_copies_gather_within_a_machine_and_add_their_gradients_across_machines() -> None:
+    """4 ranks on machines of 2: a copy gathers ½ of 10⁶ parameters at 10⁹/s, and each machine sends 2 · ½ of 4 bytes
+    per gradient at 10⁸/s; an optimiser's shard is half of a layer, not a quarter."""
+    copies = stage_terms(MODEL, msgspec.structs.replace(WORK, shard_size=2), PLACE, 2, 1, 4)
+    one = stage_terms(MODEL, WORK, PLACE, 2, 1, 4)
+    compute = stage_terms(MODEL, IDEALISED, PLACE, 2, 1, 4).per_layer_s
+    assert copies.per_layer_s == pytest.approx(max(compute, 25 * 3 * 2 * 0.5e6 / 1e9))
+    assert one.per_layer_s == pytest.approx(25 * 3 * 2 * 0.75e6 / 1e8)
+    assert copies.gradients_per_layer_s == pytest.approx(4 * (0.5e6 / 1e9 + 1e6 / 1e8))
+    assert copies.optimizer_per_layer_s == pytest.approx(2 * one.optimizer_per_layer_s)
+    assert (copies.rank.shards, one.rank.shards) == (2, 4)
+    sharded = stage_terms(MODEL, msgspec.structs.replace(WORK, shard_size=2, shard_gradients=True), PLACE, 2, 1, 4)
+    assert sharded.per_layer_s == pytest.approx(25 * (3 * 2 * 0.5e6 / 1e9 + 4 * (0.5e6 / 1e9 + 1e6 / 1e8)))
+
+
 def test_a_rank_alone_publishes_and_a_stage_gathers() -> None:
     rank = stage_terms(MODEL, WORK, PLACE, 8, 1, 1).rank
     assert (rank_of(WORK, rank, 1, 1).published_bytes, rank_of(WORK, rank, 1, 2).published_bytes) == (2, 0)

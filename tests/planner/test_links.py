@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,10 +16,14 @@ from baton.planner.instance import Inputs, make_problem
 from baton.planner.links import faster_seats, parts_of, used_pools
 from baton.planner.pools import make_pools
 from baton.planner.solve import solve
-from baton.specs.cluster import Cluster
+from baton.planner.training_shapes import Shapes, evaluated
+from baton.specs.cluster import Cluster, ClusterSettings
+from baton.specs.model import read_model
+from baton.specs.workload import WorkloadSettings
 from tests.planner.planner_cases import cluster, inputs, make_plan, model, work
 
 GB = 1e9
+QWEN = Path(__file__).parents[2] / "benchmarks/areal_hex/models/r1-distill-qwen-7b"
 
 
 def linked(of: Cluster, rates: dict[tuple[int, int], float], other: float) -> Cluster:
@@ -86,6 +91,24 @@ def test_a_plan_has_the_time_of_its_links_which_is_between_the_bound_and_that_of
     worst = solve(asked, make_problem(asked, "pessimistic"), "exact", 60.0)[1].step_s
     assert plan.bound.step_s <= plan.breakdown.step_s * (1 + 1e-9)
     assert plan.breakdown.step_s <= worst * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("between", "copies"), [(5.0, 8), (1e6, 0)])
+def test_machines_keep_copies_of_the_model_where_the_links_between_them_are_slow(between: float, copies: int) -> None:
+    nodes = [{"gpu": "H800", "count": 2}, {"gpu": "H20", "count": 4}]
+    links = {"inter_node_gb_per_s": between, "cross_type_gb_per_s": 1.5}
+    of = ClusterSettings.model_validate({"name": "slow", "links": links, "nodes": nodes}).build()
+    answers = {"kind": "lognormal", "mean": 8000, "max": 27648}
+    maths = {"groups": 512, "group_size": 16, "prompt_tokens": {"mean": 300}, "output_tokens": answers}
+    asked = Inputs(of, read_model(QWEN), WorkloadSettings.model_validate(maths).build())
+    plan = make_plan(asked)
+    (stage,) = plan.training.stages
+    assert (stage.gpu, stage.dp, plan.training.shard_size) == ("H800", 16, copies)
+    assert [len({gpu.partition(":")[0] for gpu in stage.gpu_ids[first : first + 8]}) for first in (0, 8)] == [1, 1]
+    pools = make_pools(of, asked.efficiencies)
+    k = next(k for k, pool in enumerate(pools.pools) if pool.gpu == stage.gpu)
+    shared_s = evaluated(asked.model, asked.work, pools, [k], [Shapes.of(1, 1, 16)], 0)[3][0]
+    assert (plan.training.time_s < shared_s * (1 - 1e-6)) == bool(copies)
 
 
 def test_a_stage_that_fits_on_one_machine_is_on_one_machine() -> None:

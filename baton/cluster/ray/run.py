@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cluster.inventory import CPU, Machine, machines
-from baton.cluster.placement import Placement, machines_of, place, without
+from baton.cluster.placement import Placement, check_engines, machines_of, place, without
 from baton.cluster.plan_check import check_plan
 from baton.cluster.ray.connection import RayCluster
 from baton.cluster.ray.ranks import RayRanks
@@ -179,12 +179,7 @@ class _RayAttempts:
             own = self.cluster.own_address
             is_alone = all(machines[spec.machine].address == own for spec in placement.workers)
             overrides.append(f'swarm.serve="{"127.0.0.1" if is_alone else own}:0"')
-        is_wide = any(spec.gpu != CPU and spec.tp * spec.pp > 1 for spec in placement.workers)
-        if recipe.engine.kind == "embedded" and is_wide:
-            raise UserError(
-                '--plan: a replica has several GPUs, but engine.kind = "embedded" uses one; allowed is '
-                'engine.kind = "vllm", or a plan with one GPU for each replica'
-            )
+        check_engines(recipe.engine, placement.workers)
         return self.order.load(overrides)
 
     def _own_trainer(self, placement: Placement, machines: dict[str, Machine]) -> Any:
