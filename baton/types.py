@@ -538,7 +538,7 @@ def without_masks(lease: Lease) -> Lease:
 
 
 class Abort(msgspec.Struct, frozen=True, tag="Abort"):
-    """A request to stop a lease and report its remaining tokens. It has no effect if the lease has ended."""
+    """A request to stop a lease and report its unreported tokens. It has no effect if the lease has ended."""
 
     lease_id: int
 

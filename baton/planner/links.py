@@ -57,7 +57,7 @@ def parts_of(seats: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[lis
 
 
 def used_pools(cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part]) -> Pools:
-    """Return the pools with the slowest links that these stages and replicas use."""
+    """Return all pools, with link rates replaced by those of the slowest links that these stages and replicas use."""
     used = _used(cluster, stages, replicas)
     rates = _rates(cluster)
     owner = {node: k for k, pool in enumerate(pools.pools) for node in pool.nodes}
@@ -188,7 +188,7 @@ def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple
 
 
 def _slowness(cluster: Cluster, pools: Pools) -> Floats:
-    """Return (fastest link between the two pools / link) ** POWER, [machines, machines]."""
+    """Return (fastest link between their pools / their link) ** POWER of each two machines, [machines, machines]."""
     rates = _rates(cluster)
     fastest = np.ones_like(rates)
     for mine in pools.pools:

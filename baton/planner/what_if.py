@@ -1,4 +1,4 @@
-"""Plans of changed clusters, with throughput and price: one more GPU of a type, or fewer machines."""
+"""Plans for changed clusters, with throughput and price: one more GPU of a type, or fewer machines."""
 
 from __future__ import annotations
 

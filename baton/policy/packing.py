@@ -213,7 +213,7 @@ def pieces(lengths: Sequence[int]) -> list[slice]:
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pad tensors [1, heads, L, D] to the longest L, and concatenate them to one tensor [rows, heads, longest L, D]."""
+    """Pad tensors [1, heads, L, D] to the longest L, and concatenate them into one of [rows, heads, longest L, D]."""
     longest = max(tensor.shape[2] for tensor in tensors)
     rows = [(tensor, longest - tensor.shape[2]) for tensor in tensors]
     return torch.cat([torch.nn.functional.pad(row, (0, 0, 0, missing)) if missing else row for row, missing in rows])

@@ -95,7 +95,7 @@ def _find_beside(tree: dict[str, Any], directory: Path) -> None:
 
 def _checkpoint_of_run(run: Path) -> str:
     """Return the path of a run's newest intact checkpoint. Raises UserError if the run has no intact checkpoint."""
-    from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because this module imports torch
+    from baton.trainer.checkpoint import newest_intact_checkpoint  # imported here because it imports torch
 
     found = newest_intact_checkpoint(run / "checkpoints", logger.warning)
     if found is None:

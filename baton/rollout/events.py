@@ -142,7 +142,7 @@ class Assign(msgspec.Struct, frozen=True, tag="Assign", gc=False):
 
 
 class AbortTrajectory(msgspec.Struct, frozen=True, tag="Abort", gc=False):
-    """Abort the lease of a trajectory; the worker reports the remaining tokens."""
+    """Abort the lease of a trajectory; the worker reports the tokens that it has not reported yet."""
 
     group_id: int
     sample_index: int

@@ -1,4 +1,4 @@
-"""The model card of an exported model: Markdown with the metadata of the Hugging Face hub, and the learning curve."""
+"""The model card of an exported model: Markdown with metadata for the Hugging Face hub, and the learning curve."""
 
 from __future__ import annotations
 

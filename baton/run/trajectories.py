@@ -270,7 +270,7 @@ def _turns(
         start = exchange.token_offset
     last = len(member.paths) - 1
     start = start if last == latest_path else 0
-    if _by_policy(member.trajectory.segments_between(start, member.trajectory.num_tokens)):  # a turn that was not sent
+    if _by_policy(member.trajectory.segments_between(start, member.trajectory.num_tokens)):  # not sent
         end = member.trajectory.num_tokens
         yield _turn(tokenizer, len(exchanges) + 1, last, member.trajectory, (start, end, end), None)
 

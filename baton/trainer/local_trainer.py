@@ -280,8 +280,8 @@ class LocalTrainer:
         return tensors, published_dtypes(self.model, tensors, self._publish_dtype)
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint (format: `checkpoint.py`), atomically in a single process. With several ranks, each rank
-        writes its part into an existing directory, and `RankedTrainer.save` creates this directory atomically."""
+        """Write a checkpoint (format: `checkpoint.py`). With one process, the write is atomic. With several ranks, each
+        rank writes its part into an existing directory, and `RankedTrainer.save` creates this directory atomically."""
         if self._parallel.is_alone:
             with atomic_directory(directory) as unfinished:
                 self._write(unfinished)

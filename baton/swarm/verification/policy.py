@@ -246,7 +246,7 @@ class _CheckedWorker:
 
 
 class VerificationPolicy:
-    """Selects the trajectories of one run that are checked, and decides on the results."""
+    """Selects which trajectories of a run are checked, and decides from the results which workers are quarantined."""
 
     def __init__(self, settings: InspectionSettings, secret: bytes) -> None:
         """secret: random bytes that belong to the run and that workers do not know. After a restart with the same

@@ -95,7 +95,7 @@ class EmbeddedEngine(SlotEngine):
         """Switch to new weights immediately. Running leases keep their KV cache and continue under the new version.
 
         Keys and values outside the slots are kept only if a lease that started since the last load accepts newer
-        versions. A lease that requires exactly another version (`is_exact`) is aborted if it is running, and refused
+        versions. A lease that accepts only an older version (`is_exact`) is aborted if it is running, and refused
         with `Retry` if it is waiting. Raises EngineFault, without changing any weight, for tensors that do not fit.
         """
         assert not self.network.is_resting, "weights cannot be loaded into a sleeping engine: call wake_up first"
