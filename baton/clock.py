@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -60,6 +61,14 @@ class RestartRule:
 
 Clock = Callable[[], float]
 """Function that returns the time in seconds: monotonic time in a live run, virtual time in the simulator."""
+
+
+def time_left(seconds: float, clock: Clock = time.monotonic) -> Clock:
+    """Return a function that returns how many of these seconds are left; negative after their end."""
+    end_s = clock() + seconds
+    return lambda: end_s - clock()
+
+
 T = TypeVar("T")
 R = TypeVar("R")
 CODERS: Final = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

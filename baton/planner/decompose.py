@@ -10,7 +10,6 @@ GPUs are never overestimated, so the bound is valid.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.clock import time_left
 from baton.cost.memory import most_layers, rank_phases
 from baton.cost.train import StageTerms, microbatches, stage_terms
 from baton.planner.bounds import RolloutBound
@@ -75,14 +75,14 @@ def improve(
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the given solution or a better one with a pipeline that spans GPU types. The returned bound covers all
     such pipelines. The row of the solution refers to the table of the returned problem."""
-    started = time.monotonic()
+    left_s = time_left(time_limit_s)
     bound = RolloutBound(problem)
     families = list(_families(inputs, problem))
     solved_s = best.step_s
     covered = _enumerated_bound_s(problem, bound)
     low, high = min(best.bound_s, best.step_s), best.step_s
     for _ in range(ROUNDS):
-        if high / low - 1 < TARGET_GAP or time.monotonic() - started > time_limit_s:
+        if high / low - 1 < TARGET_GAP or left_s() < 0:
             break
         middle = low + (high - low) * 0.5
         passing = [_passing(inputs, problem, bound, family, middle) for family in families]

@@ -9,11 +9,10 @@ ends when the next bound is not below the best step time. With many GPUs of many
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import numpy as np
 
+from baton.clock import time_left
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.problem import AssignmentProblem, Floats, Ints
 from baton.planner.replicas import CLOSE, RolloutAllocation, RolloutProgram
@@ -51,7 +50,7 @@ def solve_exact(
     problem: AssignmentProblem, *, time_limit_s: float = 60.0, ceiling_s: float = np.inf
 ) -> Solution | None:
     """Return the division with the shortest step, or None if no division is faster than `ceiling_s`."""
-    started = time.monotonic()
+    left_s = time_left(time_limit_s)
     bound = RolloutBound(problem)
     entries = _entries(problem, bound)
     program = RolloutProgram(problem)
@@ -62,7 +61,7 @@ def solve_exact(
         if lower >= step_s * (1 - CLOSE):
             least_s = min(least_s, lower)
             break
-        if best is not None and time.monotonic() - started > time_limit_s:  # at least one plan is always found
+        if best is not None and left_s() < 0:  # at least one plan is always found
             least_s = min(least_s, lower)
             break
         found, missed_s = _try(problem, program, entries, int(place), step_s)

@@ -7,7 +7,6 @@ and skips combinations that a bound excludes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import product
 
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
+from baton.clock import time_left
 from baton.errors import UserError
 from baton.planner.bounds import RolloutBound
 from baton.planner.instance import Inputs, make_problem
@@ -109,12 +109,12 @@ def rent_for_budget(
     choices = _choices(most, prices, budget, only_full=True)
     market = _market(inputs, offers, most, prices)
     bounds = _bounds_s(market, choices)
-    started, best, spots, planned = time.monotonic(), None, list[PricePoint](), 0
+    left_s, best, spots, planned = time_left(time_limit_s), None, list[PricePoint](), 0
     least_s = np.inf
     for place in np.argsort(bounds, kind="stable"):
         if best is not None and bounds[place] >= best[1].breakdown.step_s * (1 - 1e-9):
             break
-        if best is not None and time.monotonic() - started > time_limit_s:
+        if best is not None and left_s() < 0:
             least_s = float(bounds[place])
             break
         found = _planned(market, choices[place].tolist())
@@ -144,11 +144,11 @@ def rent_for_target(
     market = _market(inputs, offers, most, prices)
     step_s = inputs.work.trained_tokens / target
     can = _reaches(market, choices, step_s)
-    started, spots, planned, open_price = time.monotonic(), list[PricePoint](), 0, np.inf
+    left_s, spots, planned, open_price = time_left(time_limit_s), list[PricePoint](), 0, np.inf
     for place in np.argsort(costs, kind="stable"):
         if not can[place]:
             continue
-        if time.monotonic() - started > time_limit_s:
+        if left_s() < 0:
             open_price = min(open_price, float(costs[place]))
             break
         found = _planned(market, choices[place].tolist())

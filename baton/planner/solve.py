@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import product
 
 import msgspec
 
+from baton.clock import time_left
 from baton.errors import UserError
 from baton.planner.bounds import division_bound_s
 from baton.planner.decompose import improve
@@ -36,15 +36,14 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
     node, unless a bound shows that this cannot be better.
     """
     check_solver()
-    started = time.monotonic()
+    left_s = time_left(time_limit_s)
     best: Plan | None = None
     least_s, refusal = float("inf"), None
     for part in _parts(inputs.cluster):
         # a part is planned even if the time limit is used up, because the largest part is not always the best
-        left_s = max(5.0, time_limit_s - (time.monotonic() - started))
         ceiling_s = best.breakdown.step_s if best is not None else float("inf")
         try:
-            plan = _plan(inputs.on(part), method, left_s, ceiling_s)
+            plan = _plan(inputs.on(part), method, max(5.0, left_s()), ceiling_s)
         except UserError as error:
             refusal = refusal or error
             continue

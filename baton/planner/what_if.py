@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from itertools import product
 
 import msgspec
 
+from baton.clock import time_left
 from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan, restricted
@@ -75,7 +75,7 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
 
 def price_curve(inputs: Inputs) -> list[PricePoint]:
     """Return throughput and price of parts of this cluster, with the efficient points marked."""
-    started = time.monotonic()
+    left_s = time_left(CURVE_LIMIT_S)
     cluster = inputs.cluster
     by_type = [
         [place for place, node in enumerate(cluster.nodes) if node.gpu.name == name] for name in cluster.gpu_types
@@ -90,7 +90,7 @@ def price_curve(inputs: Inputs) -> list[PricePoint]:
     choices = sorted(list(product(*steps))[1:], key=sum)
     found = []
     for counts in choices:
-        if time.monotonic() - started > CURVE_LIMIT_S:
+        if left_s() < 0:
             break
         places = sorted(place for nodes, count in zip(by_type, counts, strict=True) for place in nodes[:count])
         part = restricted(cluster, places)
