@@ -266,8 +266,8 @@ class RolloutController:
         """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived."""
         if self._journal is not None:
             self._journal.commit()  # else, after a kill during the wait, ids of new groups were used again
-        if self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting or not self._slots):
-            timeout_s = min(timeout_s, SHORT_WAIT_S)  # rewards cannot end the wait for worker and environments
+        if not self._slots or (self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting)):
+            timeout_s = min(timeout_s, SHORT_WAIT_S)  # rewards and the first slots cannot end the wait for messages
         begin_s = self._now_s()
         beside = self._player.sockets if self._player is not None and self.scheduler.num_acting else None
         if self.scheduler.num_leased or not self._slots:

@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 from simulator_cases import MODES, random_case, rules, setting, swarm
 
+from baton.rollout import events as ro
+from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting
 from baton.simulator.request import Spans
 from baton.simulator.result import summarise
@@ -29,6 +31,23 @@ def test_the_same_seed_gives_the_same_events_to_the_byte(mode: str) -> None:
     assert len(first) > 500
     assert events(3) == first
     assert events(4) != first
+
+
+def test_the_first_worker_of_a_swarm_is_noticed_at_once() -> None:
+    """The controller waits for no message longer than 20 ms while it has no slots."""
+    seen: list[tuple[float, bool]] = []
+
+    class Watch(RolloutScheduler):
+        def handle(self, event: ro.Event) -> list[ro.Command]:
+            commands = super().handle(event)
+            seen.append((event.at_s, any(isinstance(command, ro.Assign) for command in commands)))
+            return commands
+
+    of = swarm("sync")
+    simulate(of, RunOptions(0, make_scheduler=Watch))
+    assert of.swarm is not None
+    first_s = next(at_s for at_s, is_leased in seen if is_leased)
+    assert first_s <= 3 * of.swarm.link_s + 0.02, "the handshake, and one wait"
 
 
 def test_a_change_of_one_concern_leaves_the_others_as_they_were() -> None:
