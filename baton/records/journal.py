@@ -101,6 +101,7 @@ _TYPES: dict[str, Any] = {
     "last_step": int,  # last step whose batch was recorded
 }
 """Type of the content of an entry by its kind."""
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=plain)
 _GROUP_KINDS = [kind for kind in _TYPES if kind not in ("batch", "place", "last_step")]
 """Kinds of entries that belong to a group."""
 _OF_AN_EPISODE = ("episode", "path", "turn")
@@ -112,17 +113,27 @@ _ORDER = {"segments": 1, "finished": 2}
 class Journal:
     """The journal of one run. Only one thread may write to it."""
 
-    def __init__(self, path: Path, *, keeps_partials: bool, before_commit: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        keeps_partials: bool,
+        before_commit: Callable[[], None] = lambda: None,
+        encode: Callable[[Any], bytes] = _ENCODER.encode,
+        decode: Callable[[bytes, str], Any] = lambda content, kind: msgspec.msgpack.decode(content, type=_TYPES[kind]),
+    ) -> None:
         """Open or create the journal. Raises StorageFault if it is damaged.
 
-        keeps_partials: whether segments of unfinished trajectories are recorded. In `sync` mode they are not recorded,
-        and a resumed run generates these trajectories again. before_commit: called before each commit; raises if
-        another process has taken over the directory.
+        path: None for a journal in memory, as in the simulator. keeps_partials: whether segments of unfinished
+        trajectories are recorded. In `sync` mode they are not recorded, and a resumed run generates these trajectories
+        again. before_commit: called before each commit; raises if another process has taken over the directory. encode,
+        decode: the encoding of the content of an entry; `decode` also receives the kind of the entry.
         """
         self._path, self._keeps_partials, self._before_commit = path, keeps_partials, before_commit
+        self._encode, self._decode = encode, decode
         self._is_open = False
         with self._faults():
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
             # SQLite then needs no shared memory, which network file systems lack
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._check_format()
@@ -132,7 +143,8 @@ class Journal:
             self._db.execute(f"PRAGMA user_version={FORMAT}")
             self._db.execute(_TABLE)
             self._check_entries()
-        flush_to_disk(path.parent)
+        if path is not None:
+            flush_to_disk(path.parent)
 
     def _check_format(self) -> None:
         (version,), (tables,) = (
@@ -250,6 +262,11 @@ class Journal:
                 self._db.execute("COMMIT")
             self._is_open = False
 
+    def roll_back(self) -> None:
+        """Undo the changes since the last commit, as a kill of this process does."""
+        self._db.rollback()
+        self._is_open = False
+
     def settle(self) -> None:
         """Commit and flush to disk, so that all changes survive a power failure."""
         self.commit()
@@ -322,10 +339,10 @@ class Journal:
         )
         return OpenGroup(issued, tuple(members), judged, episodes, ended)
 
-    # ---- the storage of entries, which the simulator replaces --------------------------------------------------------
+    # ---- the storage of entries --------------------------------------------------------------------------------------
 
     def _put(self, key: EntryKey, content: Any) -> None:
-        packed = msgspec.msgpack.encode(content, enc_hook=plain)
+        packed = self._encode(content)
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
@@ -342,7 +359,7 @@ class Journal:
             rows = self._db.execute(
                 f"SELECT * FROM entries WHERE {where} ORDER BY kind, number, sample, token_offset", (*kinds, *of_number)
             ).fetchall()
-        return [(EntryKey(*key), msgspec.msgpack.decode(data, type=_TYPES[key[0]])) for *key, data, _ in rows]
+        return [(EntryKey(*key), self._decode(data, key[0])) for *key, data, _ in rows]
 
     def _execute(self, statement: str, *values: Any) -> None:
         with self._faults():

@@ -8,9 +8,8 @@
   limited.
 * Version: tokens have the requested version, and that version is published. No trajectory runs while weights are
   loaded, unless the mode allows this.
-* Leases: a trajectory has at most two leases. The number of reported tokens equals committed + wasted + open exactly.
-  No task waits while a worker has a free slot for it. A worker that sends no message is removed at its heartbeat
-  timeout.
+* Order: a trajectory that has tokens is leased before one that has none. No trajectory is leased during a pause.
+* Leases: those of `lease_invariants.py`.
 * Workers: no worker is quarantined, because all simulated workers are correct.
 """
 
@@ -19,18 +18,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
+
+from baton.clock import TimedEvent
 from baton.rollout import events as ro
 from baton.rollout.scheduler_state import TrajectoryState
 from baton.simulator.counted_tokens import CountedTokens
-from baton.simulator.simulation import Simulation
+from baton.simulator.lease_invariants import LeaseInvariants
+from baton.simulator.simulation import EventObserver, Simulation
 from baton.simulator.swarm import Swarm
 from baton.swarm import lease_events as ev
-from baton.swarm.leases import LeaseTable
 from baton.types import Group
 
 Key = tuple[int, int]
+LEASE_EVENTS = get_args(ev.Event)
 
 
 class InvariantViolation(AssertionError):
@@ -51,7 +54,7 @@ class _Own:
     ask: tuple[int, bool] = (0, False)
 
 
-class InvariantChecker:
+class InvariantChecker(EventObserver):
     """Checks the invariants of one run."""
 
     def __init__(self, world: Simulation, swarm: Swarm | None) -> None:
@@ -66,10 +69,11 @@ class InvariantChecker:
         self._lineage = world.lineage
         self._served: int | None = None
         self._wanted = False
+        self._is_paused = False
         self._places = 0
         self._counts: Counter[str] = Counter()
         """Account (such as generated or lost) → number of tokens since the controller started."""
-        self._table = _LeaseTableChecker(self)
+        self._leases: LeaseInvariants | None = None
 
     def check(self, holds: bool, law: str, what: Any = "") -> None:
         """Raise InvariantViolation unless `holds`. what: details, or a function that is called only for the error."""
@@ -78,9 +82,11 @@ class InvariantChecker:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def on_event(self, event: ro.Event) -> None:
+    def on_event(self, event: TimedEvent) -> None:
         if self._lineage != self._world.lineage:
             self._restarted()
+        if isinstance(event, LEASE_EVENTS):
+            self._lease_table.on_event(event)
         match event:
             case ro.TokensReceived():
                 self._grew(event)
@@ -100,7 +106,9 @@ class InvariantChecker:
             case ro.BatchRequested():
                 self._wanted = True
             case ro.Capacity(slots=slots, queue=queue):
-                self._places = slots + queue
+                self._places = min(slots + queue, self._rules.max_concurrency or slots + queue)
+            case ro.DispatchPaused() | ro.DispatchResumed():
+                self._is_paused = isinstance(event, ro.DispatchPaused)
             case _:
                 pass
 
@@ -121,7 +129,8 @@ class InvariantChecker:
         self.check(right, "version", f"{key}: requested {'exactly ' * is_exact}version {asked}, got {version}")
         known = self._swarm.members.versions if self._swarm is not None else range(self._world.version + 1)
         self.check(version in known, "version", f"{key}: version {version} is not published")
-        own.versions.append((version, event.num_tokens))
+        count = own.versions.pop()[1] if version == last else 0
+        own.versions.append((version, count + event.num_tokens))
         own.num_tokens += event.num_tokens
         longest = self._world.script.length(*key)
         self.check(own.num_tokens <= longest, "append only", f"{key} has {own.num_tokens} of {longest} tokens")
@@ -142,11 +151,11 @@ class InvariantChecker:
             if own.state is TrajectoryState.PENDING and self._rules.mode == "sync":
                 own.versions, own.num_tokens = [], 0
             self._counts["generated"] += own.num_tokens
-        self._table = _LeaseTableChecker(self)
+        self._is_paused = False
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def on_command(self, command: ro.Command) -> None:
+    def on_command(self, command: msgspec.Struct) -> None:
         if self._lineage != self._world.lineage:
             self._restarted()
         match command:
@@ -172,6 +181,8 @@ class InvariantChecker:
                 self._own[g, s] = _Own()
             case ro.AbortTrajectory():
                 pass
+            case _:
+                self._lease_table.on_command(command)
 
     @property
     def _leased(self) -> int:
@@ -182,6 +193,9 @@ class InvariantChecker:
         own = self._moved(key, TrajectoryState.PENDING, TrajectoryState.LEASED)
         self.check(self._leased <= self._places, "conservation", "more leases than slots")
         self.check(rules.mode == "async" or self._wanted, "conservation", "generated although no batch is requested")
+        self.check(not self._is_paused, "order", f"{key} is leased during a pause")
+        kept = [k for k, o in self._own.items() if o.num_tokens and o.state is TrajectoryState.PENDING]
+        self.check(bool(own.num_tokens) or not kept, "order", f"{key} is leased before {kept}")
         served = self._served
         self.check(served is not None, "version", "leased while nothing is served")
         is_exact = not rules.is_in_flight
@@ -236,9 +250,13 @@ class InvariantChecker:
 
     # ---- at every event ----------------------------------------------------------------------------------------------
 
-    def settled(self) -> None:
-        if self._lineage != self._world.lineage:
-            return
+    def settled(self, event: TimedEvent) -> None:
+        if isinstance(event, LEASE_EVENTS):
+            self._settled_leases(event)
+        elif self._lineage == self._world.lineage:
+            self._settled_groups()
+
+    def _settled_groups(self) -> None:
         scheduler, counts, rules = self._world.scheduler, self._counts, self._rules
         ledger = scheduler.ledger
         theirs = {
@@ -261,7 +279,7 @@ class InvariantChecker:
                 own = self._own[member.group_id, member.sample_index]
                 carried += own.num_tokens
                 leased += own.state is TrajectoryState.LEASED
-                if member.state is not own.state or member.num_tokens != own.num_tokens:
+                if member.state is not own.state or member.versions != own.versions:
                     self.check(False, "conservation", f"the scheduler has {member}, the checker {own}")
         self.check(ledger.generated == ledger.settled + carried, "conservation", f"{carried} carried")
         self.check(scheduler.num_leased == leased, "conservation", "leased trajectories")
@@ -276,111 +294,16 @@ class InvariantChecker:
 
     # ---- leases ------------------------------------------------------------------------------------------------------
 
-    def on_lease_event(self, event: ev.Event) -> None:
-        if self._lineage != self._world.lineage:
-            self._restarted()
-        self._table.on_event(event)
+    @property
+    def _lease_table(self) -> LeaseInvariants:
+        """The invariants of the hub's current table. A restart makes a new table."""
+        assert self._swarm is not None, "leases without a swarm"
+        table = self._swarm.members.broker.table
+        if self._leases is None or self._leases.table is not table:
+            self._leases = LeaseInvariants(table, self.check)
+        return self._leases
 
-    def on_lease_command(self, command: ev.Command) -> None:
-        self._table.on_command(command)
-
-    def settled_lease(self, event: ev.Event) -> None:
-        if self._swarm is not None:
-            self._table.settled(event, self._swarm)
-            for record in self._swarm.quarantine.records:
-                self.check(False, "workers", f"the correct worker {record.shown} is in quarantine: {record.verdict}")
-
-
-class _LeaseTableChecker:
-    """Checks the lease table of one incarnation of the hub."""
-
-    def __init__(self, laws: InvariantChecker) -> None:
-        self._must = laws.check
-        self._reported = self._committed = 0
-        self._wasted: Counter[str] = Counter()
-        self._leases: set[int] = set()
-        self._grown: Counter[int] = Counter()
-        """Lease → number of reported tokens."""
-        self._lengths: dict[int, int] = {}
-        """Task → number of committed tokens."""
-        self._aborted: set[int] = set()
-        self._heard_s: dict[int, float] = {}
-
-    def on_event(self, event: ev.Event) -> None:
-        match event:
-            case ev.TaskSubmitted(task=task, num_tokens=count):
-                self._lengths[task] = count
-            case ev.TaskAborted(task=task):
-                self._aborted.add(task)
-            case ev.LeaseProgressed(lease=lease, num_tokens=count):
-                self._reported += count
-                self._grown[lease] += count
-            case ev.TaskRevoked(task=task):
-                self._lengths.pop(task, None)
-                self._aborted.discard(task)
-            case ev.WorkerJoined(worker=worker, at_s=at_s) | ev.WorkerSeen(worker=worker, at_s=at_s):
-                self._heard_s[worker] = at_s
-            case _:
-                pass
-
-    def on_command(self, command: ev.Command) -> None:
-        match command:
-            case ev.GrantLease(lease=lease, task=task):
-                self._must(lease not in self._leases, "leases", f"lease {lease} is used again")
-                self._leases.add(lease)
-                self._must(task not in self._aborted, "leases", f"task {task} is leased after its abort")
-            case ev.CommitTokens(task=task, length=length):
-                before = self._lengths[task]
-                self._must(length > before, "append only", f"task {task} shrinks from {before} to {length}")
-                self._committed += length - before
-                self._lengths[task] = length
-            case ev.FinishTask(task=task) | ev.ReturnTask(task=task):
-                del self._lengths[task]
-                self._aborted.discard(task)
-            case ev.ReplaceTokens(task=task, lease=lease):  # the replacement is committed as a whole
-                del self._lengths[task]
-                self._aborted.discard(task)
-                self._committed += self._grown[lease]
-            case ev.DiscardTokens(cause=cause, num_tokens=count):
-                self._wasted[cause] += count
-            case _:
-                pass
-
-    def settled(self, event: ev.Event, swarm: Swarm) -> None:
-        must, table = self._must, swarm.members.broker.table
-        must(table.num_tasks == len(self._lengths), "leases", "tasks in the table")
-        must(dict(table.wasted) == dict(self._wasted), "conservation", "wasted tokens")
-        restarts, open_ = table.rules.restarts, 0
-        for task in table.tasks():
-            if task.number not in self._lengths or len(task.leases) > 2:
-                must(False, "leases", f"task {task.number} is leased {len(task.leases)} times, or has ended")
-            for lease in (*task.leases, *task.returned):
-                if not restarts:
-                    open_ += lease.length - task.committed
-                elif task.origin not in (None, lease.origin):
-                    open_ += lease.length - lease.base
-        same = self._reported == self._committed + self._wasted.total() + open_
-        must(
-            same,
-            "conservation",
-            lambda: f"reported {self._reported}, committed {self._committed}, wasted {self._wasted}, open {open_}",
-        )
-        self._check_places(table)
-        if isinstance(event, ev.LeaseTick):
-            for number in table.workers:
-                silent_s = event.at_s - self._heard_s[number]
-                must(
-                    silent_s <= table.rules.heartbeat_timeout_s,
-                    "leases",
-                    f"worker {number} has sent nothing for {silent_s:.1f} s",
-                )
-
-    def _check_places(self, table: LeaseTable) -> None:
-        if not table.num_waiting:
-            return
-        prefetch = table.rules.prefetch
-        room = [w for w in table.workers.values() if len(w.leases) < w.slots + int(prefetch * w.slots)]
-        waiting = [task for task in table.tasks() if task.is_waiting]
-        for task in waiting if room else ():
-            idle = [w.number for w in room if w.serves(*task.ask)]
-            self._must(not idle, "leases", f"task {task.number} waits although workers {idle} have free slots")
+    def _settled_leases(self, event: TimedEvent) -> None:
+        self._lease_table.settled(event)
+        for record in self._swarm.quarantine.records if self._swarm is not None else ():
+            self.check(False, "workers", f"the correct worker {record.shown} is in quarantine: {record.verdict}")

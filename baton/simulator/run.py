@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.clock import TimedEvent
 from baton.errors import UserError
 from baton.records.trace import Tracer
-from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
@@ -19,31 +19,26 @@ from baton.simulator.pool import SimulatedEnginePool
 from baton.simulator.result import RunRecord
 from baton.simulator.seeds import choices
 from baton.simulator.simulation import EventObserver, Simulation
-from baton.simulator.swarm import FaultInjector, LeaseTableObserver, Swarm
+from baton.simulator.swarm import FaultInjector, Swarm
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 
 
-class EventLog(EventObserver, LeaseTableObserver):
+class EventLog(EventObserver):
     """The event log: one line of JSON per event and command, in order. Runs of one seed have equal logs."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
 
-    def on_event(self, event: ro.Event) -> None:
+    def on_event(self, event: TimedEvent) -> None:
         self._add(b"> ", event)
 
-    def on_command(self, command: ro.Command) -> None:
+    def on_command(self, command: msgspec.Struct) -> None:
         self._add(b"< ", command)
 
-    def on_lease_event(self, event: ev.Event) -> None:
-        self._add(b"hub > ", event)
-
-    def on_lease_command(self, command: ev.Command) -> None:
-        self._add(b"hub < ", command)
-
     def _add(self, mark: bytes, message: msgspec.Struct) -> None:
-        self.lines.append(mark + msgspec.json.encode(message))
+        hub = b"hub " if type(message).__module__ == ev.__name__ else b""
+        self.lines.append(hub + mark + msgspec.json.encode(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +79,13 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
             NetworkFaults(options.faults, world.clock, choices(options.seed, "messages")) if options.faults else None
         )
         world.port = swarm = Swarm(
-            setting, world.clock, world.script, world.record, trouble, options.tracer, options.make_table
+            setting, world.clock, world.script, world.record, trouble, options.tracer, options.make_table, world.watches
         )
         FaultInjector(swarm, options.faults, choices(options.seed, "victims"))
     if options.log is not None:
         world.watches.append(options.log)
-        if swarm is not None:
-            swarm.watches.append(options.log)
     if options.laws:
-        laws = InvariantChecker(world, swarm)
-        world.watches.append(laws)
-        if swarm is not None:
-            swarm.watches.append(laws)
+        world.watches.append(InvariantChecker(world, swarm))
     return world
 
 

@@ -13,21 +13,25 @@ take time and count tokens, but generate no tokens.
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
+from baton.clock import TimedEvent
 from baton.errors import DeadlineExceeded, EngineFault
-from baton.records.journal import StreamCursor
+from baton.records.journal import Journal, StreamCursor
 from baton.records.trace import Tracer
 from baton.rollout import events as ro
 from baton.rollout.controller import RolloutController
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import Ledger
+from baton.rollout.settings import Rules
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.simulator.clock import NoProgress, VirtualClock
 from baton.simulator.inputs import Setting
-from baton.simulator.journal_in_memory import JournalInMemory
 from baton.simulator.result import RunRecord, SimulatedStep
 from baton.simulator.scorer import SimulatedScorer
 from baton.simulator.scripted_trajectories import Script, ScriptedPrompts
@@ -43,15 +47,16 @@ SAMPLING = SeededSampling(SamplingParams(1), 0)
 
 
 class EventObserver(Protocol):
-    """An observer of every event, command and batch, such as an invariant checker or a log."""
+    """An observer of every event and command of the scheduler and of the hub's lease table, such as an invariant
+    checker or a log."""
 
-    def on_event(self, event: ro.Event) -> None:
-        """Called before the scheduler handles an event."""
+    def on_event(self, event: TimedEvent) -> None:
+        """Called before the scheduler or the table handles an event."""
 
-    def on_command(self, command: ro.Command) -> None:
+    def on_command(self, command: msgspec.Struct) -> None:
         """Called before a command is applied."""
 
-    def settled(self) -> None:
+    def settled(self, event: TimedEvent) -> None:
         """Called after an event, and all events that it caused, have been handled."""
         return
 
@@ -73,7 +78,7 @@ class ObservedController(RolloutController):
         super()._dispatch(event)
         self._depth -= 1
         for watch in self.watches if not self._depth else ():
-            watch.settled()
+            watch.settled(event)
 
     def _apply_command(self, command: ro.Command) -> None:
         for watch in self.watches:
@@ -107,18 +112,18 @@ class Simulation:
         """Set before `run`."""
         self._make_scheduler, self._tracer = make_scheduler, tracer
         self._scorer = SimulatedScorer(setting.judges, self.script, self.clock, seed, tracer)
-        self._journal = JournalInMemory(keeps_partials=self.rules.mode != "sync") if has_restarts else None
+        self._journal = _journal_in_memory(self.rules) if has_restarts else None
         self._checkpoint = 0
         """Train step of the last checkpoint."""
         self._carried_tokens = 0
         """Number of tokens that the controller had when it was stopped."""
-        self._controller: RolloutController | None = None
+        self.controller: RolloutController | None = None
         """None while no controller runs."""
 
     @property
     def scheduler(self) -> RolloutScheduler:
-        assert self._controller is not None, "no controller runs"
-        return self._controller.scheduler
+        assert self.controller is not None, "no controller runs"
+        return self.controller.scheduler
 
     def run(self) -> RunRecord:
         """Run until the last train step. Raises NoProgress if the run stops making progress."""
@@ -145,8 +150,8 @@ class Simulation:
         self._journal.roll_back()
         self.lineage += 1
         ledger = Ledger()
-        if self._controller is not None:
-            scheduler, self._controller = self._controller.scheduler, None
+        if self.controller is not None:
+            scheduler, self.controller = self.controller.scheduler, None
             # nonzero if a batch has been delivered but not recorded
             consumed, masked = scheduler.step.consumed_tokens, scheduler.step.masked_tokens
             ledger, self._carried_tokens = scheduler.ledger, scheduler.num_carried_tokens + consumed
@@ -165,7 +170,7 @@ class Simulation:
             self._trained()
         worker = WorkerClient(self.port, HANG_S, clock=lambda: self.clock.now_s)
         make = ObservedController if self.watches else RolloutController
-        controller = self._controller = make(
+        controller = self.controller = make(
             worker, self.rules, ScriptedPrompts(self.script), self._scorer, SAMPLING, self._journal
         )
         controller.make_scheduler = self._make_scheduler
@@ -243,6 +248,13 @@ class Simulation:
             self.recorded = {step: groups for step, groups in self.recorded.items() if step > self.version}
             if self._journal is not None:
                 self._journal.checkpointed(self.version, self.version)
+
+
+def _journal_in_memory(rules: Rules) -> Journal:
+    """Return a journal whose entries are pickled, because counted tokens have no ids that msgpack could encode."""
+    return Journal(
+        None, keeps_partials=rules.mode != "sync", encode=pickle.dumps, decode=lambda data, _: pickle.loads(data)
+    )
 
 
 def _lengths(groups: Sequence[Group]) -> list[int]:

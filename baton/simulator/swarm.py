@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from baton.clock import Clock
 from baton.errors import UserError
@@ -17,6 +17,7 @@ from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
 from baton.simulator.network import NetworkFaults, SimulatedConnection, SimulatedOutgoing
 from baton.simulator.result import RunRecord
 from baton.simulator.scripted_trajectories import Script
+from baton.simulator.simulation import EventObserver
 from baton.simulator.transport import ControllerStopped, EngineTime, SimulatedTransport
 from baton.simulator.worker import SimWorker
 from baton.swarm import lease_events as ev
@@ -39,40 +40,26 @@ Count = Callable[[str], None]
 """Counts an outcome by its name, such as `worker expelled`."""
 
 
-class LeaseTableObserver(Protocol):
-    """An observer of every event and command of the lease table."""
-
-    def on_lease_event(self, event: ev.Event) -> None:
-        """Called before the table handles an event."""
-
-    def on_lease_command(self, command: ev.Command) -> None:
-        """Called before a command is applied."""
-
-    def settled_lease(self, event: ev.Event) -> None:
-        """Called after the broker has applied all commands of an event."""
-        return
-
-
 class ObservedLeaseBroker(LeaseBroker):
     """A `LeaseBroker` that calls observers, and counts what it does because of faults."""
 
     def __init__(
-        self, table: LeaseTable, check: ReportCheck, clock: Clock, watches: Sequence[LeaseTableObserver], count: Count
+        self, table: LeaseTable, check: ReportCheck, clock: Clock, watches: Sequence[EventObserver], count: Count
     ) -> None:
         super().__init__(table, check, clock)
         self._watches, self._count = watches, count
 
     def handle(self, event: ev.Event) -> list[BrokerCommand]:
         for watch in self._watches:
-            watch.on_lease_event(event)
+            watch.on_event(event)
         found = super().handle(event)
         for watch in self._watches:
-            watch.settled_lease(event)
+            watch.settled(event)
         return found
 
     def apply(self, command: ev.Command) -> BrokerCommand | None:
         for watch in self._watches:
-            watch.on_lease_command(command)
+            watch.on_command(command)
         if isinstance(command, ev.GrantLease) and self._tasks[command.task].leases:
             self._count("trajectory leased again")
         elif isinstance(command, ev.DisconnectWorker):
@@ -94,17 +81,17 @@ class Swarm(SimulatedTransport):
         trouble: NetworkFaults | None = None,
         tracer: Tracer | None = None,
         make_table: Callable[..., LeaseTable] = LeaseTable,
+        watches: Sequence[EventObserver] = (),
     ) -> None:
         assert setting.swarm is not None, "the setting has no swarm"
         self.setting, self.clock, self.trouble = setting, clock, trouble
         self._script, self._record = script, record
         self.spec: SwarmSpec = setting.swarm
         self.workers: list[SimWorker] = []
-        self.watches: list[LeaseTableObserver] = []
         self.incarnation = -1
         self.is_down = True
         """Whether the controller is stopped."""
-        self._tracer, self._make_table = tracer, make_table
+        self._tracer, self._make_table, self._watches = tracer, make_table, watches
         self._published_s = 0.0
         self._weights = {spec.name: spec.weight for spec in setting.engines}
         self._keys, self.quarantine = WorkerKeys(b"simulated"), Quarantine(None)
@@ -184,7 +171,7 @@ class Swarm(SimulatedTransport):
         # the time of a check is linear in the tokens; without faults, there is no message to complain about
         limits = ReportLimits(vocabulary=sys.maxsize, max_context_tokens=sys.maxsize)
         check = partial(check_report, limits=limits, text=str) if self.trouble else lambda *_, **__: None
-        broker = ObservedLeaseBroker(self._make_table(spec.rules), check, clock, self.watches, self.count)
+        broker = ObservedLeaseBroker(self._make_table(spec.rules), check, clock, self._watches, self.count)
         verifier = VerificationService(
             _no_scorer,
             VerificationPolicy(InspectionSettings(), b""),

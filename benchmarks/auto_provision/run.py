@@ -94,7 +94,7 @@ class _Course(EventObserver):
     def on_command(self, command: object) -> None:
         pass
 
-    def settled(self) -> None:
+    def settled(self, event: object) -> None:
         if self.world.version == len(self.values):
             self.values.append(self.world.scheduler.overprovision)
 
@@ -116,7 +116,7 @@ def simulate(tail: str, engine: str, arm: str, seed: int) -> dict[str, Any]:
     course.world = world
     world.watches.append(course)
     record = world.run()
-    course.settled()
+    course.settled(None)
     steps = record.steps
     consumed = sum(step.counts.consumed_tokens for step in steps)
     masked = sum(step.counts.masked_tokens for step in steps)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from neutral import LEASES, SCHEDULER, Dialect, Draw, canonical, difference, digest, row, text
+from neutral import LEASES, SCHEDULER, Draw, canonical, difference, digest, row, text
 from scheduler_story import draw_rules
 
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
@@ -25,9 +25,9 @@ from baton.simulator.run import RunOptions, build
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
 from baton.simulator.simulation import EventObserver
-from baton.simulator.swarm import LeaseTableObserver
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
+from baton.swarm import lease_events
 from baton.swarm.leases import LeaseRules
 
 FOLDER = Path(__file__).parent / "decisions"
@@ -40,25 +40,21 @@ HEADER = """\
 """
 
 
-class Watch(EventObserver, LeaseTableObserver):
+class Watch(EventObserver):
     """Keeps every event and command without its time."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def on_event(self, event: msgspec.Struct) -> None:
-        self.add(SCHEDULER, ">", event)
+        self.add(">", event)
 
     def on_command(self, command: msgspec.Struct) -> None:
-        self.add(SCHEDULER, "<", command)
+        self.add("<", command)
 
-    def on_lease_event(self, event: msgspec.Struct) -> None:
-        self.add(LEASES, "hub >", event)
-
-    def on_lease_command(self, command: msgspec.Struct) -> None:
-        self.add(LEASES, "hub <", command)
-
-    def add(self, dialect: Dialect, mark: str, message: msgspec.Struct) -> None:
+    def add(self, mark: str, message: msgspec.Struct) -> None:
+        is_lease = type(message).__module__ == lease_events.__name__
+        dialect, mark = (LEASES, f"hub {mark}") if is_lease else (SCHEDULER, mark)
         self.lines.append(f"{mark} {text(dialect, row(dialect, message), first=int(mark.endswith('>')))}")
 
 

@@ -1,23 +1,150 @@
-"""Random schedules of arrivals, aborts, crashes, versions and filters against the laws of the scheduler.
+"""The scheduler under random schedules and in simulated runs, checked by the simulator's invariants.
 
-CI draws a fixed few; `BATON_SCHEDULES=20000 pytest tests/rollout/test_scheduler_laws.py` draws as many as you like.
+A random schedule runs the live controller with its scheduler, buffer and journal. Its engines report, refuse, lose and
+revoke tokens in any order, and slots come and go. `BATON_SCHEDULES=20000 pytest tests/rollout/test_scheduler_laws.py`
+draws 20,000 schedules.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any, get_args
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_world import World
 
 from baton.errors import UserError
+from baton.rollout import events as ev
 from baton.rollout.settings import RolloutSettings
+from baton.simulator.counted_tokens import counted_segment
+from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting
+from baton.simulator.invariants import InvariantChecker
+from baton.simulator.result import RunRecord
+from baton.simulator.run import RunOptions, build
+from baton.simulator.scripted_trajectories import Script, TrajectoryWork
+from baton.simulator.simulation import EventObserver, Simulation
+from baton.simulator.timing import FlatSpeed, TrainSpeed
+from baton.simulator.transport import ControllerStopped, SimulatedTransport
+from baton.specs.workload import constant, lognormal
+from baton.types import (
+    Abort,
+    FinishReason,
+    FromHub,
+    FromPort,
+    Group,
+    Lease,
+    PolicyVersion,
+    Report,
+    Retry,
+    WorkLost,
+    WorkRevoked,
+)
 
-SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "400"))
+SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
+
+
+class RandomEngines(SimulatedTransport):
+    """Engines whose messages are random. The random part ends with batch `num_wild`, so that the run ends."""
+
+    name = "random engines"
+    slots = 0
+
+    def __init__(self, world: Simulation, seed: int, num_wild: int, *, has_restarts: bool) -> None:
+        self.world, self.choose, self.num_wild = world, random.Random(seed).randrange, num_wild
+        self.has_restarts = has_restarts
+        self.version = 0
+        self.leases: dict[int, Lease] = {}
+        self.lengths: dict[int, int] = {}
+        self.aborted: set[int] = set()
+
+    def begin(self) -> None:
+        self.slots = self.choose(10)
+
+    def restart(self) -> None:
+        self.leases.clear()
+
+    def send(self, message: FromHub) -> None:
+        if isinstance(message, Lease):
+            self.leases[message.lease_id] = self.world.script.limited(message)
+            self.lengths[message.lease_id] = message.trajectory.num_tokens
+        elif isinstance(message, Abort):
+            self.aborted.add(message.lease_id)
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        self.version = version.number
+
+    def receive(self, timeout_s: float) -> Sequence[FromPort]:
+        is_wild = self.world.version < self.num_wild
+        self.world.clock.wait((0.0, 0.01, 0.1, 1.0)[self.choose(4)])
+        messages: list[FromPort] = [self._report(is_wild) for _ in range(1 + self.choose(3)) if self.leases]
+        if not self.slots or (is_wild and not self.choose(8)):
+            self.slots = self.choose(10)
+        if is_wild and not self.choose(8):
+            messages += self._fault()
+        return messages
+
+    def _report(self, is_wild: bool) -> FromPort:
+        number = sorted(self.leases)[self.choose(len(self.leases))]
+        lease, length = self.leases[number], self.lengths[number]
+        if lease.version > self.version or (is_wild and not self.choose(32)):
+            del self.leases[number]
+            return Retry(number, self.version)
+        is_aborted = number in self.aborted and bool(self.choose(2))
+        count = min(self.choose(9), lease.sampling.max_new_tokens - length)
+        self.lengths[number] = length + count
+        is_finished = length + count == lease.sampling.max_new_tokens
+        if is_finished or is_aborted:
+            del self.leases[number]
+        segments = (counted_segment(length, count, self.version),) if count else ()
+        reason = FinishReason.LENGTH if is_finished else None
+        return Report(number, length, segments, reason, is_aborted and not is_finished)
+
+    def _fault(self) -> list[FromPort]:
+        kind, groups = self.choose(3), [*self.world.scheduler.groups()]
+        if not kind and self.has_restarts and self.world.record.outcomes["controller restarted"] < 3:
+            raise ControllerStopped(1.0)
+        if kind == 1 or not groups:
+            return [WorkLost("overtaken", 1 + self.choose(9))]
+        group = groups[self.choose(len(groups))]
+        return [WorkRevoked(0, group.group_id, self.choose(len(group.members)), "quarantined")]
+
+
+class Log(EventObserver):
+    """Keeps events, commands and batches."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+        self.batches: list[Sequence[Group]] = []
+
+    def on_event(self, event: object) -> None:
+        self.messages.append(event)
+
+    def on_command(self, command: object) -> None:
+        self.messages.append(command)
+
+    def on_batch(self, groups: Sequence[Group]) -> None:
+        self.batches.append(groups)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [[group.group_id for group in groups] for groups in self.batches]
+
+
+class Pauses(Log):
+    """Aborts all rollouts after some of the batches, as an evaluation does."""
+
+    def __init__(self, world: Simulation, seed: int) -> None:
+        super().__init__()
+        self.world, self.choose = world, random.Random(seed).randrange
+
+    def on_batch(self, groups: Sequence[Group]) -> None:
+        if self.world.controller is not None and not self.choose(3):
+            with self.world.controller.paused():
+                self.world.clock.wait(1.0)
 
 
 @st.composite
@@ -44,118 +171,139 @@ def recipes(draw: st.DrawFn) -> RolloutSettings:
         return RolloutSettings.model_validate({**values, "stale": "mask"})
 
 
-@settings(
-    max_examples=SCHEDULES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-@given(recipes(), st.integers(0, 2**32 - 1), st.integers(0, 150))
-def test_laws_hold_at_every_event(recipe, seed, num_faulty):
-    """Conservation to the token, exact batches, bounded staleness, no double training, no hang (scheduler_world.py)."""
-    rng = random.Random(seed)
-    rules = recipe.rules()
-    world = World(
-        rules,
-        choose=lambda n: rng.randrange(n),
-        length=lambda g, s: 1 + random.Random(f"{seed}/{g}/{s}").randrange(12),
-        reward=lambda g, s: random.Random(f"r{seed}/{g}/{s}").choice([0.0, 1.0, 1.0, None]),
-    )
-    with suppress(*[UserError] * rules.dynamic_sampling):  # all rewards equal, for too long
-        for _ in range(num_faulty):
-            world.step(faults=True)
-        if world.is_paused:
-            while world.running:
-                world.step(faults=False)
-            if world.is_paused:
-                world.resume()
-        world.run(world.delivered + 3)
-    assert all(count == 1 for count in world.finishes.values()), "no trajectory is generated twice"
-
-
-def plain(mode: str = "partial", *, seed: int = 0, **values: object) -> World:
-    """A world of four workers whose lengths are geometric, without faults."""
-    rng = random.Random(seed)
-    recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 8, "group_size": 2, **values})
-    world = World(
+def random_run(
+    recipe: RolloutSettings,
+    seed: int,
+    num_wild: int,
+    *,
+    has_restarts: bool,
+    watches: Sequence[EventObserver] = (),
+) -> None:
+    """Run `num_wild` batches with random faults, and three more without."""
+    setting = Setting(
         recipe.rules(),
-        choose=lambda n: rng.randrange(n),
-        length=lambda g, s: 1 + min(60, int(random.Random(f"{seed}/{g}/{s}").expovariate(1 / 8))),
-        reward=lambda g, s: float(s),
+        (EngineSpec("any", 1, FlatSpeed()),),
+        TrajectoryWork(constant(4), lognormal(6, 1.0, 12), 0.5, trained_share=0.7),
+        TrainSpeed(0.5, 0.0, 0.0),
+        ScoringSpec((0.0, 0.3)[seed % 2], 1.0, 4),
+        num_steps=num_wild + 3,
+        checkpoint_every=2,
     )
-    for _ in range(4):
-        world.join(16)
-    return world
+    world = Simulation(setting, seed, has_restarts=has_restarts)
+    world.port = RandomEngines(world, seed, num_wild, has_restarts=has_restarts)
+    world.watches += [InvariantChecker(world, None), Pauses(world, seed), *watches]
+    with suppress(*[UserError] * recipe.dynamic_sampling):  # all rewards equal, for too long
+        world.run()
+
+
+@settings(max_examples=SCHEDULES, deadline=None)
+@given(recipes(), st.integers(0, 2**32 - 1), st.integers(0, 8), st.booleans())
+def test_every_invariant_holds_after_every_event(recipe, seed, num_wild, has_restarts):
+    """Conservation to the token, exact batches, bounded staleness, no double training, the order, no hang."""
+    random_run(recipe, seed, num_wild, has_restarts=has_restarts)
+
+
+def test_random_schedules_reach_every_event_and_command_of_single_turns() -> None:
+    log = Log()
+    for seed in range(40):
+        values = {"mode": ("async", "partial")[seed % 2], "batch_groups": 2, "group_size": 2, "max_staleness": 1}
+        recipe = RolloutSettings.model_validate(values | {"stale": "drop", "dynamic_sampling": True})
+        random_run(recipe, seed, 6, has_restarts=True, watches=[log])
+    of_turns = {"TurnEnded", "Observed", "EnvironmentFailed"}
+    known = {kind.__name__ for kind in (*get_args(ev.Event), *get_args(ev.Command))}
+    assert {type(message).__name__ for message in log.messages} == known - of_turns
+
+
+# ---- simulated runs --------------------------------------------------------------------------------------------------
+
+
+def plain(
+    mode: str = "partial", *, steps: int, seed: int = 0, work: TrajectoryWork | None = None, **values: object
+) -> tuple[RunRecord, Log]:
+    """Simulate a run with four engines of 16 slots, whose lengths differ much, without faults."""
+    recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 8, "group_size": 2, **values})
+    setting = Setting(
+        recipe.rules(),
+        tuple(EngineSpec(f"e{index}", 16, FlatSpeed(0.01)) for index in range(4)),
+        work or TrajectoryWork(constant(4), lognormal(9, 1.0, 60)),
+        TrainSpeed(0.1, 0.0, 0.0),
+        num_steps=steps,
+    )
+    log = Log()
+    return build(setting, RunOptions(seed, log=log)).run(), log  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overprovision", [1.0, 1.5, 2.0, 3.0])
 def test_little_mean_carry_age_is_overprovision_minus_one(overprovision):
     """Little's law: (overprovision − 1) × batch_groups wait, batch_groups leave each step."""
-    world = plain(overprovision=overprovision, max_staleness=99)
-    world.run(20)
-    world.scheduler.take_step_counts()
-    world.run(320)
-    ages = world.scheduler.take_step_counts().ages
+    record, _ = plain(overprovision=overprovision, max_staleness=99, steps=340)
+    ages = [age for step in record.steps[20:-10] for age in step.counts.ages]
     assert sum(ages) / len(ages) == pytest.approx(overprovision - 1, rel=0.05, abs=0.01)
 
 
 @pytest.mark.parametrize("mode", ["partial", "async"])
 def test_carrying_leaves_no_lasting_length_bias(mode):
     """After the first batches, what is consumed is as long as what the source gives (±2 %)."""
-    world = plain(mode, **({"overprovision": 2.0} if mode == "partial" else {}))
-    world.run(420)
-    consumed = [len(t) for batch in world.batch_tokens[20:] for t in batch]
-    source = [world.length(g, s) for g in range(8 * 420) for s in range(2)]
+    work, steps = TrajectoryWork(constant(4), lognormal(9, 1.0, 60)), 420
+    _, log = plain(mode, **({"overprovision": 2.0} if mode == "partial" else {}), steps=steps, work=work)
+    consumed = [m.trajectory.num_tokens for groups in log.batches[20:] for g in groups for m in g.members]
+    script = Script(work, 0, 8, 2)
+    source = [script.length(g, s) for g in range(8 * steps) for s in range(2)]
     assert sum(consumed) / len(consumed) == pytest.approx(sum(source) / len(source), rel=0.02)
 
 
 def test_partial_without_overprovision_is_sync():
     """α = 1 and no filter: the same batches, and nothing is ever put down."""
-    partial, sync = plain(overprovision=1.0, consume="submission"), plain("sync")
-    partial.run(12)
-    sync.run(12)
-    assert partial.batches == sync.batches == [list(range(8 * i, 8 * i + 8)) for i in range(12)]
-    assert partial.scheduler.step.resumed == 0
+    partial, log = plain(overprovision=1.0, consume="submission", steps=12)
+    _, sync = plain("sync", steps=12)
+    assert [sorted(ids) for ids in log.ids] == [list(range(8 * i, 8 * i + 8)) for i in range(12)]
+    assert [sorted(ids) for ids in sync.ids] == [sorted(ids) for ids in log.ids]
+    assert not any(step.counts.resumed for step in partial.steps)
 
 
 def test_consume_in_submission_order_is_the_order_of_the_prompts():
-    world = plain("async", consume="submission", max_staleness=2)
-    world.run(30)
-    assert [p for batch in world.batch_prompts for p in batch] == list(range(240))
+    _, log = plain("async", consume="submission", max_staleness=2, steps=30)
+    prompts = [int(group.prompt.prompt_id) for groups in log.batches for group in groups]
+    assert prompts == list(range(240))
 
 
 def test_groups_of_the_same_tick_beyond_the_batch_are_carried_and_come_first():
-    world = plain(overprovision=2.0)
-    world.choose = lambda n: 0
-    world.run(1)
-    ready = [g.group_id for g in world.scheduler.groups() if not g.num_unscored]
-    world.run(2)
-    assert set(ready) <= set(world.batches[1])
+    """All 16 open groups end at the same step: the second batch is the other 8, without a token in between."""
+    record, log = plain(overprovision=2.0, steps=3, work=TrajectoryWork(constant(4), constant(20)))
+    assert sorted(log.ids[0] + log.ids[1]) == list(range(16))
+    assert record.steps[0].counts.carried_groups == 8
+    assert record.steps[1].begin_s == record.steps[1].wanted_s
 
 
 def test_filtered_groups_are_replaced_one_by_one():
-    """Granular refill: with a batch of 8 and every third group rejected, never more than 8 are open in sync."""
-    world = plain("sync", dynamic_sampling=True)
-    world.reward = lambda g, s: 1.0 if g % 3 == 0 else float(s)
-    world.run(6)
-    assert world.discarded["filtered"] >= 6 * 8 // 3
-    assert all(g % 3 for batch in world.batches for g in batch)
-    assert world.next_prompt <= 6 * 8 + world.discarded["filtered"]
+    """Granular refill: with a batch of 8 and a third of all groups rejected, never more than 8 are open in sync."""
+    work = TrajectoryWork(constant(4), lognormal(9, 1.0, 60), trained_share=2 / 3)
+    record, log = plain("sync", dynamic_sampling=True, steps=6, work=work)
+    filtered = sum(step.counts.filtered_groups for step in record.steps)
+    assert filtered >= 8
+    assert all(len({m.judgement.reward for m in group.members}) == 2 for groups in log.batches for group in groups)
+    open_groups, most = 0, 0
+    for message in log.messages:
+        open_groups += isinstance(message, ev.Open) - isinstance(message, ev.Discard)
+        open_groups -= 8 * isinstance(message, ev.Deliver)
+        most = max(most, open_groups)
+    assert most == 8
+    assert sum(isinstance(message, ev.Open) for message in log.messages) == 6 * 8 + filtered
 
 
 def test_the_gate_admits_what_the_paper_says():
     """max_staleness 2, batch of 4: 12 groups at version 0, 32 at version 5 (AReaL's own numbers)."""
-    rng = random.Random(1)
-    recipe = RolloutSettings.model_validate({"mode": "async", "batch_groups": 4, "group_size": 1, "max_staleness": 2})
-    world = World(recipe.rules(), lambda n: rng.randrange(n), lambda g, s: 5, lambda g, s: 0.0)
-    world.join(1000)
-    assert world.next_prompt == 12
-    world.run(5)
-    world.make_version()
-    while world.served != 5:
-        world.grow()
-    assert world.next_prompt == 32
+    work = TrajectoryWork(constant(1), constant(5))
+    _, log = plain("async", batch_groups=4, group_size=1, max_staleness=2, steps=12, work=work)
+    opened, at_version = 0, dict[int, int]()
+    for message in log.messages:
+        opened += isinstance(message, ev.Open)
+        if isinstance(message, ev.BatchRequested):  # engines are idle long before
+            at_version[len(at_version)] = opened
+    assert (at_version[0], at_version[5]) == (12, 32)
 
 
 def test_dynamic_sampling_that_rejects_everything_stops_with_a_sentence():
-    world = plain("sync", dynamic_sampling=True)
-    world.reward = lambda g, s: 1.0
+    work = TrajectoryWork(constant(4), constant(9), trained_share=0.0)
     with pytest.raises(UserError, match=r"rollout\.dynamic_sampling filtered 160 groups for one batch of 8"):
-        world.run(1)
+        plain("sync", dynamic_sampling=True, steps=1, work=work)

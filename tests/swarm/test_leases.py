@@ -1,18 +1,17 @@
-"""The lease table against its laws, on random schedules (lease_world.py) and on small ones worked by hand.
-
-CI draws a fixed few; `BATON_SCHEDULES=5000 pytest tests/swarm/test_leases.py` draws as many as you like.
-"""
+"""The lease table on small schedules worked by hand. Random ones are in test_lease_laws.py."""
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-from lease_world import World
 
+from baton.rollout.settings import RolloutSettings
+from baton.simulator.inputs import EngineSpec, Setting, SwarmSpec
+from baton.simulator.run import simulate
+from baton.simulator.scripted_trajectories import TrajectoryWork
+from baton.simulator.timing import FlatSpeed, TrainSpeed
+from baton.specs.workload import constant
 from baton.swarm.lease_events import (
     Command,
     CommitTokens,
@@ -37,41 +36,6 @@ from baton.swarm.lease_events import (
 )
 from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.swarm.worker_index import TokenOwner
-
-SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
-
-
-@st.composite
-def all_rules(draw: st.DrawFn) -> LeaseRules:
-    return LeaseRules(
-        restarts=draw(st.booleans()),
-        heartbeat_timeout_s=draw(st.sampled_from([3.0, 6.0])),
-        progress_timeout_s=draw(st.sampled_from([3.0, 8.0])),
-        starve_s=20.0,
-        backup_lease_factor=draw(st.sampled_from([0.0, 1.0, 2.0])),
-        backup_lease_after_s=draw(st.sampled_from([0.0, 1.0, 4.0])),
-        prefetch=draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
-    )
-
-
-@settings(
-    max_examples=SCHEDULES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-@given(all_rules(), st.integers(0, 2**32 - 1), st.integers(0, 200), st.booleans(), st.booleans())
-@example(LeaseRules(False, 6.0, 3.0, 20.0, 0.0, 0.0, 0.0), 172, 130, False, True)  # a token leaves its limit
-def test_laws_hold_at_every_event(rules, seed, num_faulty, is_mixed, is_owned):
-    """One state each, append only, conservation, places, versions, oldest first, work conserving, no hang."""
-    rng = random.Random(seed)
-    world = World(
-        rules,
-        choose=lambda n: rng.randrange(n),
-        length=lambda t, n: 1 + random.Random(f"{seed}/{t}/{0 if rules.restarts else n}").randrange(30),
-        is_mixed=is_mixed,
-        is_owned=is_owned,
-    )
-    for _ in range(num_faulty):
-        world.step()
-    world.run(limit_s=150.0)
 
 
 def table_of(*slots: int, weights: tuple[float, ...] = (), **rules: object) -> LeaseTable:
@@ -346,13 +310,19 @@ def test_who_refuses_is_not_asked_again_before_it_is_heard_of():
 
 
 def test_a_worker_four_times_as_fast_does_four_fifths():
-    world = World(LeaseRules(prefetch=0.25), choose=lambda n: n - 1, length=lambda t, n: 20)
-    slow, fast = world.join(4, 2.0, 0), world.join(4, 8.0, 0)
-    for _ in range(400):
-        world.want(is_exact=True)
-    world.run(500.0, heal=False)
-    assert world.finished_by[fast.number] / 400 == pytest.approx(0.8, rel=0.1)
-    assert world.finished_by[slow.number] > 0
+    """In a simulated run, whose workers report every half second."""
+    setting = Setting(
+        RolloutSettings.model_validate({"batch_groups": 400, "group_size": 1}).rules(),
+        tuple(EngineSpec(name, 4, FlatSpeed(step_s)) for name, step_s in (("slow", 0.5), ("fast", 0.125))),
+        TrajectoryWork(constant(1), constant(20)),
+        TrainSpeed(0.0, 0.0, 0.0),
+        num_steps=1,
+        swarm=SwarmSpec(LeaseRules(True, prefetch=0.25), fetch_s=0.0, report_every_s=0.5),
+    )
+    engines = simulate(setting).engines
+    decoded = {name: busy.decoded for name, (_, _, busy) in engines.items()}
+    assert decoded["fast"] / sum(decoded.values()) == pytest.approx(0.8, rel=0.1)
+    assert decoded["slow"] > 0
 
 
 def test_an_exact_version_is_never_granted_to_another():
