@@ -29,7 +29,7 @@ Check = Callable[[bool, str, Any], None]
 
 
 @dataclass(slots=True)
-class _Worker:
+class _OwnWorker:
     slots: int
     kind: str | None
     owner: str | None
@@ -42,7 +42,7 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class _Task:
+class _OwnTask:
     version: int
     is_exact: bool
     length: int
@@ -61,14 +61,14 @@ class _Task:
 
 
 @dataclass(slots=True)
-class _Lease:
+class _OwnLease:
     task: int
     worker: int
     base: int
     length: int
     origin: str
     follows: int
-    """`_Task.last` when the lease was granted."""
+    """`_OwnTask.last` when the lease was granted."""
     version: int = 0
 
 
@@ -77,9 +77,9 @@ class LeaseInvariants:
 
     def __init__(self, table: LeaseTable, check: Check) -> None:
         self.table, self._check, self._rules = table, check, table.rules
-        self._workers: dict[int, _Worker] = {}
-        self._tasks: dict[int, _Task] = {}
-        self._leases: dict[int, _Lease] = {}
+        self._workers: dict[int, _OwnWorker] = {}
+        self._tasks: dict[int, _OwnTask] = {}
+        self._leases: dict[int, _OwnLease] = {}
         """All leases, also those that have ended."""
         self._reported = self._committed = 0
         self._wasted: Counter[str] = Counter()
@@ -100,7 +100,7 @@ class LeaseInvariants:
         self._finishing, self._is_void = None, False
         match event:
             case ev.WorkerJoined(worker=number, slots=slots, kind=kind, owner=owner):
-                self._workers[number] = _Worker(slots, kind, owner, now_s, now_s)
+                self._workers[number] = _OwnWorker(slots, kind, owner, now_s, now_s)
             case ev.WorkerSeen(worker=number, version=version, decoded_tokens=counter) if number in self._workers:
                 worker = self._workers[number]
                 worker.seen_s, worker.version = now_s, version
@@ -109,7 +109,7 @@ class LeaseInvariants:
             case ev.WorkerLeft(worker=number):
                 self._remove(number)
             case ev.TaskSubmitted():
-                self._tasks[event.task] = _Task(
+                self._tasks[event.task] = _OwnTask(
                     event.version, event.is_exact, event.num_tokens, event.start, event.preferred
                 )
             case ev.TaskAborted(task=number) if number in self._tasks:
@@ -213,7 +213,7 @@ class LeaseInvariants:
         origin = f"lease {grant.lease}" if worker.kind is None else f"kind {worker.kind}"
         if rules.restarts and task.length > task.start and task.origin is None:
             task.origin = "unknown" if worker.kind is None else origin
-        self._leases[grant.lease] = _Lease(grant.task, grant.worker, grant.base, grant.base, origin, task.last)
+        self._leases[grant.lease] = _OwnLease(grant.task, grant.worker, grant.base, grant.base, origin, task.last)
         if not worker.held:
             worker.progress_s = self._now_s
         worker.held.add(grant.lease)
@@ -226,7 +226,9 @@ class LeaseInvariants:
             held = sum(len(w.held) for w in self._workers.values() if w.owner == worker.owner)
             must(held <= earned, f"{name}: the owner holds {held} leases and has earned {earned}")
 
-    def _is_first_choice(self, grant: ev.GrantLease, task: _Task, worker: _Worker, earlier: Iterable[int]) -> None:
+    def _is_first_choice(
+        self, grant: ev.GrantLease, task: _OwnTask, worker: _OwnWorker, earlier: Iterable[int]
+    ) -> None:
         """Check the order of tasks and the choice of the worker."""
         name, is_full = f"task {grant.task} goes to worker {grant.worker}", self._is_full
         order = (not task.start, grant.task)
@@ -278,7 +280,7 @@ class LeaseInvariants:
             stuck = [number for number, worker in self._workers.items() if worker.held and worker.progress_s < least_s]
             must(not stuck, ("workers without progress", stuck))
 
-    def _open(self, number: int, task: _Task) -> int:
+    def _open(self, number: int, task: _OwnTask) -> int:
         """Check a task's leases; return the number of their tokens that are neither committed nor discarded."""
         leases, open_ = task.live + task.returned, 0
         is_sound = task.aborted_s is None or bool(task.live)  # an aborted task without a lease is returned at once
@@ -297,13 +299,13 @@ class LeaseInvariants:
 
     # ---- states ------------------------------------------------------------------------------------------------------
 
-    def _task(self, lease: int) -> _Task:
+    def _task(self, lease: int) -> _OwnTask:
         return self._tasks[self._leases[lease].task]
 
     def _waiting(self) -> Iterable[int]:
         return (number for number, task in self._tasks.items() if not task.live)
 
-    def _continues(self, task: _Task, lease: int) -> bool:
+    def _continues(self, task: _OwnTask, lease: int) -> bool:
         """Return whether a lease has the same tokens as its task, as far as both have tokens."""
         own = self._leases[lease]
         if self._rules.restarts:

@@ -80,14 +80,14 @@ class RandomEngines(SimulatedTransport):
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         is_wild = self.world.version < self.num_wild
         self.world.clock.wait((0.0, 0.01, 0.1, 1.0)[self.choose(4)])
-        messages: list[FromPort] = [self._report(is_wild) for _ in range(1 + self.choose(3)) if self.leases]
+        messages: list[FromPort] = [self.some_report(is_wild) for _ in range(1 + self.choose(3)) if self.leases]
         if not self.slots or (is_wild and not self.choose(8)):
             self.slots = self.choose(10)
         if is_wild and not self.choose(8):
-            messages += self._fault()
+            messages += self.some_fault()
         return messages
 
-    def _report(self, is_wild: bool) -> FromPort:
+    def some_report(self, is_wild: bool) -> FromPort:
         number = sorted(self.leases)[self.choose(len(self.leases))]
         lease, length = self.leases[number], self.lengths[number]
         if lease.version > self.version or (is_wild and not self.choose(32)):
@@ -103,7 +103,7 @@ class RandomEngines(SimulatedTransport):
         reason = FinishReason.LENGTH if is_finished else None
         return Report(number, length, segments, reason, is_aborted and not is_finished)
 
-    def _fault(self) -> list[FromPort]:
+    def some_fault(self) -> list[FromPort]:
         kind, groups = self.choose(3), [*self.world.scheduler.groups()]
         if not kind and self.has_restarts and self.world.record.outcomes["controller restarted"] < 3:
             raise ControllerStopped(1.0)
