@@ -32,7 +32,7 @@ class BitWriter:
     """Appends numbers and streams to a block."""
 
     def __init__(self) -> None:
-        self._block = bytearray()
+        self._parts: list[bytes | memoryview] = []
         parameters = zstandard.ZstdCompressionParameters.from_level(
             _LEVEL, format=zstandard.FORMAT_ZSTD1_MAGICLESS, write_content_size=0, write_checksum=0
         )
@@ -40,21 +40,23 @@ class BitWriter:
 
     def number(self, value: int) -> None:
         """Append a number ≥ 0."""
+        coded = bytearray()
         while value > 127:
-            self._block.append(128 | (value & 127))
+            coded.append(128 | (value & 127))
             value >>= 7
-        self._block.append(value)
+        coded.append(value)
+        self._parts.append(bytes(coded))
 
     def stream(self, data: Bytes) -> None:
         """Append bytes. The number of bytes is not written, so the reader must know it."""
         raw = np.ascontiguousarray(data)
         if data.size < _SMALLEST:
-            self._block += raw.data
+            self._parts.append(raw.tobytes())
             return
         squeezed = self._zstd.compress(raw.data)
         is_smaller = len(squeezed) < data.size
         self.number(len(squeezed) if is_smaller else 0)
-        self._block += squeezed if is_smaller else raw.data
+        self._parts.append(squeezed if is_smaller else raw.tobytes())
 
     def bits(self, bits: Bytes) -> None:
         """Append an array [n] of zeros and ones, packed eight to a byte."""
@@ -62,13 +64,13 @@ class BitWriter:
 
     def block(self) -> bytes:
         """Return the block, which contains all appended numbers and streams."""
-        return bytes(self._block)
+        return b"".join(self._parts)
 
 
 class BitReader:
     """Reads a block. Every method raises WeightsFault for a block that `BitWriter` cannot have written."""
 
-    def __init__(self, block: bytes) -> None:
+    def __init__(self, block: bytes | memoryview) -> None:
         self._block, self._at = memoryview(block), 0
         self._zstd = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=_WINDOW)
 

@@ -4,6 +4,7 @@ source."""
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,14 +41,15 @@ class FetchStats:
 
 
 class ChunkFetcher:
-    """Requests data from one source after another until an answer passes verification. One object per fetch."""
+    """Requests data from one source after another until an answer passes verification. One object per fetch. It
+    sends one request at a time, also if several threads call it."""
 
     def __init__(
         self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
     ) -> None:
         """Start the time limit of `deadline_s` seconds. Sources in `avoided`, to which `blame` adds, are asked last."""
         self._sources, self.record, self._avoided = sources, record, avoided
-        self._order = random.Random()
+        self._order, self._lock = random.Random(), threading.Lock()
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
 
@@ -63,7 +65,8 @@ class ChunkFetcher:
 
         asked = [source for source in self._sources if source.name not in without]
         what = f"the manifest of {name_of(version)}"
-        return self._first(asked, lambda source: source.manifest(version), check, what)
+        with self._lock:
+            return self._first(asked, lambda source: source.manifest(version), check, what)
 
     def chunk(self, chunk: Chunk) -> bytes:
         """Return a chunk's verified bytes. Raises WeightsFault when no source sends the chunk."""
@@ -76,7 +79,8 @@ class ChunkFetcher:
             return data
 
         what = f"chunk {chunk.digest[:8]}"
-        return self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)[0]
+        with self._lock:
+            return self._first(self._sources, lambda source: source.chunk(chunk.digest, chunk.size), check, what)[0]
 
     def blame(self, source: WeightsSource, what: str) -> None:
         """Record that a source sent wrong data. From now on, the source is asked last."""

@@ -68,7 +68,7 @@ def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
     return min(found, key=lambda coded: len(coded.data))
 
 
-def decode(coding: Coding, coded: bytes, piece: Bytes, word: int) -> None:
+def decode(coding: Coding, coded: bytes | memoryview, piece: Bytes, word: int) -> None:
     """Decode a part in place: `piece` contains the base's bytes before the call and the decoded bytes after it. Raises
     WeightsFault for bytes that `encode` cannot have made; the content of `piece` is then undefined."""
     words = piece.view(f"u{word}")

@@ -8,7 +8,7 @@ nothing.
     switch    hold the copy
 
 A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. A
-fetch needs memory for the held version, the copy, one chunk and one part per thread (`CODERS`).
+fetch needs memory for the held version, the copy, four chunks and one part per thread (`CODERS`).
 """
 
 from __future__ import annotations
@@ -182,17 +182,19 @@ class Fetcher:
         if any(layout_of(step.manifest.tensors) != layout_of(last.tensors) for step in plan):
             raise _BadPlan("the versions of the plan have different tensors", sources)
         flat_buffer = np.empty(last.num_bytes, np.uint8)
+        before = None
         if plan[0].way.base is not None:
             base = self._base()
             if layout_of(base.entries) != layout_of(last.tensors):
                 raise _BadPlan("the version has other tensors than the held one", sources)
-            flat_buffer[:] = base.flat_buffer
+            before = base.flat_buffer
         for step in plan:
             coded, ends = _CodedBytes(step.way, gather), accumulate(part.num_bytes for part in step.way.parts)
             taken = ((part, at, coded.take(part.size)) for part, at in zip(step.way.parts, ends, strict=True))
-            for error in in_order(partial(_decoded, flat_buffer), taken, lambda one: one[0].num_bytes):
+            for error in in_order(partial(_decoded, flat_buffer, before), taken, lambda one: one[0].num_bytes):
                 if error is not None:
                     raise _BadPlan(str(error), [step.source]) from error
+            before = None
         digests = piece_digests(last.tensors, flat_buffer)
         if wrong := [entry.name for entry in last.tensors if digests[entry.name] != entry.digest]:
             raise _BadPlan(f"{len(wrong)} tensors have another digest, among them {wrong[0]}", sources)
@@ -209,32 +211,41 @@ class Fetcher:
         return self._staged
 
 
-def _decoded(flat_buffer: Bytes, taken: tuple[BufferPart, int, bytes]) -> WeightsFault | None:
-    """Decode a part in place. Return an error if the encoded bytes of the part are invalid. `taken`: the part, its end
-    in the flat buffer, and its encoded bytes."""
+def _decoded(
+    flat_buffer: Bytes, before: Bytes | None, taken: tuple[BufferPart, int, bytes | memoryview]
+) -> WeightsFault | None:
+    """Decode a part in place, after copying the same part of `before`, if given. Return an error if the encoded bytes
+    of the part are invalid. `taken`: the part, its end in the flat buffer, and its encoded bytes."""
     part, end, data = taken
+    piece = slice(end - part.num_bytes, end)
+    if before is not None:
+        flat_buffer[piece] = before[piece]
     try:
-        decode(part.coding, data, flat_buffer[end - part.num_bytes : end], part.word)
+        decode(part.coding, data, flat_buffer[piece], part.word)
     except WeightsFault as error:
         return error
     return None
 
 
 class _CodedBytes:
-    """Reads the bytes of an encoding in order, fetching one chunk at a time."""
+    """Reads the bytes of an encoding in order. Up to two chunks are fetched ahead, while parts are decoded."""
 
     def __init__(self, way: Encoding, gather: ChunkFetcher) -> None:
-        self._chunks = iter(way.chunks)
-        self._gather = gather
-        self._waiting = bytearray()
+        self._chunks = in_order(gather.chunk, way.chunks, lambda chunk: chunk.size, threads=2)
+        self._rest = memoryview(b"")
+        """The bytes of the last chunk that have not been taken."""
 
-    def take(self, size: int) -> bytes:
-        """Return the next `size` bytes. `check_manifest` has checked that the chunks contain enough bytes."""
-        while len(self._waiting) < size:
-            self._waiting += self._gather.chunk(next(self._chunks))
-        found = bytes(self._waiting[:size])
-        del self._waiting[:size]
-        return found
+    def take(self, size: int) -> bytes | memoryview:
+        """Return the next `size` bytes, without a copy if one chunk has them. `check_manifest` has checked that the
+        chunks contain enough bytes."""
+        found: list[memoryview] = []
+        while size:
+            if not self._rest:
+                self._rest = memoryview(next(self._chunks))
+            found.append(self._rest[:size])
+            self._rest = self._rest[size:]
+            size -= len(found[-1])
+        return found[0] if len(found) == 1 else b"".join(found)
 
 
 def _check_digest(version: PolicyVersion, digest: str) -> None:

@@ -161,11 +161,15 @@ class Publisher:
 
 def _cut(coded: Iterable[bytes], size: int) -> Iterator[bytes]:
     """Cut encoded bytes into chunks of `size` bytes; the last chunk may be smaller."""
-    waiting = bytearray()
+    waiting: list[memoryview] = []
+    room = size
     for data in coded:
-        waiting += data
-        while len(waiting) >= size:
-            yield bytes(waiting[:size])
-            del waiting[:size]
+        rest = memoryview(data)
+        while rest:
+            waiting.append(rest[:room])
+            rest, room = rest[room:], room - len(waiting[-1])
+            if not room:
+                yield b"".join(waiting)
+                waiting, room = [], size
     if waiting:
-        yield bytes(waiting)
+        yield b"".join(waiting)
