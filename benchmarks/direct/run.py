@@ -2,12 +2,12 @@
 
     python benchmarks/direct/run.py [--mb 64 256 1024] [--write]
 
-The replica is a plain process that copies the tensors. `digest`: the digest of a version alone, which `file` and
-`direct` include. `store`: publish a delta of 1 % of the elements into a directory, then fetch and verify it. `file`:
-write and map a file in shared memory, as for an engine in the run's own process. `direct`: gloo over loopback, with
-checksums on both sides. torch has one thread; `store` and the digests use `baton.clock.CODERS` threads. Other work on
-the machine changes the seconds more than the processor seconds of this process and the replica's together. No figure
-here is of a GPU.
+The replica is a plain process that copies the tensors. `digest`: the digest of a version alone, which `file`, `direct`
+and `sparse` include. `store`: publish a delta of 1 % of the elements into a directory, then fetch and verify it.
+`file`: write and map a file in shared memory, as for an engine in the run's own process. `direct`: gloo over loopback,
+with checksums on both sides. `sparse`: the same, with only the elements that changed. torch has one thread; `store` and
+the digests use `baton.clock.CODERS` threads. Other work on the machine changes the seconds more than the processor
+seconds of this process and the replica's together. No figure here is of a GPU.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ def by_file(tensors: dict[str, torch.Tensor]) -> Seconds:
         path.unlink(missing_ok=True)
 
 
-def by_direct(tensors: dict[str, torch.Tensor]) -> Seconds:
-    link, sender = ProcessLink(), DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic)
+def by_direct(tensors: dict[str, torch.Tensor], *, is_sparse: bool = False) -> Seconds:
+    link = ProcessLink()
+    sender = DirectSender(GlooTransport("127.0.0.1").connect, time.monotonic, is_sparse=is_sparse)
 
     def load(given: dict[str, torch.Tensor], number: int) -> None:
         version = PolicyVersion("b", number, weights_digest(given))
@@ -129,6 +130,31 @@ def by_direct(tensors: dict[str, torch.Tensor]) -> Seconds:
         link.close()
 
 
+def by_sparse(tensors: dict[str, torch.Tensor]) -> Seconds:
+    return by_direct(tensors, is_sparse=True)
+
+
+def computed(seconds_per_gb: float) -> str:
+    """Return the Markdown table of computed seconds: bytes in bfloat16 over the nominal rate of a link, for a replica.
+
+    seconds_per_gb: measured seconds of the store.
+    """
+    sparse = CHANGED * (4 + 2) / 2
+    paths: dict[str, tuple[float, float]] = {
+        "CUDA IPC, one H100: read and write at 3.35 TB/s": (3350.0, 2.0),
+        "NVLink 4, 450 GB/s each way": (450.0, 1.0),
+        "PCIe 5 x16, 64 GB/s": (64.0, 1.0),
+    }
+    for name, rate in (("400 Gb/s", 50.0), ("100 Gb/s", 12.5), ("10 Gb/s", 1.25)):
+        paths |= {f"{name} network": (rate, 1.0), f"{name} network, `sparse`, 1 % changed": (rate, sparse)}
+    paths["store, as measured above"] = (1 / seconds_per_gb, 1.0)
+    lines = ["| computed | 8B, 16 GB | 32B, 64 GB | 235B, 470 GB |", "|---|---|---|---|"]
+    for name, (rate, share) in paths.items():
+        cells = ["does not fit" if "IPC" in name and gb > 80 else f"{gb * share / rate:.2g} s" for gb in (16, 64, 470)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure all paths and print a line per size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -140,11 +166,12 @@ def main() -> None:
     for megabytes in given.mb:
         tensors = made(megabytes)
         row: dict[str, float] = {"mb": megabytes}
-        for path in (by_digest, by_store, by_file, by_direct):
+        for path in (by_digest, by_store, by_file, by_direct, by_sparse):
             name = path.__name__.removeprefix("by_")
             row[f"{name}_s"], row[f"{name}_processor_s"] = (round(each, 3) for each in path(tensors))
         print(row, flush=True)
         rows.append(row)
+    print(computed(rows[-1]["store_s"] / (rows[-1]["mb"] * 2**20 / 1e9)))
     if given.write:
         result = {"machine": machine(), "versions": VERSIONS, "changed": CHANGED, "rows": rows}
         (ROOT / "results").mkdir(exist_ok=True)
