@@ -1,7 +1,7 @@
 """What `baton plan` answers for AReaL-Hex's clusters by the command of docs/planner.md, without --rates: which GPUs
 train and generate, and the throughput relative to 24 H800.
 
-python -m benchmarks.areal_hex.planned [--out benchmarks/areal_hex/results/planned.json]     # about a minute
+python -m benchmarks.areal_hex.planned [--out benchmarks/areal_hex/results/planned.json]     # about two minutes
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.cost.calibration import calibrate
+from baton.cost.calibration import Parameter, calibrate
 from baton.plan import plan
 from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan
@@ -64,6 +64,29 @@ def ranges(size: str) -> list[dict[str, object]]:
     ]
 
 
+def sensitivity(size: str) -> list[dict[str, object]]:
+    """Return the throughput of 8 + 48 relative to 24 H800 with one parameter of the calibration at each end of its
+    range; and, for `rollout`, at values in between."""
+    work, model = read_workload(WORKLOAD), read_model(HERE / "models" / f"r1-distill-qwen-{size}")
+    of = {name: cluster(*gpus) for name, gpus in (("base", (24, 0)), ("mixed", (8, 48)))}
+    given = {name: calibrate(node.gpu for node in each.nodes) for name, each in of.items()}
+    found = []
+    for parameter in given["mixed"].parameters:
+        if parameter.gpu not in ("", "H800-paper", "H20-paper") or parameter.low == parameter.high:
+            continue
+        between = (0.45, 0.4, 0.35, 0.32) if parameter.key == "rollout" else ()
+        for value in (parameter.low, *between, parameter.high):
+
+            def at(each: Parameter, wanted: Parameter = parameter, value: float = value) -> float:
+                return value if (each.gpu, each.key) == (wanted.gpu, wanted.key) else each.value
+
+            speed = {
+                name: make_plan(Inputs(each, model, work, given[name].at(at))).tokens_per_s for name, each in of.items()
+            }
+            found.append({"parameter": parameter.name, "value": value, "ratio": speed["mixed"] / speed["base"]})
+    return found
+
+
 def main() -> None:
     """Print the rows and write them as JSON."""
     parser = argparse.ArgumentParser()
@@ -76,7 +99,11 @@ def main() -> None:
         print(f"{row['ratio']:5.2f} measured {row['measured']:.2f}  {row['trains']} train, {row['generates']} generate")
     sure = ranges("7b")
     print(json.dumps(sure, indent=1))
-    out.write_text(json.dumps({"rows": found, "ranges": sure, "machine": machine()}, indent=1) + "\n")
+    single = sensitivity("7b")
+    for row in single:
+        print(f"7b on 8 + 48 with {row['parameter']} = {row['value']:.3g}: {row['ratio']:.2f} x 24 H800")
+    content = {"rows": found, "ranges": sure, "sensitivity": single, "machine": machine()}
+    out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
