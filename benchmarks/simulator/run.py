@@ -1,10 +1,11 @@
 """How fast the simulator is: trajectories a minute on one core, and a run on 10,000 GPUs.
 
-    python -m benchmarks.simulator.run [plain] [large] [laws]
+    python -m benchmarks.simulator.run [plain] [hub] [large] [laws]
 
-`plain`: engines behind a queue, as `baton simulate --recipe` has them; the best of three. `large`: 1,000 workers of
-eight H100 each and 2,000 GPUs that train, 50 asynchronous steps of 32,768 trajectories, leases and weights as a swarm
-has them.
+`plain`: engines behind a queue, as `baton simulate --recipe` has them; the best of three. `hub`: eight
+steps of the same work on eight workers of 64 slots, with every message and check of a run with faults, but without a
+fault. `large`: 1,000 workers of eight H100 each and 2,000 GPUs that train, 50 asynchronous steps of 32,768
+trajectories, leases and weights as a swarm has them.
 `laws`: random bad days with every law checked at every event. Processor time; raw results: results/raw.json.
 """
 
@@ -46,8 +47,8 @@ SEVENTY_B = {
 }
 
 
-def plain(mode: str) -> dict[str, Any]:
-    """64 steps of 1,024 trajectories on two engines of 256 slots."""
+def plain(mode: str, *, is_swarm: bool = False) -> dict[str, Any]:
+    """64 steps of 1,024 trajectories on two engines of 256 slots; with `is_swarm`, 8 steps on 8 workers of 64 slots."""
     rules = RolloutSettings(mode=mode, batch_groups=128, group_size=8).rules()  # type: ignore[arg-type]
     speed = FlatSpeed(0.01, 1e-5, 1e-9, 1e-6)
     setting = Setting(
@@ -58,10 +59,17 @@ def plain(mode: str) -> dict[str, Any]:
         publish_s=0.1,
         num_steps=64,
     )
+    faults = []
+    if is_swarm:
+        rules = replace(rules, is_swarm=mode == "async")
+        workers = tuple(EngineSpec(f"w{i}", 64, speed) for i in range(8))
+        spec = SwarmSpec(LeaseRules(restarts=mode == "sync"), fetch_s=0.1)
+        setting = replace(setting, rules=rules, engines=workers, swarm=spec, num_steps=8)
+        faults = [FaultSettings(kind="join", at_s=1e6)]  # after the run: with faults, no message is left out
     times = []
     for seed in range(3):
         begin = time.process_time()
-        simulate(setting, RunOptions(seed))
+        simulate(setting, RunOptions(seed, faults))
         times.append(time.process_time() - begin)
     count = setting.num_steps * rules.batch_groups * rules.group_size
     return {
@@ -149,12 +157,14 @@ def laws(days: int = 300) -> dict[str, Any]:
 
 def main() -> None:
     """Run what is asked for, and keep the other results."""
-    asked = sys.argv[1:] or ["plain", "laws", "large"]
+    asked = sys.argv[1:] or ["plain", "hub", "laws", "large"]
     path = HERE / "results" / "raw.json"
     raw = json.loads(path.read_text()) if path.exists() else {}
     raw["machine"] = machine()
     if "plain" in asked:
         raw["plain"] = {mode: plain(mode) for mode in ("sync", "partial", "async")}
+    if "hub" in asked:
+        raw["hub"] = {mode: plain(mode, is_swarm=True) for mode in ("sync", "partial", "async")}
     if "laws" in asked:
         raw["laws"] = laws()
     if "large" in asked:
