@@ -164,7 +164,8 @@ def main() -> None:
     if "plain" in asked:
         raw["plain"] = {mode: plain(mode) for mode in ("sync", "partial", "async")}
     if "hub" in asked:
-        raw["hub"] = {mode: plain(mode, is_swarm=True) for mode in ("sync", "partial", "async")}
+        modes = {mode: plain(mode, is_swarm=True) for mode in ("sync", "partial", "async")}
+        raw["hub"] = {"machine": machine()} | modes
     if "laws" in asked:
         raw["laws"] = laws()
     if "large" in asked:
