@@ -18,7 +18,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,37 +71,44 @@ def record_lengths(recipes: list[str]) -> None:
         run(recipe, lengths(recipe).parent, f"run.name={lengths(recipe).name}", "run.seed=1")
 
 
-def busy_s() -> tuple[float, float]:
-    """Return the processor seconds that all processes of the machine, and the children of this process, have used."""
+def used_s() -> tuple[float, float, float]:
+    """Return the present time, and the processor seconds that all processes of the machine and the children of this
+    process have used."""
     counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     used = sum(counts) - counts[3] - counts[4]  # without idle time and waits for disks
-    return used / os.sysconf("SC_CLK_TCK"), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    own_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    return time.monotonic(), used / os.sysconf("SC_CLK_TCK"), own_s
+
+
+def others(begin: tuple[float, float, float], end: tuple[float, float, float]) -> float:
+    """Return how many cores other processes used between two calls of `used_s`."""
+    seconds, all_s, own_s = (after - before for before, after in zip(begin, end, strict=True))
+    return max(0.0, all_s - own_s) / seconds
 
 
 def measure(case: str, note: str) -> None:
     """Profile a case and run it once, and append its comparison."""
     recipe, overrides = CASES[case]
-    calibration = RESULTS / f"{case}.toml"
+    calibration, times = RESULTS / f"{case}.toml", [used_s()]
     baton("profile", recipe, *overrides, "--steps", PROFILE_STEPS[recipe], "--out", calibration)
     files = [f"fleet.calibration={calibration}", f"fleet.workload={lengths(recipe)}"]
-    before, began_s = busy_s(), time.monotonic()
-    with tempfile.TemporaryDirectory() as directory:
-        report = run(recipe, Path(directory), *overrides, *files, "run.name=run")
-    all_s, own_s = (after - first for after, first in zip(busy_s(), before, strict=True))
-    others = max(0.0, all_s - own_s) / (time.monotonic() - began_s)
+    times.append(used_s())
+    report = run(recipe, ROOT / "runs", *overrides, *files, f"run.name=matrix-{case}")
+    times.append(used_s())
+    loads = {"profile": others(*times[:2]), "run": others(*times[1:])}
     row = {
         "case": case,
         "note": note,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine(),
-        "others": others,
+        "cores_of_others": loads,
         "overrides": overrides,
         "predictions": report["predictions"],
     }
     with (RESULTS / "runs.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     errors = {each["term"]: each["error"] and round(each["error"], 3) for each in report["predictions"]}
-    print(f"{case} {note}: others use {others:.2f} cores; {errors}", flush=True)
+    print(f"{case} {note}: cores of others {loads}; {errors}", flush=True)
 
 
 def table(note: str) -> None:

@@ -62,6 +62,14 @@ def test_idle_shares_are_compared_in_points() -> None:
     assert slots.measured == pytest.approx(0.44)  # 1 − 0.8 · (5 + 2) / 10, after the first step
 
 
+def test_in_a_step_without_generation_all_slots_are_idle() -> None:
+    """Such a step has no slot occupancy. The first of the three steps is not counted."""
+    row = {key: value for key, value in ROW.items() if key != "perf/slot_occupancy"}
+    idle = {"step": 3, **row, "time/generate": 0.0}
+    found = term("engine slots idle", told(engine_slots_idle=0.5), [*rows({}, {}), idle])
+    assert found.measured == pytest.approx((0.6 + 1.0) / 2)  # 1 − 0.8 · 5 / 10, and 1
+
+
 def test_the_first_fifth_of_the_steps_is_left_out_and_memory_is_the_peak() -> None:
     measured = rows(
         *({"perf/step_time": 99.0, "perf/trainer_peak_bytes": 1e9} for _ in range(2)), *({} for _ in range(8))
