@@ -10,7 +10,7 @@ or the tensors of a model file, in which for example each expert of a layer is a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -141,6 +141,24 @@ class StoredTensors:
     def digest(self) -> str:
         """Return the digest that these tensors have when they are published. The tensors are read one after another."""
         return identity_digest(identity(name, self.whole(name)) for name in self.shapes)
+
+
+@dataclass(frozen=True)
+class ReadAtAccess(Mapping[str, torch.Tensor]):
+    """Stored tensors, each of which is read into host memory whenever it is accessed, so that none is kept."""
+
+    stored: StoredTensors
+    specs: Mapping[str, torch.Tensor]
+    """Tensors with the shapes and dtypes to return; they may be on the meta device."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.stored.like(name, self.specs[name], torch.device("cpu"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
 
 
 def _opener() -> Callable[[Path], Any]:

@@ -33,6 +33,7 @@ from baton.policy.load import (
     torch_dtype,
 )
 from baton.policy.routing import num_bytes, routers_of
+from baton.policy.stored_tensors import ReadAtAccess
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.policy.tokenizer import Tokenizer
 from baton.recipe.recipe import Recipe
@@ -259,9 +260,7 @@ def _served_model(recipe: Recipe, tokenizer: Tokenizer, files: _Files, store: St
     directory.mkdir()
     save_skeleton(model, tokenizer, directory)
     if recipe.lora is not None:
-        stored = open_weights(recipe.model.path, model)
-        host = torch.device("cpu")
-        tensors = {name: stored.like(name, tensor, host) for name, tensor in policy_tensors(model).items()}
+        tensors = ReadAtAccess(open_weights(recipe.model.path, model), policy_tensors(model))
         digest = weights_digest(tensors)
         base = PolicyVersion(f"base-{digest[:16]}", 0, digest)
         Publisher(store, recipe.weights).publish(tensors, base)

@@ -28,12 +28,12 @@ def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
 def flattened(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], Bytes]:
     """Copy tensors into a flat buffer on the host; return the manifest's entries and the buffer [bytes]. Raises
     WeightsFault for a dtype that the manifest does not support."""
-    for name, tensor in tensors.items():
-        if dtype_name(tensor.dtype) not in WORD_BYTES:
-            raise WeightsFault(
-                f"{name} cannot be published: got dtype {tensor.dtype}, allowed are {', '.join(WORD_BYTES)}"
-            )
     unsigned = [TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), "") for name, t in tensors.items()]
+    for entry in unsigned:
+        if entry.dtype not in WORD_BYTES:
+            raise WeightsFault(
+                f"{entry.name} cannot be published: got dtype torch.{entry.dtype}, allowed are {', '.join(WORD_BYTES)}"
+            )
     ordered = sorted(unsigned, key=payload_order)
     flat_buffer = np.empty(sum(entry.num_bytes for entry in ordered), np.uint8)
     views = tensors_of(tuple(ordered), flat_buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from baton.policy import stored_tensors
 from baton.policy.load import load_empty, load_model, open_weights
 from baton.policy.stored_tensors import (
     ModelWriter,
+    ReadAtAccess,
     StoredTensors,
     TensorFile,
     file_layout,
@@ -25,6 +27,7 @@ from baton.policy.stored_tensors import (
     write_gathered,
 )
 from baton.policy.tensors import policy_tensors, weights_digest
+from baton.weights.flat_buffer import flattened, tensors_of
 from tests.model_families import tiny_config
 
 CPU = torch.device("cpu")
@@ -74,6 +77,22 @@ def test_what_torch_wrote_for_ranks_of_earlier_versions_is_read(tmp_path: Path) 
     stored = StoredTensors.in_files(sorted(tmp_path.glob("*.safetensors")))
     assert stored.shapes == {"exp_avg/a": (4, 2), "step/a": ()}
     assert all(torch.equal(stored.whole(name), tensor) for name, tensor in tensors.items())
+
+
+def test_tensors_that_are_read_at_each_access_are_those_of_the_files_and_none_is_kept(tmp_path: Path) -> None:
+    """In the dtype of the specs; so a hub publishes the weights below adapters without a model in memory."""
+    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny_tokenizer().hf.save_pretrained(tmp_path)
+    model = load_empty(str(tmp_path), dtype=torch.float32)
+    found = ReadAtAccess(open_weights(str(tmp_path), model), policy_tensors(model))
+    expected = policy_tensors(load_model(str(tmp_path), dtype=torch.float32, device=CPU))
+    assert found.keys() == expected.keys()
+    assert weights_digest(found) == weights_digest(expected)
+    entries, flat_buffer = flattened(found)
+    own = tensors_of(entries, flat_buffer)
+    assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
+    kept = [weakref.ref(tensor) for tensor in found.values()]
+    assert all(each() is None for each in kept[:-1])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "gemma2", "deepseek_v3", "gpt_oss", "phi3"])
