@@ -10,8 +10,8 @@ from typing import Any
 
 if sys.platform == "win32":
     raise ImportError(
-        "Baton runs on Linux and macOS; on Windows, install it in WSL 2. It needs file locks of POSIX (fcntl), fork, "
-        "process groups and socket pairs, which Windows does not have."
+        "Baton runs on Linux (not tested on macOS); on Windows, install it in WSL 2. It needs file locks of POSIX "
+        "(fcntl), fork, process groups and socket pairs, which Windows does not have."
     )
 
 __version__ = "0.1.0"

@@ -62,7 +62,7 @@ def test_on_windows_the_import_says_what_to_do() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
     )
     assert done.stderr.splitlines()[-1].startswith(
-        "ImportError: Baton runs on Linux and macOS; on Windows, install it in WSL 2."
+        "ImportError: Baton runs on Linux (not tested on macOS); on Windows, install it in WSL 2."
     )
 
 
