@@ -103,10 +103,11 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
 def _overrides(plan: Plan, ranks: Sequence[ProcessSpec]) -> tuple[str, ...]:
     stages = plan.training.stages
     layers = [last - first for first, last in (stage.layers for stage in stages)]
-    width = 1 if stages[0].gpu == CPU else stages[0].tp
+    on_cpu = all(stage.gpu == CPU for stage in stages)
+    width = 1 if on_cpu else stages[0].tp
     reduces_each = ("trainer.shard_gradients=true",) if plan.training.shard_gradients else ()
     copies = (f"trainer.shard_size={plan.training.shard_size}",) if plan.training.shard_size else ()
-    speeds = _speeds([spec.threads for spec in ranks], len(stages))
+    speeds = _speeds([spec.threads for spec in ranks], len(stages)) if on_cpu else []
     uneven = (f"trainer.speeds={speeds}",) if len(set(speeds)) > 1 else ()
     return (
         f"trainer.ranks={len(ranks)}",
