@@ -77,7 +77,7 @@ class StepModel(msgspec.Struct, frozen=True):
     output_tokens: float
     """Tokens generated per step."""
     max_running: float
-    """Maximum number of running trajectories over all replicas; infinite if batches are not modelled."""
+    """Maximum number of running trajectories over all replicas; infinite with a table of rates (`--rates`)."""
     judge_s: float
     """Time to score all trajectories of a batch."""
     latency_s: float

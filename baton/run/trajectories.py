@@ -178,7 +178,7 @@ def read_trajectories(
 
 
 def write_responses(path: Path, tokenizer: Tokenizer, groups: Iterable[Group]) -> None:
-    """Write the trajectories of groups outside a run, one JSON object per line, as `baton show --json` does."""
+    """Write the trajectories of groups that belong to no run, one JSON object per line, as `baton show --json` does."""
     shown = (decode(tokenizer, 0, group, member).shown for group in groups for member in group.members)
     write_whole(path, b"".join(msgspec.json.encode(sample) + b"\n" for sample in shown))
 

@@ -265,7 +265,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "gspo": Preset(
         "2507.18071",
-        "The clip applies to one ratio per trajectory, the geometric mean of its tokens' ratios.",
+        "The clip applies to one ratio per episode, the geometric mean of its tokens' ratios.",
         "4",
         {"objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "num_minibatches": 4},
     ),

@@ -251,8 +251,12 @@ class IncomingVersion:
         """Start a bucket. Raises WeightsFault unless it is the next bucket, of a whole version or of a difference from
         the version that the replica held."""
         index, count, sums = bucket["index"], bucket["count"], bucket["checksums"]
-        if self._next is None or index != self._next or self._count not in (None, count) or len(sums) != len(names):
-            raise self._fault(f"got bucket {index} of {count}, expected {self._next} of {self._count or 'any number'}")
+        if self._next is None:
+            raise self._fault(f"got bucket {index}, but no transfer is running")
+        if index != self._next or self._count not in (None, count):
+            raise self._fault(f"got bucket {index} of {count}, expected {self._next} of {self._count or count}")
+        if len(sums) != len(names):
+            raise self._fault(f"bucket {index} has {len(sums)} checksums for {len(names)} tensors")
         if bucket["base"] not in (None, self._base):
             raise self._fault(f"got a difference from version {bucket['base']}, but the replica held {self._base}")
         self._incoming = bucket["version"]

@@ -72,7 +72,7 @@ class PrefillShape(NamedTuple):
     length: int
     """Number of new positions of a row, including padding."""
     past: int
-    """Number of positions of a row for keys and values of earlier pieces, including padding."""
+    """Number of earlier positions of a row whose keys and values already exist, including padding."""
 
 
 def prefill_shape(num_tokens: int, num_past: int = 0) -> PrefillShape:
