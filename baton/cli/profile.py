@@ -41,7 +41,7 @@ def profile(
 
     say = (err if as_json else out).print
     companion = [sys.executable, "-m", "baton", "profile", str(recipe), *(overrides or ()), "--as-load"]
-    found = measure(loaded, gpu, say, companion, steps)
+    found = measure(loaded, gpu, say, companion, num_steps=steps)
     write_calibration(found, write_to)
     if as_json:
         print_json(found)

@@ -34,9 +34,6 @@ from baton.specs.cluster import find_gpu, gpu_types
 from baton.specs.model import read_model
 from baton.trainer import alarms
 
-NUM_STEPS = 16
-"""Train steps of the run that is measured."""
-
 
 class Profile(msgspec.Struct, frozen=True):
     """The measurements of a device, and the efficiencies that were fitted to these measurements."""
@@ -49,9 +46,7 @@ class Profile(msgspec.Struct, frozen=True):
     publish_s: float
 
 
-def profile(
-    recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = (), num_steps: int = NUM_STEPS
-) -> Profile:
+def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = (), *, num_steps: int) -> Profile:
     """Measure the recipe's model, engine and trainer on its device, then a run of `num_steps` train steps. Raises
     UserError if the GPU's name is unknown or the run fails.
 
