@@ -22,7 +22,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import UserError
+from baton.profile.engine_alone import EngineAlone, Work, full_steps_of
 from baton.records.journal import StreamCursor
 from baton.rollout.controller import PromptSource, RolloutController
 from baton.rollout.engine import Engine, EngineSettings
@@ -41,11 +42,9 @@ from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.types import (
     FromHub,
     FromPort,
-    FromWorker,
     Lease,
     PolicyVersion,
     Prompt,
-    Report,
     RewardResult,
     SamplingParams,
     ScoredTrajectory,
@@ -55,12 +54,6 @@ from baton.types import (
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
 """Steps of each mode before the measurement, after which the number of carried groups is steady."""
-_PROBE_TOKENS = 12
-"""Number of tokens of each row in the measurement of full steps. The last step is not counted, because it also reports
-all rows."""
-_UNCOUNTED = 3
-"""Number of steps at the start that are not counted. The first step admits the rows; the following ones are slower than
-later ones, because caches of the processor still contain other data."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
@@ -228,26 +221,6 @@ class NoJudges:
         return found
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Generated tokens, and the sum of the numbers of positions that they attend to."""
-
-    tokens: int = 0
-    positions: int = 0
-
-    @classmethod
-    def of(cls, lengths: Iterable[tuple[int, int]]) -> _Work:
-        """lengths: (prompt tokens, response tokens) of each trajectory."""
-        found = [(n, n * (2 * prompt + n - 1) // 2) for prompt, n in lengths]
-        return cls(sum(tokens for tokens, _ in found), sum(positions for _, positions in found))
-
-    def __add__(self, other: _Work) -> _Work:
-        return _Work(self.tokens + other.tokens, self.positions + other.positions)
-
-    def __sub__(self, other: _Work) -> _Work:
-        return _Work(self.tokens - other.tokens, self.positions - other.positions)
-
-
 class ModeBench:
     """The controller and the measurements of one mode."""
 
@@ -266,7 +239,7 @@ class ModeBench:
         self._controller = RolloutController(WorkerClient(port), settings.rules(), prompts, NoJudges(), sampling)
         self._version = -1
         self.seconds, self.steps = 0.0, 0
-        self.delivered, self.opened = _Work(), _Work()
+        self.delivered, self.opened = Work(), Work()
         """Tokens of the delivered batches, and the growth of the tokens of open groups."""
         self.rounds: list[float] = []
         self.decode_rows = self.decoded = self.prefilled = self.prompt_tokens = 0
@@ -288,7 +261,7 @@ class ModeBench:
             self.port.load_s = 0.0
             return
         now, trajectories = self._open_work(), [m.trajectory for g in groups for m in g.members]
-        batch = _Work.of((len(t.prompt_ids), t.num_tokens) for t in trajectories)
+        batch = Work.of((len(t.prompt_ids), t.num_tokens) for t in trajectories)
         self.delivered += batch
         self.opened += now - opened
         self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) - 1 for g in groups)
@@ -339,7 +312,7 @@ class ModeBench:
         )
 
     @property
-    def work(self) -> _Work:
+    def work(self) -> Work:
         """Tokens that were generated for batches."""
         return self.delivered + self.opened
 
@@ -347,10 +320,10 @@ class ModeBench:
     def rate(self) -> float:
         return self.work.tokens / self.seconds
 
-    def _open_work(self) -> _Work:
+    def _open_work(self) -> Work:
         """Return the tokens of open groups that the controller has received."""
         groups, prompts = self._controller.scheduler.groups(), self.port.prompt_tokens
-        return _Work.of((prompts[g.group_id], t.num_tokens) for g in groups for t in g.members if t.num_tokens)
+        return Work.of((prompts[g.group_id], t.num_tokens) for g in groups for t in g.members if t.num_tokens)
 
     def _publish_next(self) -> None:
         self._version += 1
@@ -381,61 +354,6 @@ def sides_of(recipe: RolloutSettings, modes: Sequence[str]) -> dict[str, Rollout
         if math.isfinite(open_groups):
             found[CONTROL] = RolloutSettings(batch_groups=int(open_groups), group_size=recipe.group_size)
     return found
-
-
-class EngineAlone:
-    """An engine with a queue that is never empty. Groups share their prompts, as in the modes."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        lengths: ScriptedLengths,
-        prompts: PromptSource,
-        group_size: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._engine, self._lengths, self._prompts, self._clock = engine, lengths, prompts, clock
-        self._group_size = group_size
-        self._leases: dict[int, tuple[int, int]] = {}
-        """Lease id → (prompt tokens, response tokens received so far)."""
-        self._num_leased = 0
-        self._prompt_ids: tuple[int, ...] = ()
-        self.work, self.seconds = _Work(), 0.0
-
-    def run(self, tokens: int, *, is_counted: bool = True) -> None:
-        """Generate at least `tokens` tokens."""
-        work, seconds = _Work(), 0.0
-        while work.tokens < tokens:
-            leases = [self._next_lease() for _ in range(2 * self._engine.slots - len(self._leases))]
-            begin_s = self._clock()
-            for lease in leases:
-                self._engine.submit(lease)
-            messages = self._engine.step()
-            seconds += self._clock() - begin_s
-            work += self._received(messages)
-        if is_counted:
-            self.work, self.seconds = self.work + work, self.seconds + seconds
-
-    def _next_lease(self) -> Lease:
-        group_id, index = divmod(self._num_leased, self._group_size)
-        if not index:
-            _, self._prompt_ids = self._prompts.take()
-        lease_id, self._num_leased = self._num_leased, self._num_leased + 1
-        self._leases[lease_id] = (len(self._prompt_ids), 0)
-        sampling = SamplingParams(self._lengths.length(group_id, index))
-        trajectory = Trajectory(group_id, index, self._prompt_ids)
-        return Lease(lease_id, trajectory, sampling, 1, self._engine.version.number, is_exact=False)
-
-    def _received(self, messages: Sequence[FromWorker]) -> _Work:
-        found = _Work()
-        for message in messages:
-            assert isinstance(message, Report)
-            prompt, before = self._leases.pop(message.lease_id)
-            now = before + sum(len(segment.token_ids) for segment in message.segments)
-            found += _Work.of([(prompt, now)]) - _Work.of([(prompt, before)])
-            if message.finish_reason is None:
-                self._leases[message.lease_id] = (prompt, now)
-        return found
 
 
 def measure(
@@ -479,10 +397,10 @@ def measure(
     with_prefill = [(w, n, s) for w, n, s in measured if n and w in curve]
     prefilled = sum(n for _, n, _ in with_prefill)
     prefill_s = max(0.0, sum(s - curve[w] for w, _, s in with_prefill)) / max(1, prefilled)
-    work = sum((side.work for side in sides), _Work())
+    work = sum((side.work for side in sides), Work())
     rates = {side.name: side.rate for side in sides}
 
-    def decode_s(work: _Work) -> float:
+    def decode_s(work: Work) -> float:
         return (work.tokens * base_s + work.positions * per_position_s) / max(curve)
 
     def step_bound_s(side: ModeBench) -> float:
@@ -533,7 +451,7 @@ def bench_engine(
         ModeBench(name, s, TimedTransport(engine(), lengths, clock), prompts(), tensors) for name, s in settings.items()
     ]
     group_size = next(iter(settings.values())).group_size
-    alone, full = EngineAlone(engine(), lengths, prompts(), group_size, clock), engine()
+    alone, full = EngineAlone(engine(), lengths.length, prompts(), group_size, clock), engine()
     return measure(
         sides,
         lengths,
@@ -541,28 +459,8 @@ def bench_engine(
         steps,
         warm_up,
         alone,
-        lambda: _full_steps(full, lengths.longest, clock),
+        lambda: full_steps_of(full, lengths.longest, clock),
     )
-
-
-def _full_steps(engine: Engine, longest: int, clock: Callable[[], float]) -> list[tuple[int, float]]:
-    """Return (mean position of the rows, seconds) of decode steps with all slots in use: the median of several steps
-    for each of three mean positions. The rows have four lengths, as rows of a run are not all equally long either."""
-    slots, found = engine.slots, []
-    params = SamplingParams(_PROBE_TOKENS)
-    for mean in (longest // 8, longest // 4, longest // 2):
-        lengths = [max(1, mean * part // 4) for part in (1, 3, 5, 7)]
-        for index in range(slots):
-            trajectory = Trajectory(0, index, (1,) * lengths[index % 4])
-            engine.submit(Lease(index, trajectory, params, 0, engine.version.number, is_exact=False))
-        seconds = []
-        for _ in range(_PROBE_TOKENS):
-            begun, begin_s = engine.stats.decoded_tokens, clock()
-            engine.step()
-            seconds.append(clock() - begin_s)
-            assert engine.stats.decoded_tokens - begun == slots, "a row of the full steps ended early"
-        found.append((sum(lengths) // 4 + _PROBE_TOKENS // 2, statistics.median(seconds[_UNCOUNTED:-1])))
-    return found
 
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:

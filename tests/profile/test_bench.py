@@ -13,7 +13,6 @@ from baton.cli import main as cli
 from baton.errors import UserError
 from baton.profile.bench import (
     CONTROL,
-    EngineAlone,
     FlatTransport,
     ModeBench,
     NumberedPrompts,
@@ -22,6 +21,7 @@ from baton.profile.bench import (
     measure,
     sides_of,
 )
+from baton.profile.engine_alone import EngineAlone
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.settings import RolloutSettings
@@ -90,7 +90,7 @@ def test_the_bound_is_the_time_of_an_engine_whose_queue_is_never_empty():
 
     side = ModeBench("sync", sides["sync"], FlatTransport(engine(), lengths), NumberedPrompts(), {})
     own = engine()
-    alone = EngineAlone(own, lengths, NumberedPrompts(), 2, lambda: float(own.stats.decode_steps))
+    alone = EngineAlone(own, lengths.length, NumberedPrompts(), 2, lambda: float(own.stats.decode_steps))
     result = measure([side], lengths, "steps", 4, alone=alone)
     assert alone.work.tokens >= 4 * 36
     assert alone.seconds == pytest.approx(alone.work.tokens / 8, abs=9)
