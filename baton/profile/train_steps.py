@@ -54,6 +54,8 @@ LONGEST_ROLLOUT = 256
 """Maximum response length in tokens, which limits the duration of the measurement."""
 TRAIN_KINDS = ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.5), (3.0, 0.5))
 """Kinds of train steps to measure: (factor of generated lengths, share of groups with nonzero advantages)."""
+MEASURE_S = 60.0
+"""Seconds after which no further round over `TRAIN_KINDS` begins."""
 
 
 class StepTimings(msgspec.Struct):
@@ -123,7 +125,10 @@ class _Rollouts:
 
 
 def measure_train_steps(recipe: Recipe, threads: int, say: Say) -> StepTimings:
-    """Measure batches and train steps alternately, several times for each of `TRAIN_KINDS`."""
+    """Measure batches and train steps alternately, once per round for each of `TRAIN_KINDS`.
+
+    The first round warms up and is not counted, unless it takes so long that it is the only one.
+    """
     trainer = _trainer(recipe)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -137,21 +142,25 @@ def _measure_train_steps(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, 
     seen: list[Trajectory] = []
     train: list[list[tuple[float, float]]] = [[] for _ in TRAIN_KINDS]
     longest = recipe.engine.max_context_tokens
-    for index in range((REPEATS + 1) * len(TRAIN_KINDS)):
+    started = time.perf_counter()
+    while len(times) < (REPEATS + 1) * len(TRAIN_KINDS):
+        kind = len(times) % len(TRAIN_KINDS)
+        if kind == 0 and times and time.perf_counter() - started > MEASURE_S:
+            break
         seconds, trajectories = rollouts.batch()
         times.append(seconds)
         seen += trajectories
-        kind = index % len(TRAIN_KINDS)
         batch = _batch(trainer, trajectories, *TRAIN_KINDS[kind], longest)
         train[kind].append((_step_s(trainer, batch), _num_tokens(batch) / len(trajectories)))
+    warm_up = 1 if len(times) > len(TRAIN_KINDS) else 0
     count, lengths = len(trajectories), _lengths(recipe, seen)
     mean = round(lengths.output.mean)
-    rollout = Measurement("rollout", count, mean, statistics.median(times[len(TRAIN_KINDS) :]))
+    rollout = Measurement("rollout", count, mean, statistics.median(times[warm_up * len(TRAIN_KINDS) :]))
     say(f"a batch of {count} responses, {mean} tokens on average: {rollout.seconds:.3f} s")
     points = []
-    for (_, share), found in zip(TRAIN_KINDS, train, strict=True):  # the first round warms up and is not counted
-        tokens = round(statistics.fmean(each for _, each in found[1:]))
-        seconds = statistics.median(each for each, _ in found[1:])
+    for (_, share), found in zip(TRAIN_KINDS, train, strict=True):
+        tokens = round(statistics.fmean(each for _, each in found[warm_up:]))
+        seconds = statistics.median(each for each, _ in found[warm_up:])
         points.append(Measurement("train", count, tokens, seconds, trained_share=share))
         taught = f"{tokens} tokens, {share:.0%} with an advantage"
         say(f"train, {count} trajectories of {taught}: {points[-1].tokens_per_s:,.0f} tokens/s")
