@@ -1,4 +1,4 @@
-"""The public Python API, which `import baton` provides; docs/api.md shows every name. The commands call it too."""
+"""The public Python API, which `import baton` provides (docs/api.md). The commands call it too."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def train(
         config: further keys of the recipe, such as `{"trainer.lr": 1e-6}`.
         callbacks: objects whose `on_step` is called after each train step.
 
-    Raises UserError (a ValueError) for invalid arguments or data, before anything is written.
+    Raises UserError (a ValueError) for invalid arguments or data, before the run's directory is created.
     """
     default = f"{Path(model).name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     run = {"name": name or default, "steps": steps, "seed": seed}
@@ -135,7 +135,7 @@ def evaluate(
     answer_format: str = "last_number",
     config: Mapping[str, Any] | None = None,
 ) -> Evaluation:
-    """Generate `samples` responses to every row of the data, score them, and return accuracy and mean reward.
+    """Generate `samples` responses to each row of the data, score them, and return accuracy and mean reward.
 
     If `model` is a run, its newest checkpoint is evaluated. With temperature 0, decoding is greedy. Prompts that are
     too long are not evaluated. Raises UserError if no response can be scored.

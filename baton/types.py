@@ -521,7 +521,8 @@ class Lease(msgspec.Struct, frozen=True, tag="Lease"):
     """Prompt ids and the segments generated so far. A resume sends ids, never text."""
     sampling: SamplingParams
     noise_seed: int
-    """Seed of the sampling noise. Noise seed, group id, sample index and token position determine every draw."""
+    """Seed of the sampling noise. Noise seed, group id, sample index and token position determine the noise of a
+    draw."""
     version: int
     """Number of the requested policy version."""
     is_exact: bool = True

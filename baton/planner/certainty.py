@@ -1,9 +1,9 @@
 """How certain a plan is: its throughput over the ranges of the calibration, and the parameter that decides which GPU
 types train.
 
-Every time that the cost model predicts becomes shorter if an efficiency rises or an overhead falls. The worst case of
-every plan is therefore the calibration with the worst ends of all ranges. The best plan for this calibration has the
-highest throughput in the worst case.
+In the cost model, a higher efficiency or a lower overhead makes no time longer. The worst case of every plan is
+therefore the calibration with the worst ends of all ranges. The best plan for this calibration has the highest
+throughput in the worst case.
 """
 
 from __future__ import annotations

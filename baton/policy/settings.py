@@ -24,7 +24,7 @@ class ModelSettings(Settings):
     """[model] The policy to train."""
 
     path: str
-    """Directory of a Hugging Face causal LM, or the name of a model in the local hub cache. `models/quickstart` is the
+    """Directory of a Hugging Face causal LM, or the name of a model on the Hugging Face hub. `models/quickstart` is the
     shipped model. A run's directory stands for its newest checkpoint. An adapter is merged into its base model."""
     device: str = "auto"
     """`auto` (CUDA if available, else CPU), or a torch device such as `cuda:1`."""

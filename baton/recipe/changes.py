@@ -27,7 +27,7 @@ REMOVED = {
     "sft.weight_decay": "a warm start always has a weight decay of 0.05",
     "sft.max_grad_norm": "a warm start always clips the gradient to norm 1",
 }
-"""Key of earlier recipes that no longer exists → the reason why."""
+"""Removed key of earlier recipes → why it was removed."""
 
 RENAMED = {
     "swarm.silence_s": "swarm.heartbeat_timeout_s",
@@ -63,9 +63,10 @@ MAY_CHANGE = (
     "trainer.max_mismatch_kl",
     "trainer.max_logprob_diff",
 )
-"""Keys, and whole sections, that a resumed run may change without any effect on its results."""
+"""Keys, and whole sections, that a resumed run may change. In `sync`, they do not affect its results unless a call
+exceeds a changed limit."""
 MUST_NOT_CHANGE = "environments.max_observation_chars"
-"""The only key of the sections in `MAY_CHANGE` that affects the results: it shortens observations."""
+"""Key of a section in `MAY_CHANGE` that a resumed run must not change, because it shortens observations."""
 
 
 FROM_NEXT_STEP = (

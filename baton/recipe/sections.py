@@ -18,7 +18,8 @@ class RunSettings(Settings):
     directory: str = "runs"
     """Directory that contains the run directories."""
     seed: int = Field(default=0, ge=0)
-    """Seed of prompts and sampling noise. Runs with equal seeds on one machine are identical."""
+    """Seed of prompts and sampling noise. In `sync` with the embedded engine, runs with equal seeds and thread counts
+    on one machine are identical."""
     steps: int = Field(default=100, ge=1)
     """Number of train steps."""
     threads: int = Field(default=0, ge=0)

@@ -1,5 +1,5 @@
-"""The run's side of the worker processes for reward scorers. A process starts when it is first needed and is killed
-when a call exceeds its deadline.
+"""The run's side of the worker processes for reward scorers. `start` starts the first process; further processes start
+when they are needed. A process is killed when a call exceeds its deadline.
 
 While a synchronous scorer executes a call, its worker process runs no other call. If the process hangs or crashes, this
 call is therefore at fault. Asynchronous scorers share one worker process. If this process is killed, each of its

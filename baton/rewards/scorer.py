@@ -95,7 +95,8 @@ _Scorer = _BackgroundScorer | _InlineScorer
 
 
 class RewardScorer:
-    """Scores the responses to all tasks of a recipe. Threads and processes start when a call first needs them."""
+    """Scores the responses to all tasks of a recipe. `start` starts the thread and one worker process; without it, they
+    start when a call first needs them."""
 
     def __init__(
         self,

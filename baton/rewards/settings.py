@@ -89,7 +89,8 @@ class RewardSettings(Settings):
 
 
 class JudgeSettings(Settings):
-    """[judge] Calls of reward scorers. Worker processes start when a call first needs one."""
+    """[judge] Calls of reward scorers. One worker process starts with the run, the others when a call first needs
+    them."""
 
     workers: int = Field(default=2, ge=1)
     """Number of worker processes for scorers that may hang or crash. Each process executes one call at a time."""

@@ -309,8 +309,8 @@ class RolloutController:
                 self._on_lease_message(message)
 
     def _on_revoked(self, revoked: WorkRevoked) -> None:
-        """Restart a trajectory, or an episode one of whose paths it is, whose tokens are not trusted. Ignore the
-        message if the group is already in a batch, or if the noise seed is that of an evaluation."""
+        """Restart a trajectory whose tokens are not trusted. If it is a path of an episode, restart the episode. Ignore
+        the message if the group is already in a batch, or if the noise seed is that of an evaluation."""
         group, index = self._groups.get(revoked.group_id), revoked.sample_index
         if group is None or revoked.noise_seed not in self._noise_seeds(group, index):
             return
@@ -386,7 +386,8 @@ class RolloutController:
         return self._player is not None and self._player.plays(group.issued.prompt)
 
     def _restore_episodes(self, group: OpenGroup) -> None:
-        """Continue the episodes of an earlier process: act if a turn had ended, begin again if replay is forbidden."""
+        """Continue the episodes of an earlier process. Send the action of a turn that had ended. If replay is
+        forbidden, start the episode again."""
         if self._player is None or not self._player.plays(group.issued.prompt):
             return
         own = self._groups[group.issued.group_id]
@@ -429,7 +430,7 @@ class RolloutController:
                 self._dispatch(ev.Observed(self._now_s(), grown.group_id, grown.sample_index))
 
     def _end_episode(self, over: ScoredTrajectory) -> None:
-        """Record a finished episode, which has the reward of its environment, or none if the environment failed."""
+        """Record a finished episode. Its reward is that of the environment; it has none if the environment failed."""
         trajectory = over.trajectory
         group = self._groups[trajectory.group_id]
         group.members[trajectory.sample_index] = trajectory
@@ -471,7 +472,8 @@ class RolloutController:
                 self._take_reward(group, group.episodes[trajectory.sample_index])
 
     def _to_score(self, group: _Group, trajectory: Trajectory) -> Trajectory | ScoredTrajectory | None:
-        """Return what is submitted of a finished trajectory; None for an episode without a reward function."""
+        """Return the object to submit to the scorer for a finished trajectory: the trajectory or its episode. None if
+        no reward function scores the episode."""
         over = group.episodes.get(trajectory.sample_index)
         if over is None:
             return trajectory
@@ -577,7 +579,7 @@ class RolloutController:
 
 
 def _episodes_over(carried: OpenGroup) -> dict[int, ScoredTrajectory]:
-    """Return the finished episodes of a restored group, with the environment's reward only."""
+    """Return the finished episodes of a restored group, with the environment's reward but without reward functions."""
     found = {}
     for trajectory in carried.members:
         scored = carried.judged.get(trajectory.sample_index)

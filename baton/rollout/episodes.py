@@ -47,7 +47,8 @@ class EnvironmentClient(Protocol):
 
     @property
     def sockets(self) -> Sequence[FrameSocket]:
-        """Sockets, one of which is readable when an answer arrives. Without them, call `collect` every few ms."""
+        """Sockets to wait on: one becomes readable when an answer arrives. If there are none, call `collect` every few
+        ms."""
 
     def submit(self, request: ActRequest) -> None:
         """Send an action, without waiting."""
@@ -73,7 +74,8 @@ class EnvironmentInbox:
         self._kept: dict[int, list[Observation | ActFailure]] = {}
 
     def sockets(self, stream: int) -> Sequence[FrameSocket]:
-        """Return the client's sockets; none if the inbox already has answers for `stream`, so no wait is needed."""
+        """Return the client's sockets. If the inbox already has answers for `stream`, return none, because no wait is
+        needed."""
         return () if self._kept.get(stream) else self.client.sockets
 
     def collect(self, stream: int, timeout_s: float) -> list[Observation | ActFailure]:
@@ -451,7 +453,7 @@ def _key(trajectory: Trajectory) -> tuple[int, int]:
 
 
 def _ended_by(answer: Observation) -> EpisodeFinish:
-    """Return why the environment's last observation ended the episode, according to the metrics of that observation."""
+    """Return the finish reason of an episode that the environment ended, from the metrics of the last observation."""
     if answer.metrics.get("parse_error"):
         return EpisodeFinish.PARSE_ERROR
     if answer.is_terminated and answer.metrics.get("num_calls") == 0:

@@ -134,9 +134,9 @@ def build_loop(
 ) -> Loop:
     """Construct all parts of a run. The run starts in its initial state or in the state of its latest checkpoint.
 
-    A request through `stop` ends every wait of the loop. `supervisor` and `start_ranks` start workers and
-    trainer ranks on other machines. Raises UserError for mistakes that can be detected before the first step. In this
-    case the run's directory stays unchanged.
+    A request through `stop` ends the waits of the loop, except that for a train step. `supervisor` and `start_ranks`
+    start workers and trainer ranks on other machines. Raises UserError for mistakes that can be detected before the
+    first step. In this case the run's directory stays unchanged.
     """
     path = recipe.run.path
     if not resume:

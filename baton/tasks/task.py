@@ -11,7 +11,8 @@ from baton.rewards.scorer_protocol import ScoredTask
 from baton.types import Message
 
 HELD_OUT_PERCENT = 10
-"""Percentage of all distinct problems that are held out: neither RL nor a warm start trains on them, in any recipe."""
+"""Percentage of distinct problems that are held out. RL does not train on them unless `held_out = "none"`; a warm start
+does not generate demonstrations for them."""
 
 
 class Problem(msgspec.Struct, frozen=True):

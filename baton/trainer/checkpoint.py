@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, and that any Hugging Face tool can load.
+"""Checkpoints that are complete or absent, and that Hugging Face's `from_pretrained` can load.
 
     checkpoints/step_000050/
         config.json  generation_config.json  model.safetensors     float32, for AutoModelForCausalLM.from_pretrained

@@ -50,8 +50,8 @@ class TrainerSettings(Settings):
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
     """The same limits for the largest difference, in nats, of the engine's and the trainer's logprob of a token."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and does
-    not change the update. A trajectory longer than this number forms a microbatch alone."""
+    """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and
+    changes the update only by rounding. A trajectory longer than this number forms a microbatch alone."""
     packing: Literal["auto", "always", "never"] = "auto"
     """Concatenate trajectories instead of sorting them by length and padding them. `auto` does so only on CUDA."""
     share_prompts: bool = False
@@ -83,8 +83,8 @@ class TrainerSettings(Settings):
     speeds: tuple[float, ...] = ()
     """Relative speeds of the ranks of a stage that train different rows, in rank order, such as [2, 1]. Each rank gets
     rows in proportion to its speed, and its microbatches are at most that much shorter than those of the fastest rank.
-    Does not change the update. `baton train --plan` sets the key if ranks have different numbers of cores. Default: all
-    ranks are equally fast."""
+    Changes the update only by rounding. `baton train --plan` sets the key if ranks have different numbers of cores.
+    Default: all ranks are equally fast."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds all. Saves memory and takes more time."""
 

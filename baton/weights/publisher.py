@@ -4,8 +4,9 @@
                                         ▲                                                        │
                                         └───────── the version becomes the next base ◀───────────┘
 
-Each version has a delta to the version that was published before it. Every `keyframe_every`-th version also has a whole
-encoding, for workers that join. An adapter is small and is always published whole.
+A version has a delta to the previously published version, unless there is none or the whole encoding is shorter. Every
+`keyframe_every`-th version also has a whole encoding, for workers that join. An adapter is published whole, because it
+is small.
 """
 
 from __future__ import annotations

@@ -23,17 +23,18 @@ class WeightsSettings(Settings):
     a copy of that version. The model must be dense and not quantised."""
     dtype: PublishDtype = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
-    dtype once, before their digest is computed. Every engine, also in the trainer's process, loads these."""
+    dtype once, before their digest is computed. All engines load the rounded weights, also an engine in the trainer's
+    process."""
     keyframe_every: int = Field(default=10, ge=1)
-    """Number of versions from one keyframe to the next. A keyframe is published both as a whole and as a delta. Every
-    other version is published only as a delta to the previous version."""
+    """Number of versions from one keyframe to the next. A keyframe is published both as a whole and as a delta. Other
+    versions are published as a delta to the previous version, or as a keyframe if a delta would be longer."""
     chunk_mb: float = Field(default=16.0, ge=2**-10, le=64.0)
     """Maximum size of a chunk in MiB. A chunk is fetched and verified as one unit."""
     store: str | None = None
     """Storage of chunks and manifests: a directory, or the URL of a bucket in fsspec's form ("s3://…"). Two runs must
     not use the same storage. The default is the run's directory."""
     keep: int = Field(default=20, ge=1)
-    """Number of recent versions that are always retained. Older ones are deleted when no worker has or needs them."""
+    """Number of recent versions that are retained. Older versions are deleted when no worker has or needs them."""
 
     def published_in(self, engine_dtype: DTypeChoice) -> DTypeName:
         """Return the dtype of published versions if engines compute in `engine_dtype`, which must not be "auto"."""

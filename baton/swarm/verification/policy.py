@@ -12,9 +12,8 @@ trajectories are checked, because the draw depends on a secret.
 Each turn of a multi-turn episode counts as a finished trajectory: the policy draws, holds and counts each turn, and the
 check compares only the tokens of the turn. A trajectory with several authors counts for each of them.
 
-A held trajectory is not used for training before the result of its check, so a trajectory that fails its check is never
-trained on. If a trajectory cannot be checked, it is generated again, at most `MAX_REMADE` times. Afterwards, or if all
-its authors are trusted, it is released unchecked.
+A held trajectory is not used for training before the result of its check. If it cannot be checked, it is generated
+again, at most `MAX_REMADE` times. Afterwards, or if all its authors are trusted, it is released unchecked.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching on any Hugging Face causal LM."""
+"""The embedded engine: continuous batching on Hugging Face causal LMs with attention layers."""
