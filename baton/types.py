@@ -505,7 +505,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     """Strings that end a trajectory when its text contains one of them. The token that completes it is kept."""
     reports_kept: bool = False
-    """Report the kept tokens, and behavior logprobs over these. Requires top_k ≤ MAX_KEPT and a temperature above 0."""
+    """Report the kept tokens, and compute behavior logprobs over them. Requires top_k ≤ MAX_KEPT and a temperature
+    above 0."""
 
     @property
     def max_kept(self) -> int:

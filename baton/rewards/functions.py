@@ -124,7 +124,7 @@ def call_sync(function: RewardFunction, signature: Signature, calls: Sequence[Ca
 
 
 def waited(result: Any) -> Any:
-    """Return `result`, or if it is awaitable, its outcome, which is computed in a new event loop."""
+    """Return `result`. If it is awaitable, await it in a new event loop, and return the outcome."""
 
     async def outcome() -> Any:
         return await result

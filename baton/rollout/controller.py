@@ -472,8 +472,8 @@ class RolloutController:
                 self._take_reward(group, group.episodes[trajectory.sample_index])
 
     def _to_score(self, group: _Group, trajectory: Trajectory) -> Trajectory | ScoredTrajectory | None:
-        """Return the object to submit to the scorer for a finished trajectory: the trajectory or its episode. None if
-        no reward function scores the episode."""
+        """Return the object to submit to the scorer for a finished trajectory: the trajectory or its episode. None for
+        an episode that no reward function scores, or whose environment failed."""
         over = group.episodes.get(trajectory.sample_index)
         if over is None:
             return trajectory

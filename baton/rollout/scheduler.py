@@ -187,7 +187,8 @@ class RolloutScheduler:
                 assert_never(event)
 
     def _on_revoked(self, event: ev.Revoked) -> Iterator[ev.Command]:
-        """Restart a trajectory, whatever its state. The controller ignores the reward of a running scoring."""
+        """Restart a trajectory, whatever its state. If the trajectory is being scored, the controller ignores the
+        reward."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.SCORED:
             group = self._groups[event.group_id]

@@ -106,7 +106,8 @@ def trainer_phases(
 def logits_on_gpu(
     config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
 ) -> int:
-    """Return the most logits that a rank on a GPU can compute at a time, for speed, without a higher peak memory."""
+    """Return the maximum number of logits that a rank on a GPU can compute at a time without raising the peak
+    memory."""
     model = spec_of(config)
     phases = trainer_phases(
         model,

@@ -42,7 +42,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     seed: int
     deterministic: bool | None = None
-    """Whether ranks use deterministic algorithms. With None, they do so only without CUDA."""
+    """Whether ranks use deterministic algorithms. None: only without CUDA."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):

@@ -89,7 +89,8 @@ class Bucket:
     """Tensors of a version, or the changed elements of tensors, which are described, sent and loaded as one unit."""
 
     tensors: tuple[torch.Tensor, ...]
-    """In the order in which they are sent. Changed elements: indices and values of each tensor in turn."""
+    """The tensors in the order in which they are sent. A difference has two tensors for each changed tensor: indices
+    and values."""
     info: Mapping[str, Any]
     """Description: plain values, with the names that vLLM's transfer engines use."""
 

@@ -40,8 +40,8 @@ class LengthClasses:
         values_per_position: kv_heads × head_dim."""
         self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
         self._pairs = np.triu_indices(len(kv_lengths))
-        """All pairs (i, j) with i ≤ j of indices into `kv_lengths`: numbers of positions that the first and the second
-        of three classes scan. If i = j, these two classes are one class."""
+        """All pairs (i, j) with i ≤ j: the first and the second of three classes scan `kv_lengths[i]` and
+        `kv_lengths[j]` positions. If i = j, these two classes are one class."""
         self._class_cost = CLASS_VALUES // values_per_position
         """Cost of one more class, as a number of scanned positions of equal cost."""
         self.ends: tuple[int, ...] = ()
