@@ -64,7 +64,8 @@ Clock = Callable[[], float]
 
 
 def time_left(seconds: float, clock: Clock = time.monotonic) -> Clock:
-    """Return a function that returns how many of these seconds are left; negative after their end."""
+    """Return a function that returns the seconds left until a deadline `seconds` from now; negative after the
+    deadline."""
     end_s = clock() + seconds
     return lambda: end_s - clock()
 

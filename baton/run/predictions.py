@@ -20,7 +20,7 @@ FACTORS = 0.1, 10.0
 
 
 def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Predictions:
-    """Return the predictions of a plan. memory: of the trainer, from the recipe; empty if unknown."""
+    """Return the predictions of a plan. memory: memory of the trainer, computed from the recipe; empty if unknown."""
     times, work = plan.breakdown, plan.work
     values: dict[str, float | None] = {
         "step": times.step_s,

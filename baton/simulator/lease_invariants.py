@@ -1,12 +1,13 @@
 """Checks the invariants of the lease table at every event. All counts are made from the table's events and commands, so
 this module needs no simulation: tests check a single `LeaseTable` with it.
 
-* Conservation: the number of reported tokens equals committed + discarded + open exactly. Every task is in one state. *
-Append only: committed tokens only grow, and the tokens of two leases never mix. * Leases: a task has at most two
-leases, and a lease number is used once. A lease's worker serves the required version and has a free slot. The order of
-tasks is kept, backup leases come last, no task waits while a worker has a slot for it, and an event of a lease that has
-ended has no effect. * Time: a worker without a message or without progress is disconnected at its timeout, and no other
-worker is. An aborted task is returned by the heartbeat timeout.
+* Conservation: the number of reported tokens equals committed + discarded + open exactly. Every task is in one state.
+* Append only: committed tokens only grow, and the tokens of two leases never mix.
+* Leases: a task has at most two leases, and a lease number is used once. A lease's worker serves the required version
+  and has a free slot. The order of tasks is kept, backup leases come last, no task waits while a worker has a slot for
+  it, and an event of a lease that has ended has no effect.
+* Time: a worker without a message or without progress is disconnected at its timeout, and no other worker is. An
+  aborted task is returned by the heartbeat timeout.
 """
 
 from __future__ import annotations

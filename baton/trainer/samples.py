@@ -122,11 +122,11 @@ def training_samples(
 ) -> list[TrainingSample]:
     """Return one sample per path of each episode that contributes to the loss, in the order of the batch.
 
-    Each token is trained at most once: in the path where the policy sampled it, not in later paths whose prompts
-    contain it. Tokens get no gradient if a version below `oldest` sampled them, or if `overlong_filter` excludes their
-    episode. An episode without gradient still counts in the loss divisor. An episode without reward, or in a group with
-    too few scored episodes for the algorithm, gets no sample and does not count in the divisor. `longest`: maximum
-    length of an episode in policy tokens. Raises EngineFault for a logprob that is not finite.
+    A token is trained only in the path where the policy sampled it, not in later paths whose prompts contain it. Tokens
+    get no gradient if a version below `oldest` sampled them, or if `overlong_filter` excludes their episode. An episode
+    without gradient still counts in the loss divisor. An episode without reward, or in a group with too few scored
+    episodes for the algorithm, gets no sample and does not count in the divisor. `longest`: maximum length of an
+    episode in policy tokens. Raises EngineFault for a logprob that is not finite.
     """
     return [
         sample

@@ -40,7 +40,8 @@ class ReportLimits:
     num_experts: int = 0
     """Number of experts of each router. In a report, an expert takes one byte, or two if there are more than 256."""
     max_segments: int = 64
-    """Maximum segments of a report, which has one for each version that the worker served since the last."""
+    """Maximum number of segments of a report. A report has a segment for each version that the worker has served since
+    the previous report."""
 
 
 def check_report(
