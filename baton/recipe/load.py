@@ -30,7 +30,7 @@ def load_recipe(kind: type[Kind], path: Path, overrides: Sequence[str] | Mapping
     `model.path` is a run's directory, it is replaced by the path of the run's newest intact checkpoint.
     """
     tree = read_tree(path)
-    pairs = overrides.items() if isinstance(overrides, Mapping) else map(_key_and_value, overrides)
+    pairs = overrides.items() if isinstance(overrides, Mapping) else map(key_and_value, overrides)
     for key, value in pairs:
         set_key(tree, key, value)
     return parse_recipe(kind, tree, str(path))
@@ -105,7 +105,8 @@ def _checkpoint_of_run(run: Path) -> str:
     return str(found)
 
 
-def _key_and_value(override: str) -> tuple[str, Any]:
+def key_and_value(override: str) -> tuple[str, Any]:
+    """Return the key and the value of an override such as `a.b=c`. Raises UserError for another text."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UserError(f"override {override!r}: write section.key=value, such as trainer.lr=3e-6")

@@ -101,6 +101,10 @@ class TrackedGroup:
         return sum(count for t in self.members for v, count in t.versions if v < version)
 
 
+ACCOUNTS = ("generated", "trained", "masked", "filtered", "dropped")
+"""Names of the accounts of a `Ledger` that are single numbers."""
+
+
 @dataclass(slots=True)
 class Ledger:
     """Accounts of policy tokens: generated = trained + masked + filtered + dropped + lost + carried. Carried tokens are

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from pydantic import ValidationError
 
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import DeviceClass, class_cost_tokens
 from baton.errors import UserError
-from baton.recipe.load import load_recipe
+from baton.recipe.load import key_and_value, load_recipe, parse_recipe, set_key
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
 from baton.records.run_directory import RunDirectory
 from baton.rollout.settings import RolloutSettings
+from baton.settings import Settings
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
 from baton.simulator.scripted_trajectories import RecordedGroup, TrajectoryWork
 from baton.simulator.timing import CostSpeed, FlatSpeed, device_train_speed, kv_tokens, train_speed
@@ -168,35 +166,21 @@ def _catalogue_gpu(name: str, cluster: Cluster | None) -> Gpu:
     return gpu_types()[name]
 
 
+class _PlanOverrides(Settings):
+    """The sections of a recipe that a simulation of a plan uses."""
+
+    rollout: RolloutSettings
+
+
 def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutSettings:
     """Return the settings of [rollout] after the overrides. Raises UserError for an invalid override."""
-    wanted: dict[str, Any] = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip().removeprefix("rollout.")
-        if not equals or key not in RolloutSettings.model_fields:
-            near = get_close_matches(key, RolloutSettings.model_fields, n=1)
-            hint = f"; did you mean rollout.{near[0]}?" if near else ""
-            raise UserError(f"override {override!r}: with --plan, only rollout.KEY=VALUE is allowed{hint}")
-        wanted[key] = _value(text)
+    tree: dict[str, Any] = {"rollout": {}}
+    for override in _with_section(overrides):
+        set_key(tree, *key_and_value(override))
     # values that are defaults of the plan's mode do not apply to another mode
-    if wanted.get("mode", base["mode"]) != base["mode"]:
+    if tree["rollout"].get("mode", base["mode"]) != base["mode"]:
         base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
-    tree = base | wanted
-    try:
-        return RolloutSettings.model_validate(tree)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        said = problem["msg"].removeprefix("Value error, ")
-        raise UserError(f"rollout.{where}: {said}" if where else f"rollout.{said}") from error
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text.strip()
+    return parse_recipe(_PlanOverrides, tree | {"rollout": base | tree["rollout"]}, "--plan").rollout
 
 
 # ---- a recipe --------------------------------------------------------------------------------------------------------

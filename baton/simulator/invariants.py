@@ -24,7 +24,7 @@ import msgspec
 
 from baton.clock import TimedEvent
 from baton.rollout import events as ro
-from baton.rollout.scheduler_state import TrajectoryState
+from baton.rollout.scheduler_state import ACCOUNTS, TrajectoryState
 from baton.simulator.counted_tokens import CountedTokens
 from baton.simulator.lease_invariants import LeaseInvariants
 from baton.simulator.simulation import EventObserver, Simulation
@@ -259,14 +259,7 @@ class InvariantChecker(EventObserver):
     def _settled_groups(self) -> None:
         scheduler, counts, rules = self._world.scheduler, self._counts, self._rules
         ledger = scheduler.ledger
-        theirs = {
-            "generated": ledger.generated,
-            "trained": ledger.trained,
-            "masked": ledger.masked,
-            "filtered": ledger.filtered,
-            "dropped": ledger.dropped,
-            "lost": ledger.lost.total(),
-        }
+        theirs = {name: getattr(ledger, name) for name in ACCOUNTS} | {"lost": ledger.lost.total()}
         self.check(
             counts.keys() <= theirs.keys() and all(counts[account] == count for account, count in theirs.items()),
             "conservation",

@@ -6,14 +6,14 @@ no time, so an engine reports its tokens only at the end of a lease and when it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from baton.records.trace import Tracer
 from baton.rollout.processes.lease_queue import Handover, LeaseQueue
 from baton.simulator.clock import VirtualClock
 from baton.simulator.engine import SimEngine
-from baton.simulator.inputs import Setting
+from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.scripted_trajectories import Script
 from baton.simulator.transport import EngineTime, SimulatedTransport
 from baton.types import FromHub, FromWorker, Lease, PolicyVersion
@@ -65,12 +65,8 @@ class SimulatedEnginePool(SimulatedTransport):
         for engine in self.engines:
             engine.slow(factor)
 
-    def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        found: dict[str, tuple[int, int, EngineTime]] = {}
-        for spec, engine in zip(self._setting.engines, self.engines, strict=True):
-            busy = engine.busy if spec.name not in found else found[spec.name][2].plus(engine.busy)
-            found[spec.name] = (spec.slots, spec.num_gpus, busy)
-        return found
+    def busy(self) -> Iterable[tuple[EngineSpec, EngineTime]]:
+        return zip(self._setting.engines, (engine.busy for engine in self.engines), strict=True)
 
     def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
         self._inbox += reports

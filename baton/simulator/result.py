@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.rollout.scheduler_state import Ledger, StepCounts
+from baton.rollout.scheduler_state import ACCOUNTS, Ledger, StepCounts
 from baton.rollout.settings import Rules
-from baton.simulator.inputs import Setting
+from baton.simulator.inputs import EngineSpec, Setting
 from baton.simulator.transport import EngineTime
 
 WARM_SHARE = 0.2
@@ -47,8 +47,8 @@ class RunRecord(Ledger):
 
     steps: list[SimulatedStep] = field(default_factory=list)
     seconds: float = 0.0
-    engines: dict[str, tuple[int, int, EngineTime]] = field(default_factory=dict)
-    """Name of the engine → (slots, GPUs, use of time)."""
+    engines: list[tuple[EngineSpec, EngineTime]] = field(default_factory=list)
+    """The engines, also those that have ended, and how they used their time."""
     carried: int = 0
     """Number of tokens in open groups at the end of the run."""
     unreported: int = 0
@@ -73,10 +73,8 @@ class RunRecord(Ledger):
         self.generated = self.settled + carried
 
     def _add(self, ledger: Ledger) -> None:
-        self.trained += ledger.trained
-        self.masked += ledger.masked
-        self.filtered += ledger.filtered
-        self.dropped += ledger.dropped
+        for name in ACCOUNTS[1:]:
+            setattr(self, name, getattr(self, name) + getattr(ledger, name))
         self.lost += ledger.lost
 
 
@@ -194,7 +192,10 @@ def summarise(setting: Setting, record: RunRecord) -> Result:
         carry_age=_mean([_mean(s.counts.ages) for s in steady]),
         reprefilled_share=sum(s.counts.reprefilled_tokens for s in steady)
         / max(1, sum(s.counts.generated_tokens for s in steady)),
-        tokens=_tokens(record),
+        tokens={
+            **{name: getattr(record, name) for name in (*ACCOUNTS, "carried", "unreported")},
+            **{f"lost: {cause}": count for cause, count in sorted(record.lost.items())},
+        },
         price=price_per_s * record.seconds,
         price_per_million_tokens=price_per_s * span_s / max(1, trained) * 1e6,
         currency=setting.currency,
@@ -231,42 +232,27 @@ def _staleness(steps: Sequence[SimulatedStep]) -> dict[int, float]:
     return {lag: found[lag] / total for lag in sorted(found)}
 
 
-def _tokens(record: RunRecord) -> dict[str, int]:
-    found = {
-        "generated": record.generated,
-        "trained": record.trained,
-        "masked": record.masked,
-        "filtered": record.filtered,
-        "dropped": record.dropped,
-        "carried": record.carried,
-        "unreported": record.unreported,
-    }
-    return found | {f"lost: {cause}": count for cause, count in sorted(record.lost.items())}
-
-
 def _engines(record: RunRecord) -> list[Shares]:
     """Return the use of time of each kind of engine. Engines are of one kind if their names differ only in a number."""
-    kinds: dict[str, list[tuple[int, int, EngineTime]]] = {}
-    for name, engine in record.engines.items():
-        kinds.setdefault(name.rstrip("0123456789").rstrip("#- "), []).append(engine)
+    kinds: dict[str, list[tuple[EngineSpec, EngineTime]]] = {}
+    for spec, time in record.engines:
+        kinds.setdefault(spec.name.rstrip("0123456789").rstrip("#- "), []).append((spec, time))
     found = []
     for kind, members in kinds.items():
-        busy = members[0][2]
-        for _, _, other in members[1:]:
-            busy = busy.plus(other)
-        span_s = max(1e-9, record.seconds * len(members))
+        specs = {spec.name: spec for spec, _ in members}.values()  # a worker and its replacements are one engine
+        busy = EngineTime(*(sum(getattr(time, key) for _, time in members) for key in EngineTime.__slots__))
+        span_s = max(1e-9, record.seconds * len(specs))
         shares = [getattr(busy, key) / span_s for key in ("decode_s", "prefill_s", "load_s")]
-        slots = sum(slots for slots, _, _ in members) / len(members)
         found.append(
             Shares(
                 name=kind,
-                num=len(members),
-                gpus=sum(gpus for _, gpus, _ in members),
+                num=len(specs),
+                gpus=sum(spec.num_gpus for spec in specs),
                 decode=shares[0],
                 prefill=shares[1],
                 load=shares[2],
                 idle=max(0.0, 1 - sum(shares)),
-                occupancy=busy.row_s / (span_s * slots),
+                occupancy=busy.row_s * len(specs) / (span_s * sum(spec.slots for spec in specs)),
                 tokens_per_s=busy.decoded / max(1e-9, record.seconds),
                 preemptions=busy.preemptions,
             )

@@ -136,7 +136,7 @@ class Simulation:
                 raise NoProgress(f"at {self.clock.now_s:.1f} s, version {self.version}: {error}") from error
         record = self.record
         record.seconds = self.clock.now_s
-        record.engines = self.port.busy()
+        record.engines = [*self.port.busy()]
         self._scorer.close()
         record.close(self.scheduler.ledger, self.scheduler.num_carried_tokens)
         return record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -142,15 +142,8 @@ class Swarm(SimulatedTransport):
         for worker in self.workers:
             worker.engine.slow(factor * worker.slowness)
 
-    def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        """Return name of a worker → (slots, GPUs, use of time). The times of workers with the same name are added."""
-        found: dict[str, tuple[int, int, EngineTime]] = {}
-        for worker in self.workers:
-            spec = worker.spec
-            known = found.get(spec.name)
-            both = worker.engine.busy if known is None else known[2].plus(worker.engine.busy)
-            found[spec.name] = (spec.slots, spec.num_gpus, both)
-        return found
+    def busy(self) -> Iterable[tuple[EngineSpec, EngineTime]]:
+        return [(worker.spec, worker.engine.busy) for worker in self.workers]
 
     def _announce(self, incarnation: int, version: PolicyVersion) -> None:
         if incarnation == self.incarnation and not self.is_down:

@@ -3,11 +3,13 @@ addition. The messages have counted tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.rollout.engine import EngineStats
 from baton.rollout.transport import WorkerTransport
+from baton.simulator.inputs import EngineSpec
 
 
 @dataclass
@@ -33,9 +35,6 @@ class EngineTime:
     """Number of response tokens that were prefilled again."""
     preemptions: int = 0
 
-    def plus(self, other: EngineTime) -> EngineTime:
-        return EngineTime(*(getattr(self, name) + getattr(other, name) for name in EngineTime.__slots__))
-
 
 class SimulatedTransport(WorkerTransport, Protocol):
     """A pool of engines or a swarm. Its waits advance the virtual clock."""
@@ -59,5 +58,5 @@ class SimulatedTransport(WorkerTransport, Protocol):
     def slow(self, factor: float) -> None:
         """Multiply all times of the engines by `factor` from now on."""
 
-    def busy(self) -> dict[str, tuple[int, int, EngineTime]]:
-        """Return name of an engine → (slots, GPUs, use of time)."""
+    def busy(self) -> Iterable[tuple[EngineSpec, EngineTime]]:
+        """Return each engine and its use of time."""

@@ -218,7 +218,7 @@ def test_overrides_of_a_plan_are_those_of_rollout() -> None:
     assert rollout_settings(base, ["rollout.max_staleness=2"]).max_staleness == 2
     partial = rollout_settings(base, ["mode=partial", "rollout.overprovision=1.5"])
     assert partial == RolloutSettings(mode="partial", batch_groups=4, group_size=2, overprovision=1.5)
-    with pytest.raises(UserError, match=r"did you mean rollout\.max_staleness"):
+    with pytest.raises(UserError, match=r"rollout\.max_stalenes; did you mean .max_staleness"):
         rollout_settings(base, ["rollout.max_stalenes=2"])
     with pytest.raises(UserError, match="partial"):
         rollout_settings(base, ["rollout.overprovision=2"])
