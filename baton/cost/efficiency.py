@@ -53,8 +53,8 @@ class Efficiency(Settings):
     train_overhead_s: float = Field(default=0.0, ge=0)
     """Fixed time of one train step, independent of the batch."""
     cycle_overhead_s: float = Field(default=0.0, ge=0)
-    """Time of a train step outside generation, scoring, training and publication, such as that of journal and metrics.
-    Only simulations of a recipe include this time."""
+    """Time of a train step outside generation, scoring, training and publication, such as that of journal and
+    metrics."""
     runtime_gb: float = Field(default=RUNTIME_BYTES / 1e9, gt=0)
     """Memory of a trainer on a CPU outside of the tensors that the memory law counts, 10^9 bytes. Only the predictions
     of a run use this value."""
@@ -62,6 +62,11 @@ class Efficiency(Settings):
     """Share of the GPU memory that a plan may use."""
     host_gb_per_s: float = Field(default=25.0, gt=0)
     """Achieved bandwidth between GPU and host memory, 10^9 bytes/s. The default is for PCIe 4.0 x16."""
+
+    @property
+    def between_steps_s(self) -> float:
+        """Fixed time from the end of a train step until engines serve the new version."""
+        return self.cycle_overhead_s + self.publish_latency_s
 
 
 class CalibrationSettings(Settings):

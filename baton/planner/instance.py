@@ -70,7 +70,7 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         efficiency = pool.place.efficiency
         passes = forward_passes(work, efficiency.backward)
         rates.append(pool.place.gpu.flops * efficiency.train / (passes * once))
-    fastest = min(pool.place.efficiency.publish_latency_s for pool in pools.pools)
+    fastest = min(pool.place.efficiency.between_steps_s for pool in pools.pools)
     size = model.params * work.weight_bytes
     return AssignmentProblem(
         pools=pools,

@@ -83,6 +83,7 @@ def describe_seated(
         reward_s=step.reward_s(rollout_s),
         train_s=training.time_s,
         overlaps=step.overlaps,
+        cycle_overhead_s=_cycle_overhead_s(inputs, problem, solution.row),
     )
     replicas = describe_replicas(inputs, problem, seats, max(rollout_s, step.judge_s))
     plan = Plan(
@@ -104,6 +105,13 @@ def describe_seated(
         work=PlannedWork.of(inputs.model, inputs.work),
     )
     return msgspec.structs.replace(plan, limits=tuple(limits(problem, plan)))
+
+
+def _cycle_overhead_s(inputs: Inputs, problem: AssignmentProblem, row: int) -> float:
+    if inputs.rates is not None:
+        return 0.0
+    trained = zip(problem.pools.pools, problem.table.stages[row].tolist(), strict=True)
+    return max(pool.place.efficiency.cycle_overhead_s for pool, stages in trained if stages)
 
 
 def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:

@@ -152,7 +152,8 @@ def make_step(work: Workload) -> StepModel:
 
 
 def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
-    """Return publication times [candidates, pools]. `shares` [candidates, pools]: trained share of the weights."""
-    latency = np.array([pool.place.efficiency.publish_latency_s for pool in pools.pools])
+    """Return times [candidates, pools] from the end of a train step until engines serve the new version. `shares`
+    [candidates, pools]: trained share of the weights."""
+    latency = np.array([pool.place.efficiency.between_steps_s for pool in pools.pools])
     times: Floats = publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
     return times

@@ -203,7 +203,7 @@ def _market(inputs: Inputs, offers: OffersSettings, most: Sequence[int], prices:
     links = [pool.place.link_bytes_per_s * pool.place.efficiency.publish for pool in problem.pools.pools]
     if inputs.rates is None:  # if the cluster is a single machine, weights are published over the link of this machine
         size = inputs.model.params * inputs.work.weight_bytes
-        latency = min(pool.place.efficiency.publish_latency_s for pool in problem.pools.pools)
+        latency = min(pool.place.efficiency.between_steps_s for pool in problem.pools.pools)
         problem = msgspec.structs.replace(problem, sync_bound_s=min(problem.sync_bound_s, latency + size / max(links)))
     names = [pool.gpu for pool in problem.pools.pools]
     pool_of = [names.index(offer.gpu) if offer.gpu in names else -1 for offer in offers.offers]

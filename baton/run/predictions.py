@@ -26,7 +26,7 @@ def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Pred
         "step": times.step_s,
         "generation": times.rollout_s,
         "training": times.train_s,
-        "transfer": times.sync_s,
+        "transfer": times.sync_s - times.cycle_overhead_s,
         "staleness": plan.mean_staleness,
         "trainer idle": 1 - times.train_s / times.step_s,
         # without overlap, the slots of a batch become idle one by one, and a plan does not predict the times

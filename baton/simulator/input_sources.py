@@ -102,6 +102,7 @@ class PlanSource:
             train=train_speed(self.model, self.work, compute_s, training.time_s - compute_s),
             judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),
             publish_s=0.0,
+            cycle_overhead_s=plan.breakdown.cycle_overhead_s,
             num_steps=options.steps or 50,
             swarm=self._swarm(options, restarts=rules.mode == "sync"),
             shares_prefill=work.shared_prefill,
@@ -112,7 +113,8 @@ class PlanSource:
 
     def _swarm(self, options: SimulationOptions, *, restarts: bool) -> SwarmSpec:
         breakdown = self.plan.breakdown
-        spec = replace(options.swarm, fetch_s=breakdown.sync_s, rules=replace(options.swarm.rules, restarts=restarts))
+        fetch_s = breakdown.sync_s - breakdown.cycle_overhead_s
+        spec = replace(options.swarm, fetch_s=fetch_s, rules=replace(options.swarm.rules, restarts=restarts))
         if options.is_detailed:
             return spec
         pace_s = max(spec.report_every_s, breakdown.step_s / REPORTS_PER_STEP)

@@ -95,11 +95,14 @@ class Breakdown(msgspec.Struct, frozen=True):
 
     step_s: float
     sync_s: float
+    """Time from the end of a train step until engines serve the new version."""
     rollout_s: float
     reward_s: float
     """Scoring time that remains after the rollout."""
     train_s: float
     overlaps: bool
+    cycle_overhead_s: float = 0.0
+    """The part of `sync_s` outside publication, such as that of journal and metrics."""
 
 
 class Bound(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -82,6 +83,18 @@ def test_a_plan_comes_true_when_it_is_simulated(planned: PlanSource) -> None:
     assert beyond == pytest.approx(result.masked_share), "what is too old is masked, and nothing else"
     assert sum(engine.num for engine in result.engines) == len(plan.replicas)
     assert result.price == pytest.approx(plan.price_per_h / 3600 * result.seconds)
+
+
+def test_the_overhead_of_a_cycle_is_simulated_as_it_is_planned(planned: PlanSource) -> None:
+    """The trainer waits for it in every step; publication, in contrast, is hidden."""
+    times = planned.plan.breakdown
+    longer = msgspec.structs.replace(
+        times, step_s=times.step_s + 20, sync_s=times.sync_s + 20, cycle_overhead_s=times.cycle_overhead_s + 20
+    )
+    of = replace(planned, plan=msgspec.structs.replace(planned.plan, breakdown=longer))
+    setting = of.setting(SimulationOptions(steps=20))
+    expected_s = longer.step_s - (longer.sync_s - longer.cycle_overhead_s)
+    assert summarise(setting, simulate(setting)).step_s == pytest.approx(expected_s, rel=0.1)
 
 
 def test_a_plan_is_read_with_its_model_and_workload(planned: PlanSource, tmp_path: Path) -> None:

@@ -186,6 +186,19 @@ def test_without_overlap_the_sides_take_turns() -> None:
     assert plan.mean_staleness == 0
 
 
+@pytest.mark.parametrize("max_staleness", [0, 4])
+def test_the_overhead_of_a_cycle_lengthens_every_step_and_changes_no_choice(max_staleness: int) -> None:
+    of = cluster(("Fast", 4), ("Slow", 2))
+    slower = Efficiencies(QUICK.default.model_copy(update={"cycle_overhead_s": 0.5}))
+    asked = work(max_staleness=max_staleness)
+    base, plan = (make_plan(Inputs(of, model(), asked, known)) for known in (QUICK, slower))
+    assert plan.breakdown.step_s == pytest.approx(base.breakdown.step_s + 0.5)
+    assert plan.breakdown.sync_s - plan.breakdown.cycle_overhead_s == pytest.approx(base.breakdown.sync_s)
+    assert plan.bound.gap <= base.bound.gap + 1e-9
+    assert [r.gpu_ids for r in plan.replicas] == [r.gpu_ids for r in base.replicas]
+    assert plan.training.gpu_ids == base.training.gpu_ids
+
+
 # ---- what cannot be
 # ---------------------------------------------------------------------------------------------------
 
