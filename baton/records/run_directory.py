@@ -145,7 +145,7 @@ class RunDirectory:
 
     def cut_after(self, step: int) -> None:
         """Delete incomplete files, and the evaluations of steps after `step`, which the resumed run repeats. Recorded
-        trajectories stay: the loop replays them, so no trajectory is generated or scored twice."""
+        trajectories stay, because the loop uses them again."""
         self.check_held()
         for directory in (self.path, self.checkpoints, self._trajectories):
             remove_leftovers(directory)
@@ -226,7 +226,8 @@ class RunDirectory:
     def write_evaluation(
         self, step: int, results: Sequence[Evaluation], groups: Mapping[Source, Sequence[Group]] = {}
     ) -> None:
-        """Write the evaluations of a step, with their groups, in place of those of this and of later steps."""
+        """Write the evaluations of a step, with their groups. They replace the evaluations of this step and of later
+        steps."""
         for source, evaluated in groups.items():
             self._write_groups(step, evaluated, source)
         self.check_held()

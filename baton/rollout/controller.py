@@ -155,8 +155,9 @@ class RolloutController:
     def resume(
         self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
     ) -> list[OpenGroup]:
-        """Start at `version` with the journal's cursor and open groups; return these. cursor: that of the checkpoint.
-        newest_group_id: largest id in a recorded batch. Both replace lost last entries of the journal."""
+        """Start at `version` with the journal's cursor and open groups; return the open groups. cursor: the
+        checkpoint's cursor. newest_group_id: largest id in a recorded batch. Both replace the journal's last entries if
+        these are lost."""
         assert self._journal is not None, "a controller without a journal cannot resume"
         place = self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:

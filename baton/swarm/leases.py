@@ -344,7 +344,8 @@ class LeaseTable:
                 self._queue(task)
 
     def _commit_longest(self, task: TrackedTask, lease: TrackedLease) -> Iterator[ev.Command]:
-        """Commit the tokens of the longest of `lease` and the task's returned leases; discard those of the others."""
+        """Of `lease` and the task's returned leases, commit the tokens of the longest; discard the tokens of the
+        others."""
         candidates = (*task.returned, lease)
         found = [one for one in candidates if self._is_consistent(task, one)]
         longest = max(found, key=lambda one: (one.length, -one.number), default=None)
@@ -356,8 +357,8 @@ class LeaseTable:
                 yield from self._discard_tokens(task, other, prefix)
 
     def _discard_tokens(self, task: TrackedTask, lease: TrackedLease, prefix: int) -> Iterator[ev.Command]:
-        """Count a lease's tokens as discarded, except the first `prefix` tokens, which equal the committed tokens. With
-        `restarts` and another origin than that of the committed tokens, count all."""
+        """Count a lease's tokens as discarded, except the first `prefix` tokens, which equal the committed tokens. If
+        `restarts` is set and the lease has another origin than the committed tokens, count all."""
         shared = max(prefix, lease.base) if self._is_consistent(task, lease) else lease.base
         yield from self._count_discarded("overtaken", lease.length - shared)
 

@@ -196,7 +196,8 @@ class WorkerIndex:
         return min(10.0, max(0.1, worker.pace * self._num_paces / max(1e-9, self._sum_paces)))
 
     def _top(self, entries: list[_Entry]) -> _Entry | None:
-        """Return a heap's first entry, after removing those of owners that may hold no further lease, or None."""
+        """Remove the first entries of a heap while their owners may hold no further lease; return the first remaining
+        entry, or None."""
         while (top := self._first(entries)) is not None and not top[3].owner_allows:
             heapq.heappop(entries)  # `offer_owner` enters the owner again when it is below its limit
         return top

@@ -60,7 +60,7 @@ class ProblemSettings(Settings):
     """Answer format of this task, such as `{ format = "letter" }`; the default is [answer]."""
     environment: str | None = None
     """Environment of a multi-turn task: the name of a shipped environment such as "sokoban", or `module:Class`, or
-    `file.py:Class`. `params` are the arguments of the class; the columns of a `path` are those of `reset`."""
+    `file.py:Class`. `params` are the arguments of the class; the columns of a `path` are arguments of `reset`."""
     tools: tuple[str, ...] = ()
     """Functions that the policy may call in a multi-turn task, as `module:function` or `file.py:function`. They replace
     `environment`. `params.reward` names a function that scores the last turn. A row's `prompt` is the first
@@ -175,8 +175,8 @@ class EvalTaskSettings(ProblemSettings):
     split: str = "auto"
     """Split to read, if `path` is a directory or a hub name with several splits. auto: `test`, or the only split."""
     held_out: Literal["all", "hash"] = "all"
-    """all: every row of `path` is a test problem. hash: only the tenth that a [[task]] with the same problems holds
-    out. Without `path`, the value is always hash."""
+    """all: the rows of `path` are test problems. hash: only the tenth that a [[task]] with the same problems holds out.
+    Without `path`, the value is always hash."""
     num_prompts: int | None = Field(default=None, ge=1)
     """Maximum number of problems. The default is all rows of `path`, and eval.num_prompts for a task without `path`."""
     samples: int | None = Field(default=None, ge=1)

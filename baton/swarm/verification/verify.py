@@ -90,7 +90,7 @@ DEFAULTS = {
     "bfloat16": Tolerance(logprob=0.25, draw_gap=0.5),
     "float16": Tolerance(logprob=0.03, draw_gap=0.06),
 }
-"""dtype → tolerances before calibration. All other dtypes use those of bfloat16."""
+"""dtype → tolerances before calibration. Other dtypes use the tolerances of bfloat16."""
 
 
 class CheckOutcome(StrEnum):

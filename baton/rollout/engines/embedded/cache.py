@@ -116,8 +116,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new key and value of each row at the row's position; return those of the window. key_states and
-        value_states: [W, kv_heads, 1, head_dim]. Returns two [W, kv_heads, kv_length, head_dim]."""
+        """Write the new key and value of each row at the row's position; return the keys and values of the window.
+        key_states and value_states: [W, kv_heads, 1, head_dim]. Returns two [W, kv_heads, kv_length, head_dim]."""
         window = self._window
         width, kv_length = window.width, window.kv_length
         with unordered_writes(key_states.device):  # each row writes to a slot of its own
