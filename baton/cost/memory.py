@@ -45,6 +45,7 @@ PACKED_MOMENTS_BYTES = 2 * (1 + 4 / 256)
 """Bytes of two moments in 8 bits, with a float32 scale per 256 values."""
 GPU_CONTEXT_BYTES = 1.5e9
 """Assumed bytes of the CUDA context, NCCL's buffers, and workspaces of cuBLAS and attention."""
+PUBLISHED_COPY = "published copy"
 RUNTIME_BYTES = 0.7e9
 """Assumed bytes of Python, torch and transformers in a process on a CPU."""
 FRAGMENTATION = 0.04
@@ -245,7 +246,7 @@ def rank_phases(
     trained = how.adapter_params / model.num_layers if how.adapter_params else layer
     at_once = 0.0 if how.adapter_params else tables + model.other_params
     if np.any(how.published_bytes):
-        copy = Term("published copy", how.published_bytes * at_once, how.published_bytes * trained)
+        copy = Term(PUBLISHED_COPY, how.published_bytes * at_once, how.published_bytes * trained)
         found.append(Phase("publication", (*state, copy)))
     return tuple(found)
 

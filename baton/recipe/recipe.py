@@ -195,6 +195,19 @@ class Recipe(Settings):
         asked = self.run.deterministic
         return True if asked is None and self.rollout.mode == "sync" else asked
 
+    @property
+    def num_fetchable_versions(self) -> int:
+        """Number of published versions that the hub keeps: all that may have sampled tokens of an unfinished
+        trajectory. Verification needs the same versions."""
+        return self.rules().max_staleness // self.swarm.publish_every + 2
+
+    def checks_reports(self, *, others_join: bool) -> bool:
+        """Return whether the hub scores reported tokens again. With `on_new_version` "keep" it does not, because tokens
+        of a KV cache from older weights cannot be scored. others_join: whether the run did not start all workers."""
+        inspection = self.inspection
+        is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
+        return is_on and (inspection.own or others_join) and self.rules().on_new_version != "keep"
+
     def rules(self) -> Rules:
         """Return the scheduler's rules, including the rules that a swarm adds."""
         rules, swarm = self.rollout.rules(), self.swarm

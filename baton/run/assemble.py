@@ -241,7 +241,8 @@ def _build_loop(
         episodes = open_episodes(recipe, mixture, encoder.bridge, observer.said)
         if episodes is not None:
             undo.callback(episodes.close)
-        trainer = build_trainer(recipe, tokenizer, start_ranks)
+        publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
+        trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
         if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
             assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
             trainer.sleep()
@@ -397,8 +398,11 @@ def open_episodes(
     return EpisodeSetup(EnvironmentInbox(pool), bridge, rules, recipe.engine.max_context_tokens, budget)
 
 
-def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None) -> Trainer:
-    """Construct the recipe's trainer in this process, or in ranks that `start_ranks` starts."""
+def build_trainer(
+    recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None, publish_in: Path | None = None
+) -> Trainer:
+    """Construct the recipe's trainer in this process, or in ranks that `start_ranks` starts. publish_in: directory for
+    the file of a version that is being published; the trainer creates it."""
     setup = TrainerSetup(
         model_path=recipe.model.path,
         device=recipe.model.device,
@@ -418,9 +422,15 @@ def build_trainer(recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks 
     )
     count = recipe.trainer.ranks
     if count == 1 and start_ranks is None:
-        return make_trainer(setup, tokenizer)
+        trainer = make_trainer(setup, tokenizer)
+        if recipe.swarm.is_on or recipe.engine.processes:
+            trainer.publish_in = publish_in
+        return trainer
     threads = recipe.run.threads or max(1, torch.get_num_threads() // count)
-    ranks = LocalRanks(count, threads=threads) if start_ranks is None else start_ranks(count, threads)
+    if start_ranks is None:
+        ranks: Ranks = LocalRanks(count, threads=threads, publish_in=publish_in)
+    else:
+        ranks = start_ranks(count, threads)
     return RankedTrainer(ranks, setup, REQUEST_TIMEOUT_S)
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from baton.errors import UserError
-from baton.files import memory_directory
 from baton.policy.load import (
     end_ids,
     load_empty,
@@ -70,8 +69,8 @@ from baton.swarm.verification.verify import Calibration
 from baton.types import PolicyVersion
 from baton.weights.publisher import PublishedVersion, Publisher
 from baton.weights.settings import WeightsSettings
-from baton.weights.shared import SharedMemory
 from baton.weights.store import Store
+from baton.weights.version_files import VersionFiles
 
 LOCAL_TOKEN_LIFE_S = 10 * 365 * 86400  # longer than any run: a hub cannot renew the token of a running worker
 _SECRET_BYTES = 32
@@ -119,8 +118,7 @@ def open_swarm(
 ) -> SwarmTransport:
     """Start a run's hub and the run's own workers. The run's directory must exist. Raises UserError."""
     listen, scratch = check_swarm(recipe, supervisor), TemporaryDirectories(run / "scratch.txt")
-    memory = memory_directory()
-    files = _Files(run, scratch.directory(), None if memory is None else scratch.directory(memory))
+    files = _Files(run, scratch.directory(), scratch.directory(recipe.weights.files_in(run)))
     store = Store(recipe.weights.store or run / "weights")
     model = _served_model(recipe, tokenizer, files, store)
     local_tokens = files.local_tokens(recipe.swarm.workers)
@@ -140,14 +138,13 @@ def open_swarm(
         *(() if supervisor is None else (supervisor.weight,)),
     )
     hub = Hub(access, members)
-    shared = None if files.shared is None else SharedMemory(files.shared)
     pinned = () if model.base is None else (model.base,)
     publication = BackgroundPublisher(
         hub,
-        _TracedPublisher(store, recipe.weights, shared=shared, tracer=tracer),
+        _TracedPublisher(store, recipe.weights, files=VersionFiles(files.versions), tracer=tracer),
         store,
-        VersionRetention(_num_fetchable(recipe), recipe.weights.keep, pinned),
-        str(files.shared or ""),
+        VersionRetention(recipe.num_fetchable_versions, recipe.weights.keep, pinned),
+        str(files.versions),
     )
     progress = TrainingProgress(recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size)
     overview = HubOverview(hub, publication, progress, version.lineage)
@@ -194,8 +191,8 @@ class _Files:
     run: Path
     scratch: Path
     """Directory for temporary files. It is removed when this process exits."""
-    shared: Path | None
-    """Directory in shared memory; None on machines without shared memory."""
+    versions: Path
+    """Directory for the files of the last versions. It is removed when this process exits."""
 
     def token(self, name: str) -> str:
         """Create a token for a worker that the run itself starts."""
@@ -263,7 +260,7 @@ def _served_model(recipe: Recipe, tokenizer: Tokenizer, files: _Files, store: St
         tensors = ReadAtAccess(open_weights(recipe.model.path, model), policy_tensors(model))
         digest = weights_digest(tensors)
         base = PolicyVersion(f"base-{digest[:16]}", 0, digest)
-        Publisher(store, recipe.weights).publish(tensors, base)
+        Publisher(store, recipe.weights, files=VersionFiles(files.versions)).publish(tensors, base)
     routers = routers_of(model) if recipe.engine.report_routing else {}
     limits = ReportLimits(
         vocabulary=int(model.config.get_text_config().vocab_size),
@@ -318,17 +315,12 @@ def _access(
 
 
 def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: bool) -> VerificationService:
-    """Return the verification service. The service is off if `on_new_version` is "keep", because tokens of a KV cache
-    from older weights cannot be rescored."""
-    inspection = recipe.inspection
-    is_on = bool(inspection.share or inspection.trusted_share or inspection.first)
-    is_on = is_on and (inspection.own or has_strangers) and recipe.rules().on_new_version != "keep"
     return VerificationService(
         partial(_scorer, recipe, files, tracer),
-        VerificationPolicy(inspection, files.secret()),
+        VerificationPolicy(recipe.inspection, files.secret()),
         Calibration(),
         Quarantine(files.run / "quarantine.jsonl"),
-        keep_versions=_num_fetchable(recipe) if is_on else 0,
+        keep_versions=recipe.num_fetchable_versions if recipe.checks_reports(others_join=has_strangers) else 0,
         noise_seed=recipe.run.seed,
     )
 
@@ -346,17 +338,11 @@ def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
     return TracedLogprobScorer(Rescorer(model), tracer)
 
 
-def _num_fetchable(recipe: Recipe) -> int:
-    """Return the number of published versions to keep: all versions that may have sampled tokens of an unfinished
-    trajectory. Verification needs the same versions."""
-    return recipe.rules().max_staleness // recipe.swarm.publish_every + 2
-
-
 class _TracedPublisher(Publisher):
     """A publisher that records the duration of each publication in the trace."""
 
-    def __init__(self, store: Store, settings: WeightsSettings, *, shared: SharedMemory | None, tracer: Tracer) -> None:
-        super().__init__(store, settings, shared=shared)
+    def __init__(self, store: Store, settings: WeightsSettings, *, files: VersionFiles, tracer: Tracer) -> None:
+        super().__init__(store, settings, files=files)
         self._tracer = tracer
 
     def publish(
@@ -364,7 +350,7 @@ class _TracedPublisher(Publisher):
         tensors: Mapping[str, torch.Tensor],
         version: PolicyVersion,
         *,
-        when_shared: Callable[[], object] = lambda: None,
+        when_shared: Callable[[Mapping[str, torch.Tensor]], object] = lambda mapped: None,
     ) -> PublishedVersion:
         begin_s = time.monotonic()
         made = super().publish(tensors, version, when_shared=when_shared)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from baton.clock import CODERS
 from baton.cost.memory import (
+    PUBLISHED_COPY,
     EngineShape,
     Phase,
     Term,
@@ -19,6 +21,7 @@ from baton.cost.memory import (
     largest,
     overhead,
 )
+from baton.files import memory_directory
 from baton.policy.settings import DTypeChoice, LoraSettings, dtype_on
 from baton.recipe.recipe import Recipe
 from baton.run.devices import DeviceLayout
@@ -89,7 +92,7 @@ def rank_phases_of(
         recipe.algorithm,
         recipe.lora,
         value_bytes=value_bytes(recipe.trainer.dtype, on_cpu=on_cpu),
-        published_bytes=_published_bytes(recipe, on_cpu=on_cpu),
+        published_bytes=0.0 if _publishes_files(recipe) else _published_bytes(recipe, on_cpu=on_cpu),
         longest_tokens=recipe.engine.max_context_tokens,
         batch_tokens=_batch_tokens(recipe),
         on_cpu=on_cpu,
@@ -105,6 +108,11 @@ def rank_phases_of(
 def _published_bytes(recipe: Recipe, *, on_cpu: bool) -> int:
     published = recipe.engine.dtype if recipe.weights.dtype == "auto" else recipe.weights.dtype
     return value_bytes(published, on_cpu=on_cpu)
+
+
+def _publishes_files(recipe: Recipe) -> bool:
+    """Return whether the trainer writes each version to a file, tensor by tensor, for engines in other processes."""
+    return recipe.swarm.is_on or recipe.engine.processes > 0
 
 
 def stages_of(
@@ -172,7 +180,9 @@ def processes_of(
     else:
         rests = tuple(term for term in phases[0].terms if term.name in _SLEEPING)
         if recipe.rollout.is_colocated:
-            turns = [*phases, Phase(GENERATION, (*(rests if on_cpu else ()), *engine))]
+            # on a CPU, the engine loads the published copy beside the state of the sleeping trainer
+            copy = tuple(term for phase in phases for term in phase.terms if term.name == PUBLISHED_COPY)
+            turns = [*phases, Phase(GENERATION, (*((*rests, *copy) if on_cpu else ()), *engine))]
         else:
             turns = [Phase(phase.name, (*phase.terms, *engine)) for phase in phases]
         name = "the trainer or the engine" if recipe.rollout.is_colocated else "the trainer with the engine"
@@ -180,8 +190,7 @@ def processes_of(
     if has_engine and apart:
         name = "the engine" if apart == 1 else f"each of {apart} engines"
         found.append(_process(name, engine_gpus or apart, generation, layers, on_cpu=on_cpu))
-    in_hub = recipe.swarm.is_on and on_cpu  # counted below
-    if recipe.lora is None and not in_hub and (ranks > 1 or recipe.engine.processes):  # other processes map its file
+    if recipe.lora is None and recipe.engine.processes:  # other processes map its file
         part = MemoryPart("weights", math.ceil(_published_bytes(recipe, on_cpu=on_cpu) * model.params), False)
         where = "the published version" if on_cpu else "the published version in host memory"
         found.append(ProcessMemory(where, 1, "publication", (part,), on_host=True))
@@ -196,14 +205,29 @@ def processes_of(
         part = MemoryPart("weights and moments", math.ceil(sum(kept)), False)
         name = "the unwritten checkpoint" if on_cpu else "the unwritten checkpoint in host memory"
         found.append(ProcessMemory(name, 1, "checkpoint", (part,), on_host=True))
-    if recipe.swarm.is_on and on_cpu:
-        values = model.params if recipe.lora is None else adapter_params(model, recipe.lora.rank)
-        version = _published_bytes(recipe, on_cpu=on_cpu) * float(values)
-        sizes = {"last and new version": 2 * version, "files in shared memory": 3 * version}
-        sizes["parts that are coded"] = min(CODERS * _CODED_PART_BYTES, 10 * version)
-        parts = tuple(MemoryPart(name, math.ceil(num_bytes), False) for name, num_bytes in sizes.items())
-        found.append(ProcessMemory("the hub", 1, "publication", parts))
+    if recipe.swarm.is_on:
+        found.append(_hub(recipe, model, on_cpu=on_cpu))
     return tuple(found)
+
+
+def _hub(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> ProcessMemory:
+    """Return the host memory of a swarm's hub. It reads versions, and the base weights of adapters, from mapped files
+    in pieces."""
+    base = 4.0 * model.params  # read in float32
+    values = model.params if recipe.lora is None else adapter_params(model, recipe.lora.rank)
+    version = _published_bytes(recipe, on_cpu=on_cpu) * float(values)
+    largest_version = version if recipe.lora is None else base
+    sizes = {"parts that are coded": min(CODERS * _CODED_PART_BYTES, 10 * largest_version)}
+    if recipe.lora is not None:
+        sizes["largest tensor of the base weights"] = 4.0 * model.embedding_params
+    memory = memory_directory()
+    if memory is not None and recipe.weights.files is not None and Path(recipe.weights.files).is_relative_to(memory):
+        sizes["files of versions"] = (3 + recipe.num_fetchable_versions) * version + (largest_version - version)
+    if recipe.checks_reports(others_join=recipe.swarm.serve is not None) and recipe.inspection.device == "cpu":
+        kept = 0.0 if recipe.lora is None else float(model.num_layers * model.layer_params)
+        sizes["verification: weights"] = value_bytes(recipe.engine.dtype, on_cpu=True) * (model.params + kept)
+    parts = tuple(MemoryPart(name, math.ceil(num_bytes), False) for name, num_bytes in sizes.items())
+    return ProcessMemory("the hub", 1, "publication", parts, on_host=True)
 
 
 def _process(

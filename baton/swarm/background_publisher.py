@@ -2,7 +2,7 @@
 needs.
 
 controller's thread           publisher's thread                 hub's thread
-  publish ───────────────────▶ shared memory ─────── call ──────▶ announce to the run's workers on this machine
+  publish ───────────────────▶ the version's file ── call ──────▶ announce to the run's workers on this machine
                               chunks, manifest ──── call ──────▶ announce to all
                               collect ◀───────────────────────── versions that workers serve or may request
 """
@@ -42,7 +42,7 @@ class BackgroundPublisher:
     def __init__(
         self, hub: Hub, publisher: Publisher, store: Store, retention: VersionRetention, shared: str = ""
     ) -> None:
-        """shared: directory in shared memory in which workers on this machine find versions; empty if none."""
+        """shared: directory in which workers on this machine find the files of versions; empty if none."""
         self._hub, self._publisher, self._store = hub, publisher, store
         self._retention, self._shared = retention, shared
         self._executor = SerialExecutor("publisher")
@@ -64,10 +64,12 @@ class BackgroundPublisher:
         self._executor.close()
 
     def _publish(self, tensors: Mapping[str, Any], version: PolicyVersion, since_s: float) -> None:
-        self._hub.members.verifier.published(version, tensors)
-        self.last = self._publisher.publish(
-            tensors, version, when_shared=lambda: self._hub.call(lambda: self._announce(version, since_s, True))
-        )
+        def when_shared(mapped: Mapping[str, Any]) -> None:
+            self._hub.members.verifier.published(version, mapped)
+            if self._shared:
+                self._hub.call(lambda: self._announce(version, since_s, True))
+
+        self.last = self._publisher.publish(tensors, version, when_shared=when_shared)
         self._hub.call(lambda: self._announce(version, since_s, False))
         self._hub.call(self._remove_unused)
 

@@ -76,7 +76,7 @@ class Want(msgspec.Struct, frozen=True, tag="Want"):
 
     version: PolicyVersion
     shared: str = ""
-    """Directory in shared memory that contains the version, for workers on the hub's machine."""
+    """Directory on the hub's machine with the file of the version, which workers on this machine map."""
     relays: tuple[str, ...] = ()
     """URLs of relays that forward chunks."""
 

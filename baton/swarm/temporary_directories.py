@@ -12,7 +12,7 @@ from baton.files import write_whole
 
 class TemporaryDirectories:
     """Creates directories and records their paths in a file. If the process is killed, the next process reads this file
-    and removes the directories, such as weights in shared memory."""
+    and removes the directories, such as one with the files of versions."""
 
     def __init__(self, notes: Path) -> None:
         """Remove the directories that an earlier process of the run has left. notes: file with their paths."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -150,6 +151,9 @@ class LocalTrainer:
         self._peak_tokens = 0
         """Tokens, including padding, of the largest microbatch so far."""
         self._alarms = Alarms(algorithm, settings)
+        self.publish_in: Path | None = None
+        """Directory in which `publish` writes a version tensor by tensor, for engines in other processes. The trainer
+        creates it. None if `publish` copies the weights on the trainer's device."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -257,8 +261,16 @@ class LocalTrainer:
         )
 
     def publish(self) -> PublishedWeights:
-        """Return a copy of the current weights, or of the adapter alone, on the trainer's device. Tensors are cast
-        (`published_dtypes`) before the digest is taken, so the digest identifies the tensors that engines hold."""
+        """Return a copy of the current weights, or of the adapter alone, on the trainer's device or mapped from a file
+        (`publish_in`). Tensors are cast (`published_dtypes`) before the digest is taken, so the digest identifies the
+        tensors that engines hold. Raises OSError."""
+        if self.publish_in is not None:
+            self.publish_in.mkdir(exist_ok=True)
+            path = self.publish_in / f"{self._version.lineage}-{self._version.number}.safetensors"
+            try:
+                return PublishedWeights.of_file(self.publish_to(path), path)
+            finally:
+                shutil.rmtree(self.publish_in, ignore_errors=True)
         tensors, dtypes = self._published()
         tensors = as_published(tensors, dtypes)
         self._stamp(weights_digest(tensors))

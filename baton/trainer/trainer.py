@@ -19,6 +19,13 @@ class PublishedWeights:
     """Name → detached tensor. Names are those of `state_dict`, or for adapters those of their pairs of matrices
     (`policy/adapters.py`). Later train steps do not change these tensors."""
 
+    @classmethod
+    def of_file(cls, version: PolicyVersion, path: Path) -> PublishedWeights:
+        """Map the tensors of a safetensors file. Mapped memory stays valid when the file is deleted."""
+        from safetensors.torch import load_file  # imports torch, which a simulation does not need
+
+        return cls(version, load_file(path))
+
 
 class Trainer(Protocol):
     """Computes policy version v + 1 from version v and a batch."""

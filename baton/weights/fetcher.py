@@ -7,20 +7,22 @@ nothing.
     verify    compare every tensor of the copy with its digest
     switch    hold the copy
 
-A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. A
-fetch needs memory for the held version, the copy, four chunks and one part per thread (`CODERS`).
+A fault in any step raises an error and leaves the held version unchanged; the next fetch starts from the beginning. The
+held version and the copy are mapped files (`flat_buffer.py`); a fetch needs memory for four chunks and one part per
+thread (`CODERS`).
 """
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
-import numpy as np
 import torch
 
 from baton.clock import in_order
@@ -32,8 +34,8 @@ from baton.weights.chunk_fetcher import ChunkFetcher, FetchStats
 from baton.weights.delta import decode
 from baton.weights.flat_buffer import flattened, layout_of, piece_digests, tensors_of
 from baton.weights.manifest import BufferPart, Encoding, Manifest, TensorEntry, check_version, name_of, tensors_digest
-from baton.weights.shared import SharedMemory
 from baton.weights.sources import WeightsSource
+from baton.weights.version_files import FlatFile, VersionFiles
 
 MAX_STEPS = 4096
 """Maximum number of versions that one fetch decodes one after another, ending with the requested version."""
@@ -68,14 +70,14 @@ class _BadPlan(Exception):
 class Fetcher:
     """Holds one version and fetches further versions. The methods block, so call them in a thread."""
 
-    def __init__(self, sources: Sequence[WeightsSource], *, shared: SharedMemory | None = None) -> None:
-        """`shared`: memory in which a trainer on this machine publishes versions, used before `sources`."""
+    def __init__(self, sources: Sequence[WeightsSource], *, shared: VersionFiles | None = None) -> None:
+        """`shared`: files of the versions that a trainer on this machine publishes, used before `sources`."""
         self.sources, self.shared = list(sources), shared
         self._avoided: set[str] = set()
         """Names of the sources that sent wrong data in any fetch. These sources are asked last."""
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
         self._staged: _Staged | None = None
-        """The held version as a flat buffer. None if it is mapped from shared memory or was passed to `hold`."""
+        """The held version as a flat buffer. None if it is mapped from `shared` or was passed to `hold`."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
 
@@ -111,7 +113,7 @@ class Fetcher:
             return self.tensors
 
     def _mapped(self, want: PolicyVersion, record: FetchStats) -> bool:
-        """Hold the version from this machine's shared memory and return True; False if it is absent or damaged."""
+        """Hold the version from its file on this machine and return True; False if the file is absent or damaged."""
         if self.shared is None:
             return False
         try:
@@ -120,7 +122,7 @@ class Fetcher:
                 return False
             _check_digest(want, weights_digest(tensors))
         except WeightsFault as error:
-            record.faults.append(f"shared memory {self.shared.directory}: {error}")
+            record.faults.append(f"the versions in {self.shared.directory}: {error}")
             return False
         self._held, self._staged = (want, tensors), None
         return True
@@ -181,7 +183,7 @@ class Fetcher:
         sources = [step.source for step in plan]
         if any(layout_of(step.manifest.tensors) != layout_of(last.tensors) for step in plan):
             raise _BadPlan("the versions of the plan have different tensors", sources)
-        flat_buffer = np.empty(last.num_bytes, np.uint8)
+        copy = _temporary(last.num_bytes)
         before = None
         if plan[0].way.base is not None:
             base = self._base()
@@ -191,39 +193,41 @@ class Fetcher:
         for step in plan:
             coded, ends = _CodedBytes(step.way, gather), accumulate(part.num_bytes for part in step.way.parts)
             taken = ((part, at, coded.take(part.size)) for part, at in zip(step.way.parts, ends, strict=True))
-            for error in in_order(partial(_decoded, flat_buffer, before), taken, lambda one: one[0].num_bytes):
+            work = partial(_decoded, copy, copy.bytes if before is None else before)
+            for error in in_order(work, taken, lambda one: one[0].num_bytes):
                 if error is not None:
                     raise _BadPlan(str(error), [step.source]) from error
             before = None
-        digests = piece_digests(last.tensors, flat_buffer)
+        digests = piece_digests(last.tensors, copy.bytes)
         if wrong := [entry.name for entry in last.tensors if digests[entry.name] != entry.digest]:
             raise _BadPlan(f"{len(wrong)} tensors have another digest, among them {wrong[0]}", sources)
-        return _Staged(last.version, last.tensors, flat_buffer)
+        return _Staged(last.version, last.tensors, copy.bytes)
 
     def _base(self) -> _Staged:
         """Return the held version as a flat buffer."""
         if self._staged is None:
             assert self._held is not None, "a plan starts from a held version, but none is held"
             version, tensors = self._held
-            entries, flat_buffer = flattened(tensors)
+            entries, file = flattened(tensors, lambda entries: _temporary(sum(entry.num_bytes for entry in entries)))
             _check_digest(version, tensors_digest(entries))
-            self._staged = _Staged(version, entries, flat_buffer)
+            self._staged = _Staged(version, entries, file.bytes)
         return self._staged
 
 
-def _decoded(
-    flat_buffer: Bytes, before: Bytes | None, taken: tuple[BufferPart, int, bytes | memoryview]
-) -> WeightsFault | None:
-    """Decode a part in place, after copying the same part of `before`, if given. Return an error if the encoded bytes
-    of the part are invalid. `taken`: the part, its end in the flat buffer, and its encoded bytes."""
+def _temporary(num_bytes: int) -> FlatFile:
+    return FlatFile(Path(tempfile.gettempdir()), num_bytes)
+
+
+def _decoded(copy: FlatFile, before: Bytes, taken: tuple[BufferPart, int, bytes | memoryview]) -> WeightsFault | None:
+    """Decode a part against the same part of `before`, and write it. Return an error if the encoded bytes of the part
+    are invalid. `taken`: the part, its end in the flat buffer, and its encoded bytes. Raises StorageFault."""
     part, end, data = taken
-    piece = slice(end - part.num_bytes, end)
-    if before is not None:
-        flat_buffer[piece] = before[piece]
+    piece = before[end - part.num_bytes : end].copy()
     try:
-        decode(part.coding, data, flat_buffer[piece], part.word)
+        decode(part.coding, data, piece, part.word)
     except WeightsFault as error:
         return error
+    copy.write(end - part.num_bytes, piece)
     return None
 
 

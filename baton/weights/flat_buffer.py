@@ -1,12 +1,12 @@
-"""The flat buffer is one array of bytes with all tensors of a version. Publisher and fetcher process it in pieces."""
+"""The flat buffer is one array of bytes with all tensors of a version. It is a mapped file (`version_files.py`), which
+publisher and fetcher write and read in pieces, so neither holds a version in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, groupby
 from typing import Any
 
-import numpy as np
 import torch
 from blake3 import blake3
 
@@ -15,6 +15,7 @@ from baton.errors import WeightsFault
 from baton.policy.tensors import dtype_name
 from baton.weights.bitstream import Bytes
 from baton.weights.manifest import MAX_PART_BYTES, WORD_BYTES, TensorEntry, payload_order
+from baton.weights.version_files import FlatFile
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype and shape of each tensor, in `payload_order`. Versions of the same model have equal layouts."""
@@ -25,26 +26,28 @@ def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
     return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
 
 
-def flattened(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], Bytes]:
-    """Copy tensors into a flat buffer on the host; return the manifest's entries and the buffer [bytes]. Raises
-    WeightsFault for a dtype that the manifest does not support."""
+def flattened(
+    tensors: Mapping[str, torch.Tensor], create: Callable[[tuple[TensorEntry, ...]], FlatFile]
+) -> tuple[tuple[TensorEntry, ...], FlatFile]:
+    """Write tensors into a flat buffer, one after another and in pieces; return the manifest's entries and the buffer.
+    create: creates the buffer for entries without digests. Raises WeightsFault for a dtype that the manifest does not
+    support, and StorageFault."""
     unsigned = [TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), "") for name, t in tensors.items()]
     for entry in unsigned:
         if entry.dtype not in WORD_BYTES:
             raise WeightsFault(
                 f"{entry.name} cannot be published: got dtype torch.{entry.dtype}, allowed are {', '.join(WORD_BYTES)}"
             )
-    ordered = sorted(unsigned, key=payload_order)
-    flat_buffer = np.empty(sum(entry.num_bytes for entry in ordered), np.uint8)
-    views = tensors_of(tuple(ordered), flat_buffer)
-
-    def copy(entry: TensorEntry) -> None:
-        views[entry.name].copy_(tensors[entry.name].detach())
-
-    for _ in in_order(copy, ordered, lambda entry: entry.num_bytes):
-        pass
-    digests = piece_digests(tuple(ordered), flat_buffer)
-    return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in ordered), flat_buffer
+    ordered = tuple(sorted(unsigned, key=payload_order))
+    file, at = create(ordered), 0
+    for entry in ordered:
+        flat = tensors[entry.name].detach().reshape(-1)
+        for piece in torch.split(flat, MAX_PART_BYTES // flat.element_size()):
+            file.write(at, piece.cpu().view(torch.uint8).numpy())
+            at += piece.nbytes
+        del flat  # or it would still be held while the next tensor is read
+    digests = piece_digests(ordered, file.bytes)
+    return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in ordered), file
 
 
 def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, torch.Tensor]:

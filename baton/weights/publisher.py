@@ -11,9 +11,11 @@ is small.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -24,7 +26,7 @@ from baton.policy.adapters import is_adapter
 from baton.types import PolicyVersion
 from baton.weights.bitstream import Bytes
 from baton.weights.delta import Coded, encode
-from baton.weights.flat_buffer import flattened, layout_of, pieces
+from baton.weights.flat_buffer import flattened, layout_of, pieces, tensors_of
 from baton.weights.manifest import (
     BufferPart,
     Encoding,
@@ -35,8 +37,8 @@ from baton.weights.manifest import (
     tensors_digest,
 )
 from baton.weights.settings import WeightsSettings
-from baton.weights.shared import SharedMemory
 from baton.weights.store import Store
+from baton.weights.version_files import FlatFile, VersionFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,10 @@ class _Base:
 class Publisher:
     """Publishes the versions of a run in ascending order."""
 
-    def __init__(self, store: Store, settings: WeightsSettings, *, shared: SharedMemory | None = None) -> None:
-        self._store, self._settings, self._shared = store, settings, shared
+    def __init__(self, store: Store, settings: WeightsSettings, *, files: VersionFiles | None = None) -> None:
+        """files: keeps the last two versions, which workers on this machine map; the default is unnamed temporary
+        files. The last version is read from its file to encode the next."""
+        self._store, self._settings, self._files = store, settings, files
         self._base: _Base | None = None
 
     def publish(
@@ -75,18 +79,20 @@ class Publisher:
         tensors: Mapping[str, torch.Tensor],
         version: PolicyVersion,
         *,
-        when_shared: Callable[[], object] = lambda: None,
+        when_shared: Callable[[Mapping[str, torch.Tensor]], object] = lambda mapped: None,
     ) -> PublishedVersion:
         """Store a version and make it visible to readers. Publishing the same version again changes nothing.
 
-        `when_shared`: called when the version is in shared memory, before it is encoded and stored for other machines.
+        `when_shared`: called with the mapped tensors when the version's file is complete, before the version is encoded
+        and stored for other machines.
 
         Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
         number is already published. Raises StorageFault when a file cannot be written; the version is then not visible
         and can be published again.
         """
         begin = time.perf_counter()
-        entries, flat_buffer = flattened(tensors)
+        entries, file = flattened(tensors, self._new_file)
+        flat_buffer = file.bytes
         digest = tensors_digest(entries)
         version = msgspec.structs.replace(version, digest=version.digest or digest)
         check_version(version)
@@ -95,9 +101,9 @@ class Publisher:
         there = self._store.find(version.lineage, version.number)
         if there is not None and there.version != version:
             raise WeightsFault(f"cannot publish {name_of(version)}: {name_of(there.version)} is already published")
-        if self._shared is not None:
-            self._shared.write(version, entries, flat_buffer)
-            when_shared()
+        if self._files is not None:
+            self._files.finish(version, file)
+        when_shared(tensors_of(entries, flat_buffer))
         density = None
         manifest = there
         if manifest is None:
@@ -113,6 +119,11 @@ class Publisher:
             seconds=time.perf_counter() - begin,
             is_new=there is None,
         )
+
+    def _new_file(self, entries: tuple[TensorEntry, ...]) -> FlatFile:
+        if self._files is not None:
+            return self._files.create(entries)
+        return FlatFile(Path(tempfile.gettempdir()), sum(entry.num_bytes for entry in entries))
 
     def _written(
         self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
+from baton.errors import UserError
 from baton.policy.settings import DTypeChoice, DTypeName
 from baton.settings import Settings
 
@@ -33,6 +35,9 @@ class WeightsSettings(Settings):
     store: str | None = None
     """Storage of chunks and manifests: a directory, or the URL of a bucket in fsspec's form ("s3://…"). Two runs must
     not use the same storage. The default is the run's directory."""
+    files: str | None = None
+    """Existing directory of this machine for the files of versions that processes of this machine map: the last two or
+    three, and those that verification keeps. The default is the run's directory. "/dev/shm" holds them in memory."""
     keep: int = Field(default=20, ge=1)
     """Number of recent versions that are retained. Older versions are deleted when no worker has or needs them."""
 
@@ -41,6 +46,13 @@ class WeightsSettings(Settings):
         found = engine_dtype if self.dtype == "auto" else self.dtype
         assert found != "auto", "the start of a run replaces the dtype auto"
         return found
+
+    def files_in(self, run: Path) -> Path:
+        """Return the directory for the files of versions. Raises UserError if it does not exist."""
+        directory = run if self.files is None else Path(self.files)
+        if not directory.is_dir():
+            raise UserError(f"weights.files: {directory} is not a directory; create it, or remove the key")
+        return directory
 
     @property
     def chunk_bytes(self) -> int:

@@ -86,11 +86,12 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, float]:
     from baton.types import PolicyVersion
     from baton.weights.fetcher import Fetcher
     from baton.weights.flat_buffer import flattened
+    from baton.weights.manifest import TensorEntry
     from baton.weights.publisher import Publisher
     from baton.weights.settings import WeightsSettings
-    from baton.weights.shared import SharedMemory
     from baton.weights.sources import StoreSource
     from baton.weights.store import Store
+    from baton.weights.version_files import FlatFile, VersionFiles
 
     torch.set_num_threads(1)
     if threads:
@@ -115,15 +116,18 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, float]:
         work(*arguments, **keywords)
         note(name, time.perf_counter() - begin)
 
+    def temporary(entries: tuple[TensorEntry, ...]) -> FlatFile:
+        return FlatFile(Path(memory or tempfile.gettempdir()), sum(entry.num_bytes for entry in entries))
+
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     for _ in range(rounds):
         timed("cast", as_published, trained, torch.bfloat16)
         timed("digest", weights_digest, first)
-        timed("copy and digest", flattened, first)
+        timed("copy and digest", flattened, first, temporary)
         # in memory: the speed of a disk is not of interest here
         with tempfile.TemporaryDirectory(dir=memory) as scratch:
             store = Store(f"{scratch}/store")
-            publisher = Publisher(store, WeightsSettings(keyframe_every=100), shared=SharedMemory(Path(scratch) / "m"))
+            publisher = Publisher(store, WeightsSettings(keyframe_every=100), files=VersionFiles(Path(scratch) / "m"))
             follower = Fetcher([StoreSource(store)])
             version = PolicyVersion("benchmark", 0, weights_digest(first))
             timed("publish a keyframe", publisher.publish, first, version)
@@ -132,7 +136,7 @@ def measure(params: int, rounds: int, threads: int) -> dict[str, float]:
                 version = PolicyVersion("benchmark", number, weights_digest(tensors))
                 shared_s: list[float] = []
                 # code without this argument has all of the publication before the announcement
-                keywords = {"when_shared": lambda s=shared_s: s.append(time.perf_counter())} if threads else {}
+                keywords = {"when_shared": lambda _, s=shared_s: s.append(time.perf_counter())} if threads else {}
                 begin = time.perf_counter()
                 timed("publish a delta", publisher.publish, tensors, version, **keywords)
                 note("before workers of this machine load it", (shared_s or [time.perf_counter()])[0] - begin)

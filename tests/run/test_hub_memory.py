@@ -6,8 +6,10 @@ import pytest
 
 from baton.clock import CODERS
 from baton.recipe.recipe import Recipe
-from baton.run.memory import processes_of
-from baton.specs.model import model_spec
+from baton.run.memory import ProcessMemory, processes_of
+from baton.specs.model import ModelSpec, model_spec
+
+SHAPE = {"num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 def recipe(**changes: object) -> Recipe:
@@ -16,12 +18,47 @@ def recipe(**changes: object) -> Recipe:
     )
 
 
+def model_of(hidden: int) -> ModelSpec:
+    return model_spec({**SHAPE, "hidden_size": hidden, "num_key_value_heads": 1}, "qwen3")
+
+
+def hub_of(model: ModelSpec, **changes: object) -> ProcessMemory:
+    own = recipe(**{"swarm": {"workers": 2}, "weights": {"dtype": "bfloat16"}, **changes})
+    (hub,) = [process for process in processes_of(own, model, on_cpu=True) if process.name == "the hub"]
+    return hub
+
+
 @pytest.mark.parametrize("hidden", [32, 4096])
-def test_a_hub_holds_five_copies_of_a_version_and_one_part_for_each_thread(hidden):
-    shape = {"num_hidden_layers": 2, "hidden_size": hidden, "vocab_size": 64, "num_attention_heads": 2}
-    model = model_spec({**shape, "intermediate_size": 64, "num_key_value_heads": 1}, "qwen3")
-    swarm = recipe(swarm={"workers": 2}, weights={"dtype": "bfloat16"})
-    (hub,) = [process for process in processes_of(swarm, model, on_cpu=True) if process.name == "the hub"]
-    version = 2 * model.params
-    assert hub.num_bytes == pytest.approx(5 * version + min(CODERS * 80 * 2**20, 10 * version), rel=1e-6)
+def test_a_hub_holds_one_part_for_each_thread_because_versions_are_mapped_files(hidden: int) -> None:
+    model = model_of(hidden)
+    assert hub_of(model).num_bytes == pytest.approx(min(CODERS * 80 * 2**20, 20 * model.params), rel=1e-6)
     assert "the hub" not in [process.name for process in processes_of(recipe(), model, on_cpu=True)]
+
+
+def test_files_in_memory_are_counted() -> None:
+    model = model_of(4096)
+    files = {"dtype": "bfloat16", "files": "/dev/shm"}
+    kept = recipe(swarm={"workers": 2}).num_fetchable_versions
+    assert hub_of(model, weights=files).num_bytes - hub_of(model).num_bytes == pytest.approx(
+        (3 + kept) * 2 * model.params
+    )
+
+
+def test_a_hub_with_adapters_also_reads_the_largest_tensor_of_the_base() -> None:
+    model = model_of(4096)
+    parts = {part.name: part.num_bytes for part in hub_of(model, lora={"rank": 2}).parts}
+    assert parts["largest tensor of the base weights"] == 4 * 64 * 4096
+    assert parts["parts that are coded"] == min(CODERS * 80 * 2**20, 40 * model.params)
+
+
+def test_a_hub_that_checks_workers_holds_an_engines_weights() -> None:
+    model = model_of(4096)
+    checked = hub_of(model, swarm={"serve": "127.0.0.1:0"}, engine={"dtype": "float32"})
+    assert {part.name: part.num_bytes for part in checked.parts}["verification: weights"] == 4 * model.params
+
+
+def test_a_trainer_that_publishes_to_other_processes_holds_no_copy() -> None:
+    model = model_of(4096)
+    for changes in ({"swarm": {"workers": 1}}, {"engine": {"processes": 1}}):
+        (trainer,) = [p for p in processes_of(recipe(**changes), model, on_cpu=True) if p.name == "the trainer"]
+        assert trainer.phase != "publication"

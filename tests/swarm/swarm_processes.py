@@ -210,10 +210,10 @@ def _enter(namespace: str) -> None:
 def _break(faults: WorkerFaults) -> None:
     from baton.rollout.engines.embedded.engine import EmbeddedEngine
     from baton.swarm.worker import worker
-    from baton.weights.shared import SharedMemory
+    from baton.weights.version_files import VersionFiles
 
     if faults.is_elsewhere:
-        SharedMemory.read = lambda self, version: None  # type: ignore[method-assign]
+        VersionFiles.read = lambda self, version: None  # type: ignore[method-assign]
     if faults.full_disk:
 
         def unpack(packed: bytes, directory: Path) -> None:

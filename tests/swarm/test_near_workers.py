@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,8 @@ from baton.swarm.messages import Want
 from baton.types import PolicyVersion
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
-from baton.weights.shared import SharedMemory
 from baton.weights.store import Store
+from baton.weights.version_files import VersionFiles
 
 
 @pytest.fixture
@@ -45,28 +45,21 @@ def peer(number: int, *, is_own: bool, address: str) -> Peer:
     return Peer(number, grant, None, address, time.monotonic(), Recorder(), f"worker {number}", "key")
 
 
-def test_a_version_is_in_shared_memory_before_it_is_stored(tmp_path: Path):
+def test_the_file_of_a_version_is_complete_before_the_version_is_stored(tmp_path: Path):
     tensors = {"weight": torch.arange(1000, dtype=torch.float32)}
-    store, shared = Store(tmp_path / "store"), SharedMemory(tmp_path / "shared")
+    store, shared = Store(tmp_path / "store"), VersionFiles(tmp_path / "shared")
     version = PolicyVersion("run", 1, weights_digest(tensors))
     seen = []
 
-    def when_shared() -> None:
+    def when_shared(mapped: Mapping[str, torch.Tensor]) -> None:
+        assert torch.equal(mapped["weight"], tensors["weight"])
         seen.append((shared.read(version), store.find("run", 1)))
 
-    Publisher(store, WeightsSettings(), shared=shared).publish(tensors, version, when_shared=when_shared)
+    Publisher(store, WeightsSettings(), files=shared).publish(tensors, version, when_shared=when_shared)
     ((found, manifest),) = seen
     assert torch.equal(found["weight"], tensors["weight"])
     assert manifest is None
     assert store.find("run", 1).version == version
-
-
-def test_without_shared_memory_no_worker_is_told_early(tmp_path: Path):
-    tensors = {"weight": torch.zeros(3)}
-    told = []
-    publisher = Publisher(Store(tmp_path), WeightsSettings())
-    publisher.publish(tensors, PolicyVersion("run", 1), when_shared=lambda: told.append(1))
-    assert not told
 
 
 @pytest.mark.parametrize(

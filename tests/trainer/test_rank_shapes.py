@@ -1,5 +1,6 @@
 """Every shape of a sharded trainer makes the update of one process, resumes the others' checkpoints, and ends when a
-rank is lost. The model has grouped heads as Qwen3 has: 8 query heads and 4 key/value heads, which 2 and 4 divide."""
+rank is lost. The dense model has grouped heads as Qwen3 has: 8 query heads and 4 key/value heads, which 2 and 4 divide.
+The other model is a Qwen3-MoE, for every shape without TP, which is for dense models."""
 
 from __future__ import annotations
 
@@ -44,19 +45,21 @@ def grouped_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 ROUNDS = {
     "there": ["one process", "FSDP", "HSDP", "FSDP x TP", "TP", "one process"],
     "and back": ["TP", "HSDP", "FSDP that reduces each", "TP", "FSDP", "FSDP x TP", "HSDP", "one process"],
+    "experts": ["HSDP", "one process", "FSDP", "FSDP that reduces each", "HSDP", "one process"],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ROUNDS)
 def test_every_shape_goes_on_from_the_checkpoint_of_another_as_one_process_does(
-    order: str, pool: RankPool, grouped_path: str, tmp_path: Path
+    order: str, pool: RankPool, grouped_path: str, expert_path: str, tmp_path: Path
 ) -> None:
     """Each shape takes a step from the last one's checkpoint, with its moments, and saves the next."""
-    one = alone(setup_of(grouped_path, name="grpo", num_minibatches=2))
+    path = expert_path if order == "experts" else grouped_path
+    one = alone(setup_of(path, name="grpo", num_minibatches=2))
     for step, name in enumerate(ROUNDS[order], start=1):
         shape = SHAPES[name]
-        setup = setup_of(grouped_path, name="grpo", num_minibatches=2, **shape)
+        setup = setup_of(path, name="grpo", num_minibatches=2, **shape)
         trainer: Trainer = alone(setup) if shape["ranks"] == 1 else ranked(pool, shape["ranks"], setup)
         if step > 1:
             trainer.restore(tmp_path / f"{step - 1}")
@@ -68,16 +71,19 @@ def test_every_shape_goes_on_from_the_checkpoint_of_another_as_one_process_does(
 
 
 @pytest.mark.slow
-def test_eight_ranks_compute_the_gradients_of_one_process(grouped_path: str, tmp_path: Path) -> None:
+def test_eight_ranks_compute_the_gradients_of_one_process(grouped_path: str, expert_path: str, tmp_path: Path) -> None:
     smooth = {"name": "grpo", "correction": "none", "max_grad_norm": math.inf, "betas": (0.0, 0.999)}
-    exact = gradients(alone(setup_of(grouped_path, **smooth)), tmp_path / "exact")
+    paths = {"dense": grouped_path, "experts": expert_path}
+    exact = {kind: gradients(alone(setup_of(path, **smooth)), tmp_path / kind) for kind, path in paths.items()}
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     pool = RankPool(scratch, 8)
     try:
         for name, shape in {"FSDP": {}, "HSDP": {"shard_size": 4}, "FSDP x TP": {"tensor_parallel": 4}}.items():
-            setup = setup_of(grouped_path, **smooth, ranks=8, **shape)
-            assert distance(gradients(ranked(pool, 8, setup), tmp_path / name), exact) < 1e-5, name
+            for kind in ("dense",) if "tensor_parallel" in shape else paths:
+                setup = setup_of(paths[kind], **smooth, ranks=8, **shape)
+                found = gradients(ranked(pool, 8, setup), tmp_path / f"{name} {kind}")
+                assert distance(found, exact[kind]) < 1e-5, (name, kind)
     finally:
         pool.close()
 
@@ -85,12 +91,12 @@ def test_eight_ranks_compute_the_gradients_of_one_process(grouped_path: str, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["FSDP", "HSDP", "FSDP x TP"])
 def test_a_rank_that_is_killed_or_stopped_in_a_step_ends_every_shape_within_its_deadline(
-    shape: str, grouped_path: str
+    shape: str, grouped_path: str, expert_path: str
 ) -> None:
     """It is stopped before the step, so that the others wait for it in a collective. A killed rank is named at once, a
     stopped one when the request's time is over."""
     size = SHAPES[shape]["ranks"]
-    setup = setup_of(grouped_path, name="grpo", **SHAPES[shape])
+    setup = setup_of(expert_path if shape == "HSDP" else grouped_path, name="grpo", **SHAPES[shape])
     for is_killed in (True, False):
         ranks = LocalRanks(size)
         RankedTrainer(ranks, setup, 10 * TIMEOUT_S)

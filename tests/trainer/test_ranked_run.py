@@ -11,12 +11,14 @@ import pytest
 import torch
 from rank_pool import RankPool
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from baton.console import Console
 from baton.errors import Damaged, RankLost
 from baton.files import verify
 from baton.policy.new_model import scratch_model, scratch_tokenizer
 from baton.policy.settings import ScratchSettings
+from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
@@ -24,6 +26,7 @@ from baton.run import assemble as build
 from baton.trainer.checkpoint import latest_checkpoint
 from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.views.terminal.progress import TerminalObserver
+from tests.model_families import tiny_config
 from tests.run.stopping import StopWhen
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
@@ -77,14 +80,32 @@ def weights(wanted: Recipe) -> dict[str, torch.Tensor]:
     return load_file(found / "model.safetensors")
 
 
+@pytest.fixture(scope="module")
+def expert_run_model(run_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE with the tokenizer of `run_model`."""
+    path = tmp_path_factory.mktemp("expert-run-model")
+    config = tiny_config("qwen3_moe")
+    config.update({"vocab_size": 300, "num_key_value_heads": 2})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    load_tokenizer(str(run_model)).hf.save_pretrained(path)
+    return path
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("stages", "model"), [(1, "run_model"), (2, "run_model"), (1, "expert_run_model")])
 def test_a_run_by_ranks_that_is_stopped_and_resumed_equals_one_never_stopped(
-    stages: int, run_model: Path, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+    stages: int,
+    model: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    pool: RankPool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    run_model = request.getfixturevalue(model)
     asked = []
 
-    def lend(count: int, *, threads: int) -> LocalRanks:
+    def lend(count: int, *, threads: int, publish_in: Path) -> LocalRanks:
         asked.append((count, threads))
         return pool.lend(count)
 
@@ -106,7 +127,7 @@ def test_a_run_by_ranks_that_is_stopped_and_resumed_equals_one_never_stopped(
 def test_a_rank_that_is_lost_ends_the_run_with_its_name_and_the_run_can_go_on(
     run_model: Path, tmp_path: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "LocalRanks", lambda count, *, threads: pool.lend(count))
+    monkeypatch.setattr(build, "LocalRanks", lambda count, *, threads, publish_in: pool.lend(count))
     wanted = recipe(run_model, tmp_path)
     train(wanted, stop_after=1)
     checkpoint = latest_checkpoint(RunDirectory(wanted.run.path).checkpoints)

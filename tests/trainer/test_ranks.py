@@ -312,10 +312,11 @@ def test_as_many_ranks_go_on_with_the_same_bits(pool: RankPool, model_path: str,
     assert resumed.version == version
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_checkpoint_of_ranks_is_what_hugging_face_loads_and_holds_no_pickle(
-    pool: RankPool, model_path: str, tmp_path: Path
+    kind: str, pool: RankPool, model_path: str, expert_path: str, tmp_path: Path
 ) -> None:
-    trainer = ranked(pool, 2, setup_of(model_path, name="grpo"))
+    trainer = ranked(pool, 2, setup_of(expert_path if kind == "experts" else model_path, name="grpo"))
     trainer.step(random_batch(1))
     trainer.save(tmp_path / "checkpoint")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).state_dict()
@@ -338,10 +339,12 @@ def test_an_adapter_of_ranks_is_what_peft_loads(pool: RankPool, model_path: str,
     assert weights_digest(tensors(many)) == many.version.digest
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_weights_are_published_in_the_engines_dtype_with_the_digest_of_one_process(
-    pool: RankPool, model_path: str
+    kind: str, pool: RankPool, model_path: str, expert_path: str
 ) -> None:
-    setup = msgspec.structs.replace(setup_of(model_path), publish_dtype="bfloat16")
+    path = expert_path if kind == "experts" else model_path
+    setup = msgspec.structs.replace(setup_of(path), publish_dtype="bfloat16")
     many, one = ranked(pool, 2, setup).publish(), alone(setup).publish()
     assert many.version == one.version
     assert {tensor.dtype for tensor in many.tensors.values()} == {torch.bfloat16}

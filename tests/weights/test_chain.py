@@ -17,9 +17,9 @@ from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import tensors_digest
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
-from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, StoreSource
 from baton.weights.store import Store
+from baton.weights.version_files import VersionFiles
 
 pytestmark = pytest.mark.numerics
 
@@ -217,8 +217,8 @@ def test_a_publisher_that_starts_again_goes_on_with_a_whole_version(tmp_path):
 
 
 def test_workers_of_this_machine_map_one_file(tmp_path):
-    shared = SharedMemory(tmp_path / "shared")
-    publisher = Publisher(Store(tmp_path / "store"), WeightsSettings(), shared=shared)
+    shared = VersionFiles(tmp_path / "shared")
+    publisher = Publisher(Store(tmp_path / "store"), WeightsSettings(), files=shared)
     fetcher = Fetcher([StoreSource(Store(tmp_path / "store"))], shared=shared)
     tensors, kept = policy(), []
     for number in range(4):
@@ -237,7 +237,7 @@ def test_workers_of_this_machine_map_one_file(tmp_path):
     path.write_bytes(data)
     assert are_bit_equal(fetcher.fetch(version_of(tensors, 4), deadline_s=60), tensors)
     assert fetcher.last.num_steps == 1
-    assert "shared memory" in fetcher.last.faults[0]
+    assert "their digest is" in fetcher.last.faults[0]
 
 
 def test_a_version_that_is_held_already_needs_no_fetch_and_is_a_base(tmp_path):

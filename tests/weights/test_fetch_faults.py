@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,10 +18,10 @@ from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
 from baton.weights.manifest import BufferPart, Chunk, Encoding, Manifest, decode_manifest, encode_manifest
 from baton.weights.publisher import Publisher
-from baton.weights.shared import SharedMemory
 from baton.weights.sources import ChunkCache, StoreSource
 from baton.weights.storage import LocalStorage
 from baton.weights.store import Store
+from baton.weights.version_files import VersionFiles
 
 pytestmark = pytest.mark.timing
 
@@ -205,9 +207,49 @@ def test_the_operating_systems_no_space_left_is_named(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
+def fills_up(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The disk takes the first writes to files of versions, and no more."""
+    write, calls = os.pwrite, []
+
+    def full(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", full)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_disk_that_fills_up_within_a_version_is_one_error_and_leaves_no_file(run, tmp_path, monkeypatch, after):
+    files = VersionFiles(tmp_path / "files")
+    publisher = Publisher(run.store, run.settings, files=files)
+    tensors = changed(run.tensors[2], 0.1, 5)
+    fills_up(monkeypatch, after)
+    with pytest.raises(StorageFault, match=r"a version cannot be written to .*files.* \(No space left on device\)"):
+        publisher.publish(tensors, version_of(tensors, 3))
+    assert not list(files.directory.iterdir())
+    assert run.store.latest("first") == run.version(2)
+    monkeypatch.undo()
+    publisher.publish(tensors, version_of(tensors, 3))
+    assert are_bit_equal(files.read(version_of(tensors, 3)), tensors)
+
+
+def test_a_fetch_onto_a_full_disk_leaves_the_held_version_and_succeeds_later(run, monkeypatch):
+    fetcher = Fetcher([StoreSource(run.store)])
+    fetcher.fetch(run.version(1), deadline_s=60)
+    fills_up(monkeypatch, 1)
+    with pytest.raises(StorageFault, match="No space left on device"):
+        fetcher.fetch(run.version(2), deadline_s=60)
+    assert fetcher.held == run.version(1)
+    assert are_bit_equal(fetcher.tensors, run.tensors[1])
+    monkeypatch.undo()
+    assert are_bit_equal(fetcher.fetch(run.version(2), deadline_s=60), run.tensors[2])
+
+
 def test_full_shared_memory_is_an_error_and_publishing_goes_on_once_there_is_room(run, tmp_path, monkeypatch):
-    shared = SharedMemory(tmp_path / "shared")
-    publisher = Publisher(run.store, run.settings, shared=shared)
+    shared = VersionFiles(tmp_path / "shared")
+    publisher = Publisher(run.store, run.settings, files=shared)
     tensors = changed(run.tensors[2], 0.1, 5)
     opened = Path.open
 

@@ -21,7 +21,6 @@ from typing import Any, Final
 import msgspec
 
 import baton
-from baton.files import memory_directory
 from baton.swarm.auth import write_private
 
 GRACE_S: Final = 20.0
@@ -45,9 +44,13 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     """Engine options, each passed as `baton worker --engine-option`."""
 
 
+PIECE_BYTES = 64 * 2**20
+"""Bytes of a version that a rank sends to the controller at a time."""
+
+
 def own_directory(what: str) -> Path:
-    """Make a directory for this process, in memory if possible; delete the directories of killed processes."""
-    root = memory_directory() or Path(tempfile.gettempdir())
+    """Make a temporary directory for this process; delete the directories of killed processes."""
+    root = Path(tempfile.gettempdir())
     prefix = f"baton-{what}-{socket.gethostname()}-"
     for old in root.glob(f"{prefix}*"):
         pid = old.name.removeprefix(prefix).split("-")[0]
@@ -134,12 +137,14 @@ class RankActor:
     def pid(self) -> int:
         return os.getpid()
 
-    def take(self, path: str) -> Any:
-        """Return the bytes of a file as an array, which Ray does not copy, and delete the file."""
+    def take(self, path: str, begin: int) -> Any:
+        """Return at most `PIECE_BYTES` of a file as an array, which Ray does not copy. Delete the file after its last
+        piece, which is shorter."""
         import numpy as np
 
-        data = np.fromfile(path, np.uint8)
-        Path(path).unlink()
+        data = np.fromfile(path, np.uint8, count=PIECE_BYTES, offset=begin)
+        if len(data) < PIECE_BYTES:
+            Path(path).unlink()
         return data
 
     def close(self) -> None:

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from baton.cluster.inventory import Machine
 from baton.cluster.placement import ProcessSpec
-from baton.cluster.ray.actors import RankActor
+from baton.cluster.ray.actors import PIECE_BYTES, RankActor
 from baton.cluster.ray.connection import GET_S, RayCluster
 from baton.errors import Fault, RankLost, first_line
-from baton.files import memory_directory
+from baton.files import writing
 from baton.trainer.parallel.messages import (
     FAULT_GRACE_S,
     HOW_TO_GO_ON,
@@ -70,11 +70,14 @@ class RayRanks:
         """Return a local path of a file of rank 0: the file itself if rank 0 is on this machine, else a copy."""
         if self._is_here:
             return Path(path)
-        data = self._gather([self._actors[0].take.remote(path)], "bring a version", START_DEADLINE_S)[0]
-        handle, name = tempfile.mkstemp(prefix="baton-version-", dir=memory_directory())
-        with os.fdopen(handle, "wb") as file:
-            file.write(memoryview(data))
-        return Path(name)
+        handle, name = tempfile.mkstemp(prefix="baton-version-")
+        with writing(Path(name)), os.fdopen(handle, "wb") as file:
+            while True:
+                future = self._actors[0].take.remote(path, file.tell())
+                piece = self._gather([future], "bring a version", START_DEADLINE_S)[0]
+                file.write(memoryview(piece))
+                if len(piece) < PIECE_BYTES:
+                    return Path(name)
 
     def close(self) -> None:
         actors, self._actors = self._actors, []

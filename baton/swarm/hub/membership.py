@@ -146,7 +146,7 @@ class Membership:
 
     def announce(self, want: messages.Want, *, only_near: bool = False) -> None:
         """Announce a published version to all workers. If `only_near` is set, announce it only to the workers on the
-        hub's machine, which find the version in shared memory."""
+        hub's machine, which find the version's file."""
         want = msgspec.structs.replace(want, relays=self.relays.urls())
         self.want = self.want if only_near else want
         self.versions[want.version.number] = want.version

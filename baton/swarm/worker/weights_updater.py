@@ -14,8 +14,8 @@ from baton.swarm import version_sync as vs
 from baton.swarm.messages import Want
 from baton.types import PolicyVersion
 from baton.weights.fetcher import Fetcher
-from baton.weights.shared import SharedMemory
 from baton.weights.sources import WeightsSource
+from baton.weights.version_files import VersionFiles
 
 FETCH_DEADLINE_S = 3600.0
 
@@ -68,7 +68,7 @@ class WeightsUpdater:
 
     async def _fetch(self, version: PolicyVersion, want: Want) -> None:
         self._fetcher.sources = [*self._near, *(self._source(url) for url in (*want.relays, None))]
-        self._fetcher.shared = SharedMemory(Path(want.shared)) if want.shared else None
+        self._fetcher.shared = VersionFiles(Path(want.shared)) if want.shared else None
         now = asyncio.get_running_loop().time
         try:
             tensors = await self._fetched_of(version)

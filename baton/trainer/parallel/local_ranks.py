@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from baton.errors import Fault, RankLost
-from baton.files import memory_directory
 from baton.frames import FrameSocket, end_children, exit_code, ready, start_child
 from baton.trainer.parallel.messages import (
     FAULT_GRACE_S,
@@ -41,12 +40,14 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 class LocalRanks:
     """Implements `Ranks` with processes of this machine."""
 
-    def __init__(self, size: int, *, threads: int = 1) -> None:
+    def __init__(self, size: int, *, threads: int = 1, publish_in: Path | None = None) -> None:
+        """publish_in: directory in which the first rank writes versions. The rank creates it, and `close` removes it.
+        The default is a temporary directory."""
         self.pids: list[int] = []
         self._size = size
         self._sockets: list[FrameSocket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._scratch = Path(tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
+        self._scratch = publish_in or Path(tempfile.mkdtemp(prefix="baton-"))
         try:
             for rank in range(size):
                 scratch = str(self._scratch)

@@ -58,7 +58,7 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     device_index: int | None = None
     """Index among the process's visible GPUs. With None, the index is the rank modulo their number."""
     scratch: str = ""
-    """Directory for a published version's tensors, in shared memory if possible. If empty, rank 0 creates one."""
+    """Directory for the file of a published version. If empty, rank 0 creates one."""
 
 
 class Listen(msgspec.Struct, frozen=True, tag="Listen"):

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from torch._C._distributed_c10d import TCPStore
 
 from baton.errors import BatonError, fault_of
-from baton.files import memory_directory
 from baton.policy.load import torch_device, torch_dtype
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
@@ -144,7 +143,8 @@ class RankServer:
         path = Path()
         if not self._place.rank:
             if self._scratch is None:
-                self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-", dir=memory_directory()))
+                self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-"))
+                self._scratch.mkdir(parents=True, exist_ok=True)
             version = self._trained.version
             path = self._scratch / f"{version.lineage}-{version.number}.safetensors"
         version = self._trained.publish_to(path)

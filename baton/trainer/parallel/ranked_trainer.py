@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from safetensors.torch import load_file
-
 from baton.errors import Fault, TrainingDiverged
 from baton.files import atomic_directory
 from baton.trainer.parallel import messages
@@ -43,12 +41,12 @@ class RankedTrainer:
         return next(answer.metrics for answer in answers if answer.metrics)  # the last pipeline stage has them
 
     def publish(self) -> PublishedWeights:
-        """Return a copy of the current weights, or of the adapter alone, on the host."""
+        """Return the current weights, or the adapter alone, mapped from the file that the first rank has written."""
         answer = self._ask(messages.Publish(), messages.Published)[0]
         self._version = answer.version
         path = self._ranks.bring(answer.path)
         try:
-            return PublishedWeights(self._version, load_file(path))  # mapped memory stays valid after the unlink
+            return PublishedWeights.of_file(self._version, path)
         finally:
             path.unlink(missing_ok=True)
 
