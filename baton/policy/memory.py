@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Iterable
@@ -18,6 +19,14 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor of the host to a device. To a CUDA device, the tensor is copied from pinned memory, and the call
     does not wait until the copy is complete."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def release_free_memory() -> None:
+    """Return freed host memory to the system. glibc otherwise keeps freed blocks of up to 32 MiB in its heap, where the
+    next tensors, of other sizes, may not fit. Has no effect with other C libraries."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def held_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

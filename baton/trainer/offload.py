@@ -6,7 +6,8 @@
       gradients                      none: every update starts from zero gradients
 
 Only the storage of a tensor is replaced, so modules, optimisers and tied weights stay valid. Host memory is reused as
-long as shapes and dtypes stay equal. On a CPU, tensors do not move, and only the gradients are freed.
+long as shapes and dtypes stay equal. On a CPU, tensors do not move; the gradients are freed, and the system gets their
+memory back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from baton.policy.memory import held_bytes
+from baton.policy.memory import held_bytes, release_free_memory
 from baton.trainer.forward import Passes
 from baton.trainer.update import Learner
 
@@ -61,8 +62,11 @@ class Offload:
         """Free the gradients and move the tensors to the host. Idempotent."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if self.is_resting or not self._moves:
+        if self.is_resting:
+            return
+        if not self._moves:
             self.is_resting = True
+            release_free_memory()
             return
         moved = [(tensor, self._host(tensor)) for tensor in self._tensors()]
         for tensor, host in moved:

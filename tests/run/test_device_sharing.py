@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from pathlib import Path
@@ -253,6 +254,26 @@ def test_what_leaves_the_device_comes_back_with_the_same_bits_in_the_same_tensor
         return [*model.parameters(), *model.buffers()]
 
     assert all(torch.equal(a, b) for a, b in zip(updated(moves=True), updated(moves=False), strict=True))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_a_trainer_that_sleeps_on_a_cpu_returns_the_memory_of_its_gradients() -> None:
+    """Tensors below 32 MiB lie in glibc's heap, where each gradient is followed by a block that stays in use."""
+
+    def anonymous_bytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    torch.empty(31 * 2**20, dtype=torch.uint8)  # freed: from now on glibc takes smaller blocks from its heap
+    model = torch.nn.ModuleList(torch.nn.Linear(1024, 2048) for _ in range(12))
+    offload = Offload(torch.device("cpu"), [model], [torch.optim.SGD(model.parameters())])
+    kept = []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        kept.append(torch.ones(2**18))
+    before = anonymous_bytes()
+    offload.sleep()
+    assert before - anonymous_bytes() > 0.9 * 12 * 1024 * 2048 * 4
 
 
 @pytest.mark.parametrize(
