@@ -36,7 +36,7 @@ def relay(
     insecure: Insecure = False,
     ca: Authority = None,
 ) -> None:
-    """Cache a hub's weights for nearby workers, so that each chunk crosses the slow link only once.
+    """Cache a hub's weights for nearby workers, so that fewer chunks cross the slow link.
 
     Needs a token with the role `relay`.
     """

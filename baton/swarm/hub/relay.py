@@ -1,6 +1,6 @@
-"""A relay between a hub and the workers of one site, so that the hub sends each version once per site.
+"""A relay between a hub and the workers of one site, so that the hub sends a version about once per site.
 
-    hub ──chunk, once──▶ relay ──chunk──▶ worker, worker, worker …
+    hub ──chunk──▶ relay ──chunk──▶ worker, worker, worker …
 
 When a worker requests a chunk, the relay fetches the chunk from the hub, verifies it, writes it to a cache of limited
 size, and sends it to the worker. Workers verify every chunk against the chunk's digest, so a relay can withhold weights
