@@ -42,14 +42,14 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def main(results: Path, *, is_hip: bool) -> None:
-    """With `is_hip`, as a build for ROCm, and only the presets `grpo` and `ppo`."""
+    """With `is_hip`, as a build for ROCm."""
     logging.disable()  # alarms: these batches have invented log-probabilities
     install(is_hip=is_hip)
     set_up_threads(1, deterministic=True)  # deterministic mode refuses operations; everything must run in it
     found: dict[str, Any] = {}
     with Dispatch():
         found["emulation"] = {name: tried(case) for name, case in CONTROLS.items()}
-        found["steps"] = steps(("grpo", "ppo") if is_hip else (*PRESETS, *EXTRA))
+        found["steps"] = steps((*PRESETS, *EXTRA))
         found["passes"] = {name: tried(partial(passes, **settings)) for name, settings in PASSES.items()}
         found["decode"] = tried(decode)
     results.write_text(json.dumps(found))
