@@ -93,7 +93,7 @@ def test_each_writer_that_finds_no_room_ends_the_run_with_its_file_and_the_way_b
                 case "tensorboard":
                     patch.setattr(EventsWriter, "flush", no_room)
                 case "tokenizer":
-                    patch.setattr(type(loop.encoder.tokenizer.hf), "save_pretrained", no_room)
+                    patch.setattr(type(loop.evaluator.encoder.tokenizer.hf), "save_pretrained", no_room)
                 case "manifest":
                     wrote = Path.write_bytes
                     patch.setattr(

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.device_sharing import DeviceSharing
 from baton.run.devices import direct_backend, environment_with, layout_of, visible
 from baton.run.dry_run import check_room, choices_with
-from baton.run.evaluation import evaluate
+from baton.run.evaluation import Evaluator
 from baton.run.hosting import check_swarm, open_swarm
 from baton.run.loop import Loop, LoopState, Observer
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point, with_dtypes, with_revisions
@@ -69,7 +68,7 @@ from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import Ranks, TrainerSetup
 from baton.trainer.parallel.ranked_trainer import REQUEST_TIMEOUT_S, RankedTrainer
 from baton.trainer.trainer import Trainer
-from baton.types import Group, PolicyVersion, Prompt, SamplingParams
+from baton.types import PolicyVersion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 StartRanks = Callable[[int, int], Ranks]
@@ -254,18 +253,17 @@ def _build_loop(
         undo.pop_all()
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
     scorer = ResponseScorer(judge, tokenizer, trace)
-    sweep, controller = _rollout_side(recipe, port, TokenizedPrompts(stream, encoder), scorer, journal, stop, episodes)
+    rollout, controller = _rollout_side(
+        recipe, port, TokenizedPrompts(stream, encoder), scorer, journal, stop, episodes
+    )
     return Loop(
         run=run,
         lock=lock,
         stream=stream,
-        held_out=held_out,
-        samples_of=mixture.samples,
         judge=judge,
-        encoder=encoder,
         port=port,
         episodes=episodes,
-        sweep=sweep,
+        evaluator=Evaluator(held_out, encoder, judge, rollout, recipe.eval.samples, mixture.samples),
         controller=controller,
         journal=journal,
         trainer=trainer,
@@ -497,38 +495,12 @@ def evaluate_recipe(
     longest = recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens
     sampling = replace(sampling, max_new_tokens=longest, stop=recipe.rollout.stop)
     wanted = num_prompts or recipe.eval.num_prompts
-    with open_sampler(recipe, model_path, lambda m: m.held_out(wanted, or_fewer=num_prompts is None)) as sampler:
-        results, groups = sampler.sample(sampling, samples)
+    with open_evaluator(recipe, model_path, lambda m: m.held_out(wanted, or_fewer=num_prompts is None)) as evaluator:
+        results, groups = evaluator.evaluate(sampling, version=EVAL.number, samples=samples)
     if write_to is not None:
-        write_responses(write_to, sampler.encoder.tokenizer, groups)
+        write_responses(write_to, evaluator.encoder.tokenizer, groups)
     require_judged(groups, "the evaluation")
     return results
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """An engine that generates responses with a model that is not being trained, and the scorers of these responses."""
-
-    prompts: Sequence[Prompt]
-    samples: Mapping[str, int]
-    """Test set → number of responses per prompt, if the recipe states one."""
-    encoder: PromptEncoder
-    judge: RewardScorer
-    rollout: EvalRollout
-
-    def sample(self, sampling: SamplingParams, samples: int | None) -> tuple[list[Evaluation], list[Group]]:
-        """Generate and score responses to each prompt; return the results of each task, and the groups. samples:
-        responses per prompt; by default as in `self.samples`, or 1. Greedy decoding generates one."""
-        return evaluate(
-            self.rollout,
-            self.judge,
-            self.encoder,
-            self.prompts,
-            sampling,
-            samples=samples or 1 if sampling.temperature else 1,
-            samples_of=None if samples or not sampling.temperature else self.samples,
-            version=EVAL.number,
-        )
 
 
 EVAL = PolicyVersion("eval", 0)
@@ -536,10 +508,11 @@ EVAL = PolicyVersion("eval", 0)
 
 
 @contextmanager
-def open_sampler(
+def open_evaluator(
     recipe: TaskRecipe | Recipe, model_path: str, choose: Callable[[TaskMixture], Sequence[Prompt]]
-) -> Iterator[Sampler]:
-    """Load a model, and open the tasks and scorers of a recipe. choose: function that selects the prompts."""
+) -> Iterator[Evaluator]:
+    """Load a model that is not trained, as version `EVAL`, and open the tasks and scorers of a recipe. choose: function
+    that selects the prompts."""
     set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
@@ -555,4 +528,4 @@ def open_sampler(
     timeout_s, most_tokens = recipe.rollout.stall_timeout_s, recipe.engine.max_context_tokens
     worker = WorkerClient(LocalTransport(engine), timeout_s, max_context_tokens=most_tokens)
     with _memory_errors(recipe), closing(mixture), judge, closing(episodes) if episodes is not None else nullcontext():
-        yield Sampler(prompts, mixture.samples, encoder, judge, EvalRollout(worker, episodes))
+        yield Evaluator(prompts, encoder, judge, EvalRollout(worker, episodes), samples_of=mixture.samples)

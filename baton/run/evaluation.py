@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from baton.records.evaluation import Evaluation, share_interval
@@ -15,48 +16,55 @@ EVAL_NOISE = 0x5EED_E7A1
 """Noise seed of all evaluations, so that results of checkpoints differ only because of the weights."""
 
 
-def evaluate(
-    sweep: EvalRollout,
-    judge: RewardScorer,
-    encoder: PromptEncoder,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    *,
-    samples: int,
-    version: int,
-    samples_of: Mapping[str, int] | None = None,
-) -> tuple[list[Evaluation], list[Group]]:
-    """Generate and score `samples` responses to each prompt; return the results of each task, and the scored groups.
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Generates and scores responses to a list of prompts."""
 
-    samples_of: task name → number of responses, for tasks whose number differs from `samples`.
+    prompts: Sequence[Prompt]
+    encoder: PromptEncoder
+    judge: RewardScorer
+    rollout: EvalRollout
+    samples: int = 1
+    """Number of sampled responses per prompt."""
+    samples_of: Mapping[str, int] = field(default_factory=dict)
+    """Test set → number of sampled responses per prompt, if it differs from `samples`."""
 
-    With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is requested.
-    """
-    sizes = [(samples_of or {}).get(p.task, samples) for p in prompts]
-    requests = [EvalGroup(index, encoder.ids(p), sizes[index], p) for index, p in enumerate(prompts)]
-    members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
-    waiting: list[list[Finished]] = [[] for _ in prompts]
-    for one in sweep.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
-        group_id = trajectory_of(one).group_id
-        if isinstance(one, ScoredTrajectory) and not (judge.scores_episodes and one.judgement.is_judged):
-            members[group_id].append(one)  # the environment has given the whole reward, or has failed
-        else:
-            waiting[group_id].append(one)
-        if len(waiting[group_id]) + len(members[group_id]) == sizes[group_id] or not judge.sees_groups:
-            ready = sorted(waiting[group_id], key=lambda finished: trajectory_of(finished).sample_index)
-            waiting[group_id] = []
-            judge.submit(ready, prompts[group_id], [response_of(each, encoder.tokenizer) for each in ready])
-    for judged in judge.drain(sweep.worker.stop.check):
-        members[judged.trajectory.group_id].append(judged)
-    groups = [
-        Group(index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
-        for index, m in enumerate(members)
-    ]
-    names = list(dict.fromkeys(p.task for p in prompts))
-    results = [_summary(name, [g for g in groups if g.prompt.task == name], sampling.temperature) for name in names]
-    if len(names) > 1:
-        results.append(_summary("all", groups, sampling.temperature))
-    return results, groups
+    def evaluate(
+        self, sampling: SamplingParams, *, version: int, samples: int | None = None
+    ) -> tuple[list[Evaluation], list[Group]]:
+        """Generate and score responses to each prompt; return the results of each task, and the scored groups. samples:
+        responses per prompt, in place of those of this object. Greedy decoding generates one.
+
+        With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is
+        requested.
+        """
+        prompts, judge, temperature = self.prompts, self.judge, sampling.temperature
+        sizes = [(samples or self.samples_of.get(p.task, self.samples)) if temperature else 1 for p in prompts]
+        requests = [EvalGroup(index, self.encoder.ids(p), sizes[index], p) for index, p in enumerate(prompts)]
+        members: list[list[ScoredTrajectory]] = [[] for _ in prompts]
+        waiting: list[list[Finished]] = [[] for _ in prompts]
+        for one in self.rollout.rollout(requests, sampling, noise_seed=EVAL_NOISE, version=version):
+            group_id = trajectory_of(one).group_id
+            if isinstance(one, ScoredTrajectory) and not (judge.scores_episodes and one.judgement.is_judged):
+                members[group_id].append(one)  # the environment has given the whole reward, or has failed
+            else:
+                waiting[group_id].append(one)
+            if len(waiting[group_id]) + len(members[group_id]) == sizes[group_id] or not judge.sees_groups:
+                ready = sorted(waiting[group_id], key=lambda finished: trajectory_of(finished).sample_index)
+                waiting[group_id] = []
+                responses = [response_of(each, self.encoder.tokenizer) for each in ready]
+                judge.submit(ready, prompts[group_id], responses)
+        for judged in judge.drain(self.rollout.worker.stop.check):
+            members[judged.trajectory.group_id].append(judged)
+        groups = [
+            Group(index, prompts[index], tuple(sorted(m, key=lambda j: j.trajectory.sample_index)))
+            for index, m in enumerate(members)
+        ]
+        names = list(dict.fromkeys(p.task for p in prompts))
+        results = [_summary(name, [g for g in groups if g.prompt.task == name], temperature) for name in names]
+        if len(names) > 1:
+            results.append(_summary("all", groups, temperature))
+        return results, groups
 
 
 def _summary(task: str, groups: Sequence[Group], temperature: float) -> Evaluation:

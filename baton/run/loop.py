@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -36,17 +36,15 @@ from baton.rewards.warnings import first_impression
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineStats
 from baton.rollout.episodes import EpisodeSetup
-from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import WorkerTransport
 from baton.run.device_sharing import DeviceSharing
-from baton.run.evaluation import evaluate
-from baton.run.tokenization import PromptEncoder
+from baton.run.evaluation import Evaluator
 from baton.stop import Stopped, StopRequest
 from baton.swarm.serial_executor import SerialExecutor
 from baton.tasks.stream import PromptStream
 from baton.trainer.trainer import Trainer
-from baton.types import Batch, Group, Prompt, SamplingParams
+from baton.types import Batch, Group, SamplingParams
 
 PUT_DOWN_S = 5.0
 """Maximum time in seconds that a run, at its end, waits for the workers to report their remaining tokens."""
@@ -105,13 +103,10 @@ class Loop:
     lock: RunLock
     """Lock of the run's directory; `close` releases it."""
     stream: PromptStream
-    held_out: Sequence[Prompt]
-    """Prompts of evaluations; empty if the recipe disables evaluations."""
     judge: RewardScorer
-    encoder: PromptEncoder
     port: WorkerTransport
-    sweep: EvalRollout
-    """Part that generates responses for evaluations."""
+    evaluator: Evaluator
+    """Generates and scores responses for evaluations; without prompts if the recipe disables evaluations."""
     controller: RolloutController
     """Part that generates responses for training."""
     journal: Journal
@@ -126,8 +121,6 @@ class Loop:
     checkpoint: CheckpointSettings
     num_steps: int
     state: LoopState
-    samples_of: Mapping[str, int] = field(default_factory=dict)
-    """Test set → number of sampled responses per prompt, if it differs from eval.samples."""
     episodes: EpisodeSetup | None = None
     """Setup of multi-turn episodes; None if no task is multi-turn."""
     publish_every: int = 1
@@ -474,18 +467,8 @@ class Loop:
         recorded: dict[Source, list[Group]] = {}
         with self.clock.stage("eval", self.state.step), self.controller.paused() if self.has_begun else nullcontext():
             for sampling in ways:
-                samples = self.eval.samples if sampling.temperature else 1
                 with self.observer.phase("evaluate", 0):
-                    found, groups = evaluate(
-                        self.sweep,
-                        self.judge,
-                        self.encoder,
-                        self.held_out,
-                        sampling,
-                        samples=samples,
-                        samples_of=self.samples_of if sampling.temperature else None,
-                        version=self.trainer.version.number,
-                    )
+                    found, groups = self.evaluator.evaluate(sampling, version=self.trainer.version.number)
                 results += found
                 recorded["evaluation" if sampling.temperature else "greedy"] = groups
                 if not self.state.step and sampling.temperature:

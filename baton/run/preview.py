@@ -9,7 +9,7 @@ import msgspec
 
 from baton.recipe.recipe import Recipe
 from baton.rewards.warnings import first_impression
-from baton.run.assemble import open_sampler
+from baton.run.assemble import EVAL, open_evaluator
 from baton.run.dry_run import Footprint, footprint
 from baton.run.memory import gib
 from baton.run.trajectories import ReadableTrajectory, decode
@@ -37,9 +37,9 @@ class Preview(msgspec.Struct, frozen=True):
 def preview(recipe: Recipe, num_prompts: int) -> Preview:
     """Generate and score responses to the first training prompts. Raises UserError if a run would not start."""
     needs = footprint(recipe)
-    with open_sampler(recipe, recipe.model.path, lambda m: PromptStream(m, recipe.run.seed).take(num_prompts)) as it:
+    with open_evaluator(recipe, recipe.model.path, lambda m: PromptStream(m, recipe.run.seed).take(num_prompts)) as it:
         begin = time.perf_counter()
-        _, groups = it.sample(recipe.rollout.sampling(), SAMPLES)
+        _, groups = it.evaluate(recipe.rollout.sampling(), version=EVAL.number, samples=SAMPLES)
         seconds = time.perf_counter() - begin
         responses = [decode(it.encoder.tokenizer, 0, group, member) for group in groups for member in group.members]
     return Preview(tuple(responses), tuple(_findings(recipe, needs, groups, seconds)))

@@ -17,7 +17,7 @@ from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
-from baton.run.evaluation import evaluate
+from baton.run.evaluation import Evaluator
 from baton.run.tokenization import PromptEncoder
 from baton.trainer.algorithm import AlgorithmSettings
 from baton.trainer.microbatches import cut
@@ -144,15 +144,13 @@ def evaluated(lengths: dict[tuple[int, int], int], samples: int) -> Evaluation:
     judge = RewardScorer(
         {"some": BreaksAtThree()}, [RewardSettings(kind="correct")], {"some": AnswerSettings(format="last_line")}
     )  # type: ignore[dict-item]
-    (result,), _ = evaluate(
-        EvalRollout(WorkerClient(LocalTransport(engine))),
-        judge,
-        PromptEncoder(Words()),  # type: ignore[arg-type]
+    (result,), _ = Evaluator(
         prompts,
-        SamplingParams(9),
-        samples=samples,
-        version=0,
-    )
+        PromptEncoder(Words()),  # type: ignore[arg-type]
+        judge,
+        EvalRollout(WorkerClient(LocalTransport(engine))),
+        samples,
+    ).evaluate(SamplingParams(9), version=0)
     return result
 
 
@@ -201,14 +199,12 @@ def test_an_evaluation_has_a_group_compared_as_a_whole(tmp_path: Path) -> None:
     engine = FakeEngine(
         EngineSettings(slots=8, max_context_tokens=64), PolicyVersion("e", 0), lambda g, s: lengths[g, s]
     )
-    (result,), (found,) = evaluate(
-        EvalRollout(WorkerClient(LocalTransport(engine))),
-        judge,
-        PromptEncoder(Words()),  # type: ignore[arg-type]
+    (result,), (found,) = Evaluator(
         [Prompt("0", "some", (Message("user", "5"),), "2")],
-        SamplingParams(9),
-        samples=3,
-        version=0,
-    )
+        PromptEncoder(Words()),  # type: ignore[arg-type]
+        judge,
+        EvalRollout(WorkerClient(LocalTransport(engine))),
+        3,
+    ).evaluate(SamplingParams(9), version=0)
     assert [m.judgement.reward for m in found.members] == [0.0, 1.0, 1.0]
     assert result.accuracy.value == pytest.approx(2 / 3)

@@ -15,7 +15,7 @@ from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import WorkerClient
-from baton.run.evaluation import evaluate
+from baton.run.evaluation import Evaluator
 from baton.run.tokenization import PromptEncoder
 from baton.types import Message, PolicyVersion, Prompt, SamplingParams
 
@@ -88,7 +88,7 @@ def run(samples: int, temperature: float = 1.0, max_new_tokens: int = 9):
     sampling = SamplingParams(max_new_tokens, temperature)
     encoder = PromptEncoder(Words())  # type: ignore[arg-type]
     rollout = EvalRollout(WorkerClient(LocalTransport(engine)))
-    return evaluate(rollout, judge, encoder, prompts, sampling, samples=samples, version=0)
+    return Evaluator(prompts, encoder, judge, rollout, samples).evaluate(sampling, version=0)
 
 
 def test_accuracy_and_pass_at_k_by_hand() -> None:
