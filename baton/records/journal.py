@@ -119,18 +119,14 @@ class Journal:
         *,
         keeps_partials: bool,
         before_commit: Callable[[], None] = lambda: None,
-        encode: Callable[[Any], bytes] = _ENCODER.encode,
-        decode: Callable[[bytes, str], Any] = lambda content, kind: msgspec.msgpack.decode(content, type=_TYPES[kind]),
     ) -> None:
         """Open or create the journal. Raises StorageFault if it is damaged.
 
         path: None for a journal in memory, as in the simulator. keeps_partials: whether segments of unfinished
         trajectories are recorded. In `sync` mode they are not recorded, and a resumed run generates these trajectories
-        again. before_commit: called before each commit; raises if another process has taken over the directory. encode,
-        decode: the encoding of the content of an entry; `decode` also receives the kind of the entry.
+        again. before_commit: called before each commit; raises if another process has taken over the directory.
         """
         self._path, self._keeps_partials, self._before_commit = path, keeps_partials, before_commit
-        self._encode, self._decode = encode, decode
         self._is_open = False
         with self._faults():
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
@@ -342,7 +338,7 @@ class Journal:
     # ---- the storage of entries --------------------------------------------------------------------------------------
 
     def _put(self, key: EntryKey, content: Any) -> None:
-        packed = self._encode(content)
+        packed = _ENCODER.encode(content)
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
@@ -359,7 +355,7 @@ class Journal:
             rows = self._db.execute(
                 f"SELECT * FROM entries WHERE {where} ORDER BY kind, number, sample, token_offset", (*kinds, *of_number)
             ).fetchall()
-        return [(EntryKey(*key), self._decode(data, key[0])) for *key, data, _ in rows]
+        return [(EntryKey(*key), msgspec.msgpack.decode(data, type=_TYPES[key[0]])) for *key, data, _ in rows]
 
     def _execute(self, statement: str, *values: Any) -> None:
         with self._faults():

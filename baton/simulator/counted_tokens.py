@@ -1,14 +1,19 @@
 """Tokens of a simulated trajectory, which have a position and an origin. A simulated run therefore uses the leases,
-reports and trajectories of a live run, and a trajectory of any length takes the memory of a few numbers."""
+reports and trajectories of a live run, and a trajectory of any length takes the memory of a few numbers. The values are
+valid token ids, so messages and journal encode them as those of a live run."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from baton.types import Segment, TokenColumn
+import msgspec
 
-ORIGIN = 2**32
+from baton.types import Lease, Report, Segment, TokenColumn
+
+ORIGIN = 2**20
 """Difference between the values of tokens that have the same position and consecutive origins."""
+NUM_ORIGINS = 2**11 - 1
+"""Number of different origins above 0, so that all values are below 2^31."""
 
 
 class CountedTokens(TokenColumn[Any]):
@@ -28,10 +33,6 @@ class CountedTokens(TokenColumn[Any]):
         assert not (first - mine.stop) % ORIGIN, f"tokens from {first} on cannot follow tokens up to {mine.stop}"
         return TokenColumn([*mine, *values])
 
-    @property
-    def origin(self) -> int:
-        return abs(self._buffer[0]) // ORIGIN
-
     def __getitem__(self, index: Any) -> Any:
         found = self._buffer[index]
         return CountedTokens(found) if isinstance(found, range) else found
@@ -39,6 +40,24 @@ class CountedTokens(TokenColumn[Any]):
 
 def counted_segment(start: int, num_tokens: int, version: int, origin: int = 0) -> Segment:
     """Return a segment of the tokens from position `start` on."""
-    start += origin * ORIGIN
+    start += ((origin - 1) % NUM_ORIGINS + 1) * ORIGIN if origin else 0
     stop = start + num_tokens
     return Segment(CountedTokens(range(start, stop)), CountedTokens(range(-start, -stop, -1)), version)
+
+
+def counted(message: Any) -> Any:
+    """Return a message that was decoded, with counted tokens again."""
+    match message:
+        case Report(segments=segments):
+            return msgspec.structs.replace(message, segments=tuple(map(_counted, segments)))
+        case Lease(trajectory=known):
+            known = msgspec.structs.replace(known, segments=tuple(map(_counted, known.segments)))
+            return msgspec.structs.replace(message, trajectory=known)
+        case _:
+            return message
+
+
+def _counted(segment: Segment) -> Segment:
+    ids, count = segment.token_ids, len(segment.token_ids)
+    is_run = ids[-1] - ids[0] == count - 1  # else the tokens of two leases follow each other
+    return counted_segment(ids[0], count, segment.policy_version) if is_run else segment

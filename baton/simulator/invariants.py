@@ -25,7 +25,7 @@ import msgspec
 from baton.clock import TimedEvent
 from baton.rollout import events as ro
 from baton.rollout.scheduler_state import ACCOUNTS, TrajectoryState
-from baton.simulator.counted_tokens import CountedTokens
+from baton.simulator.counted_tokens import ORIGIN
 from baton.simulator.lease_invariants import LeaseInvariants
 from baton.simulator.simulation import EventObserver, Simulation
 from baton.simulator.swarm import Swarm
@@ -242,10 +242,10 @@ class InvariantChecker(EventObserver):
             for version, count in own.versions:
                 reported[version] += count
             self.check(counts == reported, "append only", f"{name} has tokens {counts}, reported were {reported}")
-            columns = [segment.token_ids for segment in trajectory.segments]
-            origins = {column.origin if isinstance(column, CountedTokens) else -1 for column in columns}
-            is_one = len(origins) == 1 and -1 not in origins
-            self.check(self._rules.mode != "sync" or is_one, "append only", f"{name} mixes tokens of two leases")
+            origins = {s.token_ids[place] // ORIGIN for s in trajectory.segments for place in (0, -1)}
+            self.check(
+                self._rules.mode != "sync" or len(origins) == 1, "append only", f"{name} mixes tokens of two leases"
+            )
         self._delivered_own = {}
 
     # ---- at every event ----------------------------------------------------------------------------------------------

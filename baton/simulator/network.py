@@ -1,6 +1,6 @@
 """The network between hub and workers, with messages, latencies of connections, and faults.
 
-The messages are those of `swarm/messages.py`, with counted tokens. They are not encoded.
+The messages are those of `swarm/messages.py`, with counted tokens. In runs with faults, they are encoded and decoded.
 
 Without faults, messages arrive in order. During a `partition` or a `storm`, messages may be delayed, reordered or
 repeated, or a message is lost and the connection is cut. Fetches may fail.
@@ -15,9 +15,10 @@ from random import Random
 from typing import Any
 
 from baton.simulator.clock import VirtualClock
+from baton.simulator.counted_tokens import counted
 from baton.simulator.faults import FaultSettings
 from baton.swarm.hub.peers import Outgoing
-from baton.swarm.messages import Ack, FromHub, HeartbeatAck
+from baton.swarm.messages import Ack, FromHub, HeartbeatAck, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class SimulatedConnection:
     lose: Callable[[], None]
     """Function that cuts the connection."""
     fate: Callable[[], MessageFault] | None = None
+    decode: Callable[[bytes], Any] | None = None
+    """Function that decodes the messages of this direction; None if they are not encoded."""
     connection: int = 0
     """Sequence number of the connection. Messages of an earlier connection are discarded."""
     last_s: float = field(default=0.0)
@@ -57,6 +60,8 @@ class SimulatedConnection:
         if self.fate is None:
             self.clock.at(now_s + self.link_s, self._arrive, self.connection, message)
             return
+        if self.decode is not None:
+            message = counted(self.decode(encode(message)))
         fate = self.fate()
         if fate.is_lost:
             self.clock.at(now_s, self.lose)

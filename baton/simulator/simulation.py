@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -27,7 +27,6 @@ from baton.rollout import events as ro
 from baton.rollout.controller import RolloutController
 from baton.rollout.scheduler import RolloutScheduler
 from baton.rollout.scheduler_state import Ledger
-from baton.rollout.settings import Rules
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.simulator.clock import NoProgress, VirtualClock
 from baton.simulator.inputs import Setting
@@ -111,7 +110,7 @@ class Simulation:
         """Set before `run`."""
         self._make_scheduler, self._tracer = make_scheduler, tracer
         self._scorer = SimulatedScorer(setting.judges, self.script, self.clock, seed, tracer)
-        self._journal = _journal_in_memory(self.rules) if has_restarts else None
+        self._journal = Journal(None, keeps_partials=self.rules.mode != "sync") if has_restarts else None
         self._checkpoint = 0
         """Train step of the last checkpoint."""
         self._carried_tokens = 0
@@ -247,18 +246,6 @@ class Simulation:
             self.recorded = {step: groups for step, groups in self.recorded.items() if step > self.version}
             if self._journal is not None:
                 self._journal.checkpointed(self.version, self.version)
-
-
-def _journal_in_memory(rules: Rules) -> Journal:
-    """Return a journal whose database contains indices of a list, because counted tokens have no ids to encode."""
-    contents: list[Any] = []
-
-    def encode(content: Any) -> bytes:
-        contents.append(content)
-        return b"%d" % (len(contents) - 1)
-
-    keeps_partials = rules.mode != "sync"
-    return Journal(None, keeps_partials=keeps_partials, encode=encode, decode=lambda index, _: contents[int(index)])
 
 
 def _lengths(groups: Sequence[Group]) -> list[int]:

@@ -28,7 +28,16 @@ from baton.swarm.hub.worker_access import Unwanted, WorkerAccess
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, ReportCheck
 from baton.swarm.leases import LeaseTable
-from baton.swarm.messages import PROTOCOL, FromWorker, Hello, Malformed, Want, Welcome
+from baton.swarm.messages import (
+    PROTOCOL,
+    FromWorker,
+    Hello,
+    Malformed,
+    Want,
+    Welcome,
+    decode_from_hub,
+    decode_from_worker,
+)
 from baton.swarm.verification.checks import ReportLimits, check_report
 from baton.swarm.verification.policy import InspectionSettings, VerificationPolicy
 from baton.swarm.verification.quarantine import Quarantine
@@ -204,9 +213,16 @@ class Swarm(SimulatedTransport):
         worker = SimWorker(self.setting, spec, self.clock, self, self._tracer)
         fate = None if self.trouble is None else self.trouble.fates(spec.name)
         worker.up = SimulatedConnection(
-            self.clock, self.spec.link_s, lambda message: self._on_message(worker, message), worker.cut, fate
+            self.clock,
+            self.spec.link_s,
+            lambda message: self._on_message(worker, message),
+            worker.cut,
+            fate,
+            decode_from_worker,
         )
-        worker.down = SimulatedConnection(self.clock, self.spec.link_s, worker.on_message, worker.cut, fate)
+        worker.down = SimulatedConnection(
+            self.clock, self.spec.link_s, worker.on_message, worker.cut, fate, decode_from_hub
+        )
         same = sum(other.spec.name == spec.name for other in self.workers)
         worker.engine.name += f" ({same + 1})" if same else ""
         self.workers.append(worker)

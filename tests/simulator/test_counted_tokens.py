@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.simulator.counted_tokens import ORIGIN, CountedTokens, counted_segment
-from baton.types import Segment, Trajectory
+from baton.simulator.counted_tokens import ORIGIN, CountedTokens, counted, counted_segment
+from baton.swarm.messages import decode_from_hub, decode_from_worker, encode
+from baton.types import Lease, Report, SamplingParams, Segment, Trajectory
 
 
 def test_a_counted_trajectory_grows_and_divides_like_one_with_ids() -> None:
@@ -31,7 +32,6 @@ def test_tokens_of_two_origins_differ_and_keep_their_positions() -> None:
     assert other.ids_between(4, 7) == [5 * ORIGIN + place for place in (4, 5, 6)]
     (column,) = (segment.token_ids for segment in same.segments)
     assert isinstance(column, CountedTokens)
-    assert column.origin == 0
     again = other.extended((counted_segment(7, 2, 1, 5), counted_segment(9, 1, 1, 0)))
     assert again.num_tokens == 10
     assert again.ids_between(8, 10) == [5 * ORIGIN + 8, 9]
@@ -41,3 +41,20 @@ def test_tokens_that_do_not_follow_cannot_be_appended() -> None:
     begun = Trajectory(0, 0, CountedTokens(range(1))).extended((counted_segment(0, 4, 0),))
     with pytest.raises(AssertionError, match="from 5 on cannot follow tokens up to 4"):
         begun.extended((counted_segment(5, 1, 0),))
+
+
+def test_a_message_that_was_encoded_has_the_same_tokens() -> None:
+    begun = Trajectory(0, 0, range(3)).extended((counted_segment(0, 4, 0, 7),))
+    mixed = begun.extended((counted_segment(4, 2, 0, 8),))
+    for known in (begun, mixed):
+        lease = Lease(1, known, SamplingParams(9), 0, 0)
+        found = counted(decode_from_hub(encode(lease)))
+        assert found.trajectory.token_ids == known.token_ids
+        assert found.trajectory.behavior_logprobs == known.behavior_logprobs
+        (column,) = (segment.token_ids for segment in found.trajectory.segments)
+        assert isinstance(column, CountedTokens) == (known is begun)
+    report = Report(1, 4, (counted_segment(4, 2, 3, 5000),))
+    again = counted(decode_from_worker(encode(report)))
+    assert again == report
+    assert isinstance(again.segments[0].token_ids, CountedTokens)
+    assert begun.extended(again.segments).num_tokens == 6, "the ids of every origin are below 2^31"
