@@ -139,7 +139,7 @@ def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
 
 
 def adapter_params(model: ModelSpec, rank: int) -> float:
-    """Return the number of parameters of LoRA adapters on all linear layers, which exclude fused experts."""
+    """Return the number of parameters of LoRA adapters on all linear layers except fused experts."""
     width, keys = model.num_heads * model.head_dim, model.kv_values_per_token / 2
     mlp = 0.0 if model.num_experts > 1 else 3 * model.hidden + model.ffn_params / model.hidden
     return rank * model.num_layers * (4 * model.hidden + 2 * width + 2 * keys + mlp)

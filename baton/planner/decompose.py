@@ -100,7 +100,7 @@ def improve(
 
 
 def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> float:
-    """Return a lower bound on the step time of pipelines on a single pool, all of which are in the table."""
+    """Return a lower bound on the step time of pipelines on a single pool; the table has all of them."""
     alone = (problem.table.stages > 0).sum(axis=1) == 1
     if not alone.any():
         return np.inf
