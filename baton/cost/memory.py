@@ -300,6 +300,17 @@ def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
     return (*found, Term("engine: logits", 4.0 * 4 * engine.slots * model.vocab))
 
 
+def scorer_terms(model: ModelSpec, value_bytes: int, tokens: float) -> tuple[Term, ...]:
+    """Return the memory of a reward model that scores a batch of `tokens` tokens, with padding. The largest working
+    memory is that of a feed-forward part (input, norm in float32, three products) or of attention (queries, keys,
+    values, output)."""
+    attention = 2 * model.num_heads * model.head_dim + model.kv_values_per_token
+    feed_forward = model.active_ffn_params / model.hidden
+    block = value_bytes * (2 * model.hidden + max(attention, feed_forward)) + 8 * model.hidden
+    params = model.params - (not model.is_tied) * model.embedding_params  # the head has one output
+    return (Term("weights", value_bytes * params), Term("one block", tokens * block))
+
+
 def overhead(num_bytes: Array, *, on_cpu: bool) -> Term:
     """Return the assumed memory outside of tensors, for a process whose tensors take `num_bytes`."""
     fixed = RUNTIME_BYTES if on_cpu else GPU_CONTEXT_BYTES

@@ -22,6 +22,8 @@ Rows = str | Path | Iterable[Mapping[str, Any]]
 Reward = str | Callable[..., Any]
 """A function, or a string: a kind of [[reward]], the path of a function, or a URL. See docs/rewards.md#functions."""
 KINDS = get_args(RewardSettings.model_fields["kind"].annotation)
+NEEDS_KEYS = ("function", "http", "model")
+"""Kinds of [[reward]] that need further keys."""
 
 
 def task_section(
@@ -46,7 +48,7 @@ def task_section(
     section = {"name": "data", "path": str(path), **played}
     if played:
         return section
-    if all(r["kind"] in ("function", "http") for r in rewards) and not any(find_reference(row) for row in rows):
+    if all(r["kind"] in NEEDS_KEYS for r in rewards) and not any(find_reference(row) for row in rows):
         section["scorer"] = "none"
         columns = ", ".join(sorted({str(name) for row in rows for name in row}))
         say(
@@ -98,12 +100,12 @@ def reward_sections(reward: Reward | Sequence[Reward]) -> list[dict[str, Any]]:
             sections.append({"kind": "http", "name": f"http_{len(sections)}", "url": one})
         elif ":" in one:
             sections.append({"kind": "function", "name": one.rpartition(":")[2], "function": one})
-        elif one in KINDS and one not in ("function", "http"):
+        elif one in KINDS and one not in NEEDS_KEYS:
             sections.append({"kind": one, "name": one})
         else:
             raise UserError(
                 f"reward: got {one!r}, allowed is a function, 'module:name', 'file.py:name', a URL, or one of "
-                f"{', '.join(kind for kind in KINDS if kind not in ('function', 'http'))}"
+                f"{', '.join(kind for kind in KINDS if kind not in NEEDS_KEYS)}"
             )
     return sections
 

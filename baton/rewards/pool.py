@@ -41,11 +41,20 @@ class _WorkerExited(Exception):
     """A worker process ended before it answered."""
 
 
+def _late(calls: Calls, deadline_s: float) -> Outcomes:
+    return protocol.failed(calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed")
+
+
+def _lost(calls: Calls, error: _WorkerExited) -> Outcomes:
+    return protocol.failed(calls, FailureCause.CRASHED, str(error))
+
+
 class WorkerPool:
     """The worker processes of a run, and the calls that they execute."""
 
-    def __init__(self, setup: protocol.ScorerSetup, settings: JudgeSettings) -> None:
-        self._setup = setup
+    def __init__(self, setup: protocol.ScorerSetup, settings: JudgeSettings, *, holds_model: bool = False) -> None:
+        """holds_model: the shared process holds a reward model, so calls never run in another process."""
+        self._setup, self._holds_model = setup, holds_model
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.workers)
         self._idle: list[_ScorerProcess] = []
@@ -59,14 +68,20 @@ class WorkerPool:
         `ScorerSetup.specs`. `may_share`: whether other calls may run in the same process at the same time."""
         if may_share:
             worker = await self._shared_worker()
-            with contextlib.suppress(_WorkerExited, TimeoutError):
+            try:
                 return await worker.ask(spec, calls, deadline_s, deadline_s + GRACE_S)
-            worker.kill()
+            except (_WorkerExited, TimeoutError) as error:
+                worker.kill()
+                if self._holds_model:
+                    return _late(calls, deadline_s) if isinstance(error, TimeoutError) else _lost(calls, error)
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
         """Start a worker process; return a line about its isolation. Raises UserError if it cannot load its scorers."""
-        self._idle.append(await self._start_worker_process())
+        if self._holds_model:
+            await self._shared_worker()
+        else:
+            self._idle.append(await self._start_worker_process())
         return self._isolation
 
     async def close(self) -> None:
@@ -86,11 +101,9 @@ class WorkerPool:
                 outcomes = await worker.ask(spec, calls, deadline_s, deadline_s)
             except TimeoutError:
                 worker.kill()
-                return protocol.failed(
-                    calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed"
-                )
-            except _WorkerExited as lost:
-                return protocol.failed(calls, FailureCause.CRASHED, str(lost))
+                return _late(calls, deadline_s)
+            except _WorkerExited as error:
+                return _lost(calls, error)
             except asyncio.CancelledError:
                 worker.kill()
                 raise
@@ -99,10 +112,14 @@ class WorkerPool:
 
     async def _shared_worker(self) -> _ScorerProcess:
         if self._shared is None or (self._shared.done() and not self._shared.result().is_alive):
-            self._shared = asyncio.create_task(self._start_worker_process())
+            before = None if self._shared is None else self._shared.result()
+            self._shared = asyncio.create_task(self._start_worker_process(before))
         return await asyncio.shield(self._shared)
 
-    async def _start_worker_process(self) -> _ScorerProcess:
+    async def _start_worker_process(self, after: _ScorerProcess | None = None) -> _ScorerProcess:
+        """after: a process that was killed, whose memory must be free before the new process starts."""
+        if after is not None:
+            await after.ended()
         if self._unloadable:
             raise UserError(self._unloadable)
         launch = asyncio.create_task(_ScorerProcess.launch(self._settings))

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from baton.rewards.chat import ChatFormat
 from baton.rewards.functions import malformed, number
 from baton.rewards.scorer_protocol import Call, CallFailure, Outcome
 from baton.types import FailureCause
@@ -22,7 +23,9 @@ BUSY = frozenset({408, 425, 429})
 """HTTP status codes after which the call is repeated, in addition to all codes ≥ 500."""
 
 
-async def call_remote_scorer(session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float) -> Outcome:
+async def call_remote_scorer(
+    session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float, chat: ChatFormat | None = None
+) -> Outcome:
     """Call a remote scorer once. A failure of the server or the connection is returned as an outcome, not raised."""
     prompt = call.prompt
     request: dict[str, Any] = {
@@ -35,6 +38,8 @@ async def call_remote_scorer(session: aiohttp.ClientSession, url: str, call: Cal
     }
     if call.episode is not None:
         request |= {"turns": call.turns, "turn_rewards": [one.reward for one in call.episode.exchanges]}
+    if chat is not None:
+        request = chat.request(call)
     try:
         async with (
             asyncio.timeout(deadline_s),
@@ -57,6 +62,8 @@ async def call_remote_scorer(session: aiohttp.ClientSession, url: str, call: Cal
         answer = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return CallFailure(FailureCause.MALFORMED, f"answered {shown!r}, which is not JSON")
+    if chat is not None:
+        return chat.outcome(answer)
     if isinstance(answer, dict):
         key = next((k for k in ("reward", "score") if k in answer), None)
         if key is None:

@@ -27,6 +27,7 @@ import msgspec
 
 from baton.errors import DeadlineExceeded, UserError
 from baton.rewards.answer import extract_answer, meets_format
+from baton.rewards.chat import ChatFormat
 from baton.rewards.functions import (
     MAX_REWARD,
     check_arguments,
@@ -44,6 +45,7 @@ from baton.rewards.scorer_protocol import (
     FunctionSpec,
     MathSpec,
     Outcome,
+    RewardModelSpec,
     ScoredTask,
     ScorerSetup,
     Spec,
@@ -57,10 +59,12 @@ if TYPE_CHECKING:
 
 NEEDS_SCORER = ("correct", "score")
 NEEDS_REFERENCE = (*NEEDS_SCORER, "exact", "math")
-OF_EPISODES = ("function", "http")
+OF_EPISODES = ("function", "http", "model")
 """Kinds of reward parts that score multi-turn episodes."""
 OF_ANSWERS = ("exact", "math", "format")
 """Kinds of reward parts for single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
+MODEL_DEADLINE_S = 120.0
+"""Default deadline of a call of a reward model, which waits for the calls before it."""
 MAX_UNANSWERED = 32
 """After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested: a call
 that it has answered before is repeated. If it succeeds, the responses caused the failures and the run continues."""
@@ -123,6 +127,7 @@ class RewardScorer:
         """Whether multi-turn episodes are submitted. If not, the environment's reward is the whole reward."""
         self._settings = settings or JudgeSettings()
         self._specs: list[Spec] = []
+        self._models: dict[str, list[RewardModelSpec]] = {}
         self._thread: ScoringThread | None = None
         self._finished: queue.SimpleQueue[tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]] = (
             queue.SimpleQueue()
@@ -143,11 +148,12 @@ class RewardScorer:
         """True if the trajectories of a group must be submitted together, because a reward function compares them."""
 
     def start(self) -> str:
-        """Start a worker process if a scorer needs one. Return a line for the user that describes its isolation, or an
-        empty string if no process was started. Raises UserError if the process cannot load a scorer."""
-        if not self._specs:
+        """Start the processes of reward models, and a worker process if a scorer needs one. Return a line for the user
+        that describes its isolation, or an empty string if no process was started. Raises UserError if a process cannot
+        load a scorer."""
+        if not self._specs and not self._models:
             return ""
-        return self._scoring_thread().run(self._scoring_thread().start_worker()).result(self.timeout_s)
+        return self._scoring_thread().run(self._scoring_thread().start_workers()).result(self.timeout_s)
 
     def score(self, prompt: Prompt, response: str) -> RewardResult:
         """Score one response and wait for the result."""
@@ -365,6 +371,8 @@ class RewardScorer:
                 return self._in_worker(MathSpec(), reward, needs_answer=True)
             case "http":
                 return self._remote(reward)
+            case "model":
+                return self._model(reward)
             case "function":
                 return self._function(reward)
             case "correct" | "score":
@@ -392,11 +400,25 @@ class RewardScorer:
 
     def _remote(self, reward: RewardSettings) -> _BackgroundScorer:
         url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s
+        chat = ChatFormat(reward.model or "", reward.template, reward.pattern) if reward.template else None
 
         async def call_url(calls: Calls) -> Outcomes:
-            return await self._scoring_thread().call_remote(url, calls[0], deadline_s, concurrency=reward.concurrency)
+            thread, most = self._scoring_thread(), reward.concurrency
+            return await thread.call_remote(url, calls[0], deadline_s, concurrency=most, chat=chat)
 
         return _BackgroundScorer(f"the reward scorer at {url}", call_url)
+
+    def _model(self, reward: RewardSettings) -> _BackgroundScorer:
+        path, deadline_s = reward.model or "", reward.deadline_s or MODEL_DEADLINE_S
+        self._models[reward.name] = [
+            RewardModelSpec(path, device, reward.dtype, reward.batch_tokens) for device in reward.devices or ("auto",)
+        ]
+
+        async def call_model(calls: Calls) -> Outcomes:
+            thread = self._scoring_thread()
+            return await thread.call_model(reward.name, calls, deadline_s, concurrency=reward.concurrency)
+
+        return _BackgroundScorer(f"reward model {path!r}", call_model)
 
     def _in_worker(
         self,
@@ -429,13 +451,14 @@ class RewardScorer:
             from baton.rewards.scoring_thread import ScoringThread
 
             setup = ScorerSetup(tuple(self._specs), tuple(sys.path), int(self._settings.memory_gib * 2**30))
-            self._thread = ScoringThread(setup, self._settings)
+            self._thread = ScoringThread(setup, self._settings, self._models)
         return self._thread
 
     def _longest_call_s(self) -> float:
         """Return the maximum number of seconds between two results. This number does not depend on the length of the
         queue, because a call is always running."""
-        deadline_s = max([self._settings.deadline_s, *(r.deadline_s or 0.0 for r in self._rewards)])
+        own = (r.deadline_s or (MODEL_DEADLINE_S if r.kind == "model" else 0.0) for r in self._rewards)
+        deadline_s = max(self._settings.deadline_s, *own)
         return LOAD_TIMEOUT_S + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
 
     def _names(self) -> str:

@@ -91,7 +91,19 @@ class MathSpec(msgspec.Struct, frozen=True, tag="MathSpec"):
         return "math-verify"
 
 
-Spec = FunctionSpec | ScorerSpec | MathSpec
+class RewardModelSpec(msgspec.Struct, frozen=True, tag="RewardModelSpec"):
+    """A reward model on one device, which a worker process loads."""
+
+    model: str
+    device: str
+    dtype: Literal["auto", "float32", "bfloat16"]
+    batch_tokens: int
+
+    def __str__(self) -> str:
+        return f"reward model {self.model!r} on {self.device}"
+
+
+Spec = FunctionSpec | ScorerSpec | MathSpec | RewardModelSpec
 """A scorer that a worker process can load."""
 Score = Callable[[Call], Outcome]
 """Function that scores one response. An exception counts as a failure of the scorer."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import aiohttp
@@ -21,10 +23,11 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_
 
 from baton.clock import in_thread
 from baton.errors import DeadlineExceeded, UserError
+from baton.rewards.chat import ChatFormat
 from baton.rewards.functions import RewardFunction, call_sync
 from baton.rewards.pool import Calls, Outcomes, WorkerPool
 from baton.rewards.remote import call_remote_scorer
-from baton.rewards.scorer_protocol import Call, CallFailure, FunctionSpec, ScorerSetup
+from baton.rewards.scorer_protocol import Call, CallFailure, FunctionSpec, RewardModelSpec, ScorerSetup
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
 
@@ -40,11 +43,22 @@ Result = TypeVar("Result")
 class ScoringThread:
     """Makes calls of reward scorers in its own thread. Its coroutines must run in this thread's event loop (`run`)."""
 
-    def __init__(self, setup: ScorerSetup, settings: JudgeSettings) -> None:
-        """Start the thread. Worker processes and connections start when a call first needs them."""
-        self._settings = settings
+    def __init__(
+        self, setup: ScorerSetup, settings: JudgeSettings, models: Mapping[str, Sequence[RewardModelSpec]]
+    ) -> None:
+        """Start the thread. Worker processes and connections start when a call first needs them. models: name of a
+        reward part → its reward model on each of its devices."""
+        self._settings, self._has_specs = settings, bool(setup.specs)
         self._loop = asyncio.new_event_loop()
         self._pool = WorkerPool(setup, settings)
+        self._models = {
+            name: [
+                WorkerPool(ScorerSetup((spec,), setup.sys_path, memory_bytes=0), settings, holds_model=True)
+                for spec in specs
+            ]
+            for name, specs in models.items()
+        }
+        self._num_calls: Counter[WorkerPool] = Counter()
         self._session: aiohttp.ClientSession | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._running: set[asyncio.Task[Any]] = set()
@@ -59,9 +73,26 @@ class ScoringThread:
         `ScorerSetup.specs`. `concurrency`: maximum number of concurrent calls of this scorer in the shared process. 0
         means that the call runs in a process that executes no other call at the same time."""
         call = partial(self._pool.ask, spec, calls, deadline_s, may_share=concurrency > 0)
-        return await self._retried(call, FailureCause.CRASHED, f"spec {spec}", concurrency)
+        return await self._retried(call, {FailureCause.CRASHED}, f"spec {spec}", concurrency)
 
-    async def call_remote(self, url: str, call: Call, deadline_s: float, *, concurrency: int) -> Outcomes:
+    async def call_model(self, name: str, calls: Calls, deadline_s: float, *, concurrency: int) -> Outcomes:
+        """Call the least busy process of a reward model, and repeat the call if the process crashes or hangs."""
+        pools = self._models[name]
+
+        async def ask() -> Outcomes:
+            pool = min(pools, key=lambda each: self._num_calls[each])
+            self._num_calls[pool] += 1
+            try:
+                return await pool.ask(0, calls, deadline_s, may_share=True)
+            finally:
+                self._num_calls[pool] -= 1
+
+        causes = {FailureCause.CRASHED, FailureCause.TIMEOUT}
+        return await self._retried(ask, causes, f"model {name}", concurrency * len(pools))
+
+    async def call_remote(
+        self, url: str, call: Call, deadline_s: float, *, concurrency: int, chat: ChatFormat | None = None
+    ) -> Outcomes:
         """Call a remote scorer, and repeat the call if the scorer cannot be reached."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -70,9 +101,9 @@ class ScoringThread:
         session = self._session
 
         async def post() -> Outcomes:
-            return (await call_remote_scorer(session, url, call, deadline_s),)
+            return (await call_remote_scorer(session, url, call, deadline_s, chat),)
 
-        return await self._retried(post, FailureCause.UNREACHABLE, url, concurrency)
+        return await self._retried(post, {FailureCause.UNREACHABLE}, url, concurrency)
 
     async def call_here(
         self, function: RewardFunction, spec: FunctionSpec, calls: Calls, deadline_s: float, *, concurrency: int
@@ -89,8 +120,10 @@ class ScoringThread:
                     "runs in a process that can be killed"
                 ) from error
 
-    async def start_worker(self) -> str:
-        return await self._pool.start()
+    async def start_workers(self) -> str:
+        pools = [self._pool] if self._has_specs else []
+        lines = await asyncio.gather(*(pool.start() for pool in [*pools, *chain(*self._models.values())]))
+        return lines[0]
 
     def close(self) -> None:
         """Cancel all calls, kill the worker processes and end the thread."""
@@ -118,14 +151,16 @@ class ScoringThread:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._pool.close()
+        for pool in (self._pool, *chain(*self._models.values())):
+            await pool.close()
         if self._session is not None:
             await self._session.close()
 
     async def _retried(
-        self, call: Callable[[], Awaitable[Outcomes]], cause: FailureCause, key: str, concurrency: int
+        self, call: Callable[[], Awaitable[Outcomes]], causes: Set[FailureCause], key: str, concurrency: int
     ) -> Outcomes:
-        """Make a call, and repeat it if it fails with `cause`. `concurrency`: maximum calls per `key`; 0: no limit."""
+        """Make a call, and repeat it if it fails with one of `causes`. `concurrency`: maximum number of calls per
+        `key`; 0: no limit."""
         limit = self._limits.setdefault(key, asyncio.Semaphore(concurrency)) if concurrency else nullcontext()
 
         async def attempt() -> Outcomes:
@@ -133,7 +168,7 @@ class ScoringThread:
                 return await call()
 
         def is_worth_a_retry(outcomes: Outcomes) -> bool:
-            return any(isinstance(outcome, CallFailure) and outcome.cause is cause for outcome in outcomes)
+            return any(isinstance(outcome, CallFailure) and outcome.cause in causes for outcome in outcomes)
 
         retrying = AsyncRetrying(
             stop=stop_after_attempt(1 + self._settings.retries),

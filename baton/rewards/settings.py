@@ -41,11 +41,11 @@ class AnswerSettings(Settings):
 class RewardSettings(Settings):
     """[[reward]] One part of the reward. The reward is the weighted sum of the parts."""
 
-    kind: Literal["correct", "score", "exact", "format", "math", "function", "http"]
+    kind: Literal["correct", "score", "exact", "format", "math", "function", "http", "model"]
     """Value of the part. correct: 1 if the task's scorer returns 1, else 0. score: the value of the task's scorer,
     which may be partial credit. exact: 1 if the answer equals the reference as text. format: 1 if the response follows
     the answer format. math: 1 if math-verify finds answer and reference equal. function: the value of your function.
-    http: the value of a scorer behind a URL."""
+    http: the value of a scorer behind a URL. model: the score of a Hugging Face sequence classifier with one label."""
     name: str = ""
     """Name of the part in metrics; the default is `kind`, or for kind = "function" the name of the function."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -59,10 +59,25 @@ class RewardSettings(Settings):
     controller process; the run stops if a call exceeds its deadline."""
     url: str | None = None
     """URL that receives a POST request for each response, for kind = "http"."""
+    template: str = ""
+    """Message to a generative reward model, with {prompt}, {response} and {reference}, for kind = "http". `url` is then
+    the address of chat completions of an OpenAI API, such as http://127.0.0.1:8000/v1/chat/completions."""
+    pattern: str = r"(-?\d+(?:\.\d+)?)"
+    """Regular expression for the reply to `template`. The first group of its last match is the number."""
+    model: str | None = None
+    """Directory of a reward model, or its name on the Hugging Face hub, for kind = "model". With `template`, the name
+    of the model in the server."""
+    devices: tuple[str, ...] = ()
+    """Devices of the reward model, such as ["cuda:2", "cuda:3"]. A process on each device holds the whole model. The
+    default is a GPU that neither trainer nor engines use, otherwise the engine's GPU, or the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the reward model. auto: bfloat16 on CUDA, float32 on a CPU."""
+    batch_tokens: int = Field(default=16384, ge=1)
+    """Maximum tokens of a batch of the reward model, with padding. On a CPU, each conversation is a batch."""
     deadline_s: float | None = Field(default=None, gt=0)
-    """Maximum duration of one call in seconds; the default is judge.deadline_s."""
+    """Maximum duration of one call in seconds; the default is judge.deadline_s, and 120 for kind = "model"."""
     concurrency: int = Field(default=32, ge=1)
-    """Maximum concurrent calls of an async function or a remote scorer."""
+    """Maximum concurrent calls of an async function, a remote scorer, or a reward model on one device."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,6 +94,21 @@ class RewardSettings(Settings):
             raise ValueError('function = "module:name" belongs to kind = "function" and is required there')
         if (self.kind == "http") != (self.url is not None):
             raise ValueError('url = "http://…" belongs to kind = "http" and is required there')
+        if (self.kind == "model" or bool(self.template)) != (self.model is not None):
+            raise ValueError('model = "name" belongs to kind = "model" or to template, and is required there')
+        if self.template and self.kind != "http":
+            raise ValueError('template belongs to kind = "http"')
+        try:
+            has_group = re.compile(self.pattern).groups > 0
+        except re.error as error:
+            raise ValueError(f"pattern: got {self.pattern!r}, which is not a regular expression: {error}") from error
+        if not has_group:
+            raise ValueError(f"pattern: got {self.pattern!r}, but the number must be in a group, such as ([0-9]+)")
+        own = {"devices", "dtype", "batch_tokens"} & self.model_fields_set
+        if self.kind != "model" and own:
+            raise ValueError(f'{min(own)} belongs to kind = "model"')
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices: got {list(self.devices)}, but each process needs a device of its own")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: got {self.url!r}, allowed is http://… or https://…")
         if self.name == ENVIRONMENT:

@@ -12,20 +12,21 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from baton.rewards import scorer_protocol as protocol
-from baton.rewards.functions import call_function, describe_error, import_function
+from baton.rewards.functions import call_function, describe_error, import_function, number
 from baton.rewards.isolation import detach_streams, import_from, keep
-from baton.types import FailureCause
+from baton.types import FailureCause, Message
 
 LoadedScorer = Callable[[tuple[protocol.Call, ...]], Awaitable[tuple[protocol.Outcome, ...]]]
-Message = TypeVar("Message", protocol.ScorerSetup, protocol.ScoreRequest)
+Received = TypeVar("Received", protocol.ScorerSetup, protocol.ScoreRequest)
 
 
 def main() -> None:
@@ -86,6 +87,10 @@ def _load(spec: protocol.Spec) -> LoadedScorer:
     if isinstance(spec, protocol.ScorerSpec):
         module, _, name = spec.path.partition(":")
         return _per_response(getattr(import_module(module), name)(**spec.arguments))
+    if isinstance(spec, protocol.RewardModelSpec):
+        # imported by name, because this layer does not import baton.policy
+        of_policy = import_module("baton.policy.reward_model")
+        return _batched(of_policy.RewardModel(spec.model, spec.device, spec.dtype, spec.batch_tokens))
     from baton.rewards.mathematics import load, math_score
 
     load()
@@ -102,7 +107,51 @@ def _per_response(score: Callable[[protocol.Call], protocol.Outcome]) -> LoadedS
     return scored
 
 
-def _receive(inbox: Connection, kind: type[Message]) -> Message | None:
+def _batched(model: Any) -> LoadedScorer:
+    """Return a scorer that scores the calls which wait in batches, in the order of their arrival. A batch blocks the
+    event loop, so the run kills this process if it hangs. model: a `baton.policy.reward_model.RewardModel`."""
+    waiting: deque[tuple[list[int], asyncio.Future[protocol.Outcome]]] = deque()
+
+    async def scored(calls: tuple[protocol.Call, ...]) -> tuple[protocol.Outcome, ...]:
+        return tuple(await asyncio.gather(*(score(call) for call in calls)))
+
+    async def score(call: protocol.Call) -> protocol.Outcome:
+        turns = call.turns or (Message("assistant", call.response),)
+        try:
+            ids = model.ids((*call.prompt.messages, *turns))
+        except Exception as error:  # noqa: BLE001 - a chat template may raise anything for some conversations
+            return protocol.CallFailure(FailureCause.RAISED, f"has a chat template that raised {describe_error(error)}")
+        if model.max_positions is not None and len(ids) > model.max_positions:
+            text = f"reads at most {model.max_positions} tokens, but prompt and response have {len(ids)}"
+            return protocol.CallFailure(FailureCause.MALFORMED, text)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[protocol.Outcome] = loop.create_future()
+        if not waiting:
+            loop.call_soon(score_batch)
+        waiting.append((ids, future))
+        return await future
+
+    def score_batch() -> None:
+        batch = [waiting.popleft()]
+        longest = len(batch[0][0])
+        while waiting and (len(batch) + 1) * (longest := max(longest, len(waiting[0][0]))) <= model.batch_tokens:
+            batch.append(waiting.popleft())
+        outcomes: Sequence[protocol.Outcome]
+        try:
+            outcomes = [number(value) for value in model.scores([ids for ids, _ in batch])]
+        except Exception as error:  # noqa: BLE001 - such as a device without free memory; the run repeats the call
+            detail = f"raised {describe_error(error)}"
+            outcomes = [protocol.CallFailure(FailureCause.CRASHED, detail)] * len(batch)
+        for (_, future), outcome in zip(batch, outcomes, strict=True):
+            if not future.done():  # a call may have reached its deadline
+                future.set_result(outcome)
+        if waiting:
+            asyncio.get_running_loop().call_soon(score_batch)
+
+    return scored
+
+
+def _receive(inbox: Connection, kind: type[Received]) -> Received | None:
     """Return the next message; None if the run has closed the pipe."""
     try:
         return msgspec.msgpack.decode(inbox.recv_bytes(), type=kind)

@@ -48,7 +48,7 @@ from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport, WorkerTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.device_sharing import DeviceSharing
-from baton.run.devices import direct_backend, environment_with, layout_of, visible
+from baton.run.devices import direct_backend, environment_with, layout_of, placed_rewards, visible
 from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import Evaluator
 from baton.run.hosting import check_swarm, open_swarm
@@ -233,7 +233,9 @@ def _build_loop(
     with ExitStack() as undo:
         undo.callback(mixture.close)
         mixture.stop_draws(stop.check)
-        judge = RewardScorer(mixture.scored_tasks, recipe.reward, mixture.answers, recipe.judge)
+        is_here = supervisor is None and start_ranks is None
+        rewards = placed_rewards(recipe, layout_of(recipe)) if is_here else recipe.reward
+        judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge)
         held_out = _prompts(recipe, mixture, encoder, observer)
         place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
         predictions = RunPredictions(recipe.run.path, None if place.is_new else read_predictions(recipe.run.path))

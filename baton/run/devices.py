@@ -2,6 +2,7 @@
 
     ranks ─▶ GPUs 0 to ranks - 1 (one rank: the GPU of `model.device`)
     engines ─▶ `engine.devices`; by default the GPUs that no rank uses, and the trainer's only if there are no others
+    reward models ─▶ `devices` of [[reward]]; by default a GPU that is left, and an engine's only if there is no other
 
 For an engine in a separate process, an environment variable of the CUDA or ROCm runtime hides all other GPUs.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from baton.errors import UserError
 from baton.recipe.recipe import Recipe
+from baton.rewards.settings import RewardSettings
 from baton.weights.direct.settings import DirectBackend
 
 
@@ -26,11 +28,14 @@ class DeviceLayout:
     """The GPU of each rank."""
     engines: tuple[tuple[int, ...], ...]
     """The GPUs of each engine."""
+    rewards: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The devices of each reward model, by the name of its [[reward]]."""
 
     def __str__(self) -> str:
         trainer = [f"trainer rank {rank}: {gpu}" for rank, gpu in enumerate(self.trainer)]
         engines = [f"engine {index}: {', '.join(map(str, gpus))}" for index, gpus in enumerate(self.engines)]
-        return "; ".join([*trainer, *engines])
+        rewards = [f"reward model {name}: {', '.join(devices)}" for name, devices in self.rewards]
+        return "; ".join([*trainer, *engines, *rewards])
 
 
 def divide(
@@ -83,10 +88,41 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
                 f'engine.devices: got {list(engine.devices)}, but with rollout.placement = "colocated" the engine uses '
                 "the trainer's GPU; remove one of the keys"
             )
-        return DeviceLayout(trainer, (trainer,))
+        return DeviceLayout(trainer, (trainer,), _reward_devices(recipe, num_gpus, trainer))
     count = recipe.swarm.workers if recipe.swarm.is_on else int(engine.kind != "sglang")
     each = vllm.tensor_parallel * vllm.pipeline_parallel if engine.kind == "vllm" else 1
-    return DeviceLayout(trainer, divide(num_gpus, trainer, count, each=each, chosen=engine.devices))
+    engines = divide(num_gpus, trainer, count, each=each, chosen=engine.devices)
+    used = (*trainer, *(gpu for gpus in engines for gpu in gpus))
+    return DeviceLayout(trainer, engines, _reward_devices(recipe, num_gpus, used))
+
+
+def _reward_devices(recipe: Recipe, num_gpus: int, used: Sequence[int]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the devices of each reward model. used: the GPUs of the trainer, then those of the engines."""
+    default = (f"cuda:{next((gpu for gpu in range(num_gpus) if gpu not in used), used[-1])}",)
+    found = tuple((one.name, one.devices or default) for one in recipe.reward if one.kind == "model")
+    for name, devices in found:
+        if missing := [each for each in devices if (gpu_of(each) or 0) >= num_gpus]:
+            raise UserError(
+                f"[[reward]] {name!r}: devices: got {missing[0]}, but this machine has {num_gpus} visible GPU(s)"
+            )
+    return found
+
+
+def gpu_of(device: str) -> int | None:
+    """Return the index of a CUDA device such as `cuda:2`; None for a CPU."""
+    kind, _, index = device.partition(":")
+    return (int(index) if index.isdecimal() else 0) if kind == "cuda" else None
+
+
+def placed_rewards(recipe: Recipe, layout: DeviceLayout | None) -> tuple[RewardSettings, ...]:
+    """Return the recipe's reward parts, with the devices of reward models. Without a layout, the default is the CPU."""
+    devices = {} if layout is None else dict(layout.rewards)
+    return tuple(
+        one.model_copy(update={"devices": devices.get(one.name, one.devices or ("cpu",))})
+        if one.kind == "model"
+        else one
+        for one in recipe.reward
+    )
 
 
 def direct_backend(layout: DeviceLayout | None, *, is_sparse: bool = False) -> DirectBackend:

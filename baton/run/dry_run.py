@@ -15,6 +15,7 @@ from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter
 from baton.policy.load import check_weight_files, torch_device
 from baton.policy.memory import available_bytes
+from baton.policy.reward_model import check_reward_model
 from baton.policy.tokenizer import load_tokenizer, split_revision
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
@@ -157,6 +158,7 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path: {path!r} is not a causal LM: {first_line(error)}") from error
     check_support(choices_with(recipe, config))
+    check_reward_models(recipe)
     positions = _max_positions(config)
     if positions is not None and recipe.engine.max_context_tokens > positions:
         raise UserError(
@@ -166,6 +168,18 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
     if is_here:
         _check_memory(recipe, spec_of(config, sum(p.numel() for p in model.parameters())))
     return config, model
+
+
+def check_reward_models(recipe: Recipe) -> None:
+    """Raise UserError if a reward model of the recipe cannot score the recipe's trajectories."""
+    most = recipe.engine.max_context_tokens
+    for path in (reward.model or "" for reward in recipe.reward if reward.kind == "model"):
+        _, _, positions = check_reward_model(path)
+        if positions is not None and positions < most:
+            raise UserError(
+                f"[[reward]] model: {path!r} reads at most {positions} tokens, but prompt and response may have "
+                f"engine.max_context_tokens = {most}; lower that value, or use a model with a longer context"
+            )
 
 
 def choices_with(recipe: Recipe, config: PretrainedConfig) -> dict[str, tuple[str, ...]]:

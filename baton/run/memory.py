@@ -20,12 +20,15 @@ from baton.cost.memory import (
     engine_terms,
     largest,
     overhead,
+    scorer_terms,
 )
 from baton.files import memory_directory
 from baton.policy.settings import DTypeChoice, LoraSettings, dtype_on
+from baton.policy.tokenizer import model_directory
 from baton.recipe.recipe import Recipe
-from baton.run.devices import DeviceLayout
-from baton.specs.model import ModelSpec
+from baton.rewards.settings import RewardSettings
+from baton.run.devices import DeviceLayout, gpu_of, placed_rewards
+from baton.specs.model import ModelSpec, read_model
 from baton.trainer.memory import microbatch_tokens, trainer_phases
 from baton.trainer.parallel.schedule import stage_layers
 
@@ -207,6 +210,8 @@ def processes_of(
         found.append(ProcessMemory(name, 1, "checkpoint", (part,), on_host=True))
     if recipe.swarm.is_on:
         found.append(_hub(recipe, model, on_cpu=on_cpu))
+    longest, rewards = recipe.engine.max_context_tokens, placed_rewards(recipe, layout)
+    found += [_reward_process(one, longest, on_cpu=on_cpu) for one in rewards if one.kind == "model"]
     return tuple(found)
 
 
@@ -228,6 +233,17 @@ def _hub(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> ProcessMemory:
         sizes["verification: weights"] = value_bytes(recipe.engine.dtype, on_cpu=True) * (model.params + kept)
     parts = tuple(MemoryPart(name, math.ceil(num_bytes), False) for name, num_bytes in sizes.items())
     return ProcessMemory("the hub", 1, "publication", parts, on_host=True)
+
+
+def _reward_process(reward: RewardSettings, longest_tokens: int, *, on_cpu: bool) -> ProcessMemory:
+    """Return the memory of a reward model on each of its devices. On a CPU, it scores one trajectory at a time."""
+    gpus = tuple((gpu,) for device in reward.devices if (gpu := gpu_of(device)) is not None)
+    wide, places = value_bytes(reward.dtype, on_cpu=not gpus), gpus or len(reward.devices)
+    tokens = max(longest_tokens, reward.batch_tokens) if gpus else longest_tokens
+    phases = [Phase("scoring", scorer_terms(read_model(model_directory(reward.model or "")), wide, tokens))]
+    name = "the reward model" if len(reward.devices) == 1 else f"each of {len(reward.devices)} reward models"
+    found = _process(f"{name} {reward.name!r}", places, phases, 0, on_cpu=not gpus)
+    return msgspec.structs.replace(found, on_host=not gpus and not on_cpu)
 
 
 def _process(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import pytest
 from judging_cases import PROMPT, SomeTask, trajectory
@@ -166,3 +166,51 @@ def test_calls_wait_together_but_never_more_than_asked_for(url: str) -> None:
             judge.submit([trajectory(0, index)], PROMPT, ["2"])
         assert sum(judged.judgement.reward for judged in judge.drain()) == 12
     assert Handler.most_at_once == 4
+
+
+def chat_reply(text: str) -> str:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def ask_chat(url: str, reply: str, **keys: Any) -> RewardResult:
+    own = {"model": "judge", "template": "Q: {prompt} A: {response} R: {reference}", **keys}
+    return ask(f"{url}/200/{quote(reply, safe='')}", response="{reference} is 3", **own)
+
+
+def test_a_generative_reward_model_is_sent_the_template_and_its_number_is_parsed(url: str) -> None:
+    Handler.asked.clear()
+    found = ask_chat(url, chat_reply("2 of 3 parts are right. Rating: 7"))
+    assert (found.reward, found.is_judged) == (7.0, True)
+    content = "Q: 1+1 A: {reference} is 3 R: 2"  # the response is inserted as it is
+    expected = {"model": "judge", "messages": [{"role": "user", "content": content}], "temperature": 0}
+    assert [sent for _, sent in Handler.asked] == [expected]
+    assert ask_chat(url, chat_reply("Rating: 4 (of 10)"), pattern=r"Rating: (\d+)").reward == 4.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (chat_reply("good"), "replied 'good', in which"),
+        (chat_reply("nan"), "finds no number"),
+        ('{"error": "no such model"}', "has no choices[0].message.content"),
+        ("3", "has no choices[0].message.content"),
+    ],
+)
+def test_a_reply_without_a_number_is_no_reward(url: str, reply: str, said: str) -> None:
+    found = ask_chat(url, reply)
+    assert found.cause is FailureCause.MALFORMED
+    assert said in (found.failure or "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"template": "{response}"}, "model = "),
+        ({"model": "judge"}, "model = "),
+        ({"template": "x", "model": "m", "pattern": "[0-9]+"}, "must be in a group"),
+        ({"template": "x", "model": "m", "pattern": "("}, "not a regular expression"),
+    ],
+)
+def test_keys_of_a_generative_reward_model(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RewardSettings(kind="http", url="http://127.0.0.1:1/", **keys)

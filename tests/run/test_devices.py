@@ -19,7 +19,7 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import experimental_parts
 from baton.run import assemble, dry_run
-from baton.run.devices import DeviceLayout, direct_backend, divide, environment_with, layout_of, visible
+from baton.run.devices import DeviceLayout, direct_backend, divide, environment_with, layout_of, placed_rewards, visible
 from baton.run.memory import needed_bytes, processes_of
 from baton.specs.model import read_model
 from baton.swarm.listen import ListenAddress
@@ -92,8 +92,32 @@ def test_the_gpus_of_a_run(
 
 
 @pytest.mark.parametrize(
+    ("num_gpus", "keys", "devices"),
+    [
+        (4, "", ("cuda:2",)),
+        (2, "", ("cuda:1",)),
+        (1, "", ("cuda:0",)),
+        (4, ', devices = ["cuda:3", "cpu"]', ("cuda:3", "cpu")),
+    ],
+)
+def test_a_reward_model_gets_a_gpu_that_is_left(
+    num_gpus: int, keys: str, devices: tuple[str, ...], small: Any, tmp_path: Path, pretend: Any
+) -> None:
+    pretend(num_gpus)
+    own = recipe(small, tmp_path, f'reward=[{{kind = "model", model = "m"{keys}}}, {{kind = "correct"}}]')
+    assert (layout := layout_of(own)) is not None
+    assert layout.rewards == (("model", devices),)
+    assert [one.devices for one in placed_rewards(own, layout)] == [devices, ()]
+
+
+@pytest.mark.parametrize(
     ("num_gpus", "overrides", "message"),
     [
+        (
+            2,
+            ['reward=[{kind = "model", model = "m", devices = ["cuda:2"]}]'],
+            r"\[\[reward\]\] 'model': devices: got cuda:2, but this machine has 2 visible GPU",
+        ),
         (
             2,
             ["engine.devices=[2]"],

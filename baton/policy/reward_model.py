@@ -1,0 +1,107 @@
+"""A reward model: a sequence classifier with one label, which scores conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from baton.errors import UserError, first_line
+from baton.policy.load import dtype_here, torch_device, torch_dtype
+from baton.policy.settings import DTypeChoice
+from baton.policy.tokenizer import Tokenizer, check_model_path, load_tokenizer, split_revision
+from baton.types import Message
+
+KEY = "[[reward]] model"
+PROBE = (Message("user", "1 + 1"), Message("assistant", "2"))
+
+
+class RewardModel:
+    """A classifier on a device. Conversations are formatted by its own tokenizer and chat template, as in TRL."""
+
+    def __init__(self, path: str, device: str, dtype: DTypeChoice, batch_tokens: int) -> None:
+        """Load the model from safetensors files, without code that comes with it. Raises UserError."""
+        self._tokenizer, config, self.max_positions = check_reward_model(path)
+        self._device = torch_device(device, "[[reward]] devices")
+        self.batch_tokens = 0 if self._device.type == "cpu" else batch_tokens
+        """Maximum number of tokens of a batch with padding. 0: each sequence is a batch, as on a CPU, so that the bits
+        of a score do not depend on other sequences."""
+        name, revision = split_revision(path)
+        value_type = torch_dtype(dtype_here(self._device.type, dtype))
+        try:
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                name,
+                revision=revision,
+                config=config,
+                dtype=value_type,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise UserError(f"{KEY}: no reward model could be loaded from {path!r}: {first_line(error)}") from error
+        if missing := sorted(info["missing_keys"]):
+            raise UserError(
+                f"{KEY}: the files of {path!r} lack {missing[0]}; give a model that was saved as a sequence classifier"
+            )
+        text = model.config.get_text_config()
+        text.use_cache = False
+        if text.pad_token_id is None:  # the model scores the last token that is not padding
+            text.pad_token_id = self._tokenizer.hf.pad_token_id
+        if text.pad_token_id is None:
+            text.pad_token_id = self._tokenizer.hf.eos_token_id
+        self._pad: int = text.pad_token_id
+        self._model = model.to(self._device).eval()
+
+    def ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation that ends with a response. Raises an error of the chat template."""
+        return conversation_ids(self._tokenizer, messages)
+
+    @torch.inference_mode()
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Return the score of each sequence, computed in one batch, which is padded on the right."""
+        longest = max(map(len, sequences))
+        rows = [[*ids, *[self._pad] * (longest - len(ids))] for ids in sequences]
+        mask = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
+        tensors = (torch.tensor(values, device=self._device) for values in (rows, mask))
+        logits = self._model(*tensors).logits
+        return [float(value) for value in logits[:, 0].float().tolist()]
+
+
+def check_reward_model(path: str) -> tuple[Tokenizer, Any, int | None]:
+    """Return the tokenizer, the configuration and the maximum context of a reward model. Download a model that the hub
+    cache lacks. Raises UserError if the model is not a classifier with one label and a chat template."""
+    try:
+        check_model_path(path)
+        tokenizer = load_tokenizer(path)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", KEY)) from error
+    name, revision = split_revision(path)
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{KEY}: {path!r} has no usable configuration: {first_line(error)}") from error
+    kind = next(iter(config.architectures or ()), "no architecture")
+    if not kind.endswith("ForSequenceClassification"):
+        raise UserError(
+            f"{KEY}: got {path!r} with {kind}, allowed is a Hugging Face model for sequence classification; a "
+            'generative reward model runs in a server: kind = "http" with a template'
+        )
+    if config.num_labels != 1:
+        raise UserError(f"{KEY}: got {path!r} with {config.num_labels} labels, but a reward model has 1 label")
+    try:
+        conversation_ids(tokenizer, PROBE)
+    except Exception as error:  # the chat template may raise anything
+        raise UserError(f"{KEY}: the chat template of {path!r} fails: {first_line(error)}") from error
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return tokenizer, config, positions if isinstance(positions, int) and positions > 0 else None
+
+
+def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Return the ids of a whole conversation, without the start of another turn."""
+    chat = [{"role": m.role, "content": m.content} for m in messages]
+    return [int(i) for i in tokenizer.hf.apply_chat_template(chat, tokenize=True, return_dict=False)]
