@@ -19,6 +19,7 @@ from baton.planner.instance import Inputs
 from baton.planner.rental import OffersSettings, rent_for_budget, rent_for_target
 from baton.planner.replan import replan, without_nodes
 from baton.planner.result import PlanResult
+from baton.planner.reward_stage import plan_with_reward
 from baton.planner.solve import make_plan
 from baton.planner.what_if import marginals
 from baton.recipe.shipped import find
@@ -92,6 +93,8 @@ def plan(
         rates=None if rates is None else read_settings(RatesSettings, find(rates)),
         cross_types=not symmetric_only,
     )
+    if inputs.work.reward_model is not None and (colocated or given is not None or running is not None):
+        raise UserError("reward.model: --colocated, --offers and --from do not plan a reward stage; remove the option")
     lines: tuple[str, ...] = ()
     if running is not None:
         before = read_plan(Path(running))
@@ -109,6 +112,8 @@ def plan(
         result = PlanResult(choice.plan, choice.inputs, choice=choice, spots=choice.spots)
     elif colocated:
         result = PlanResult(make_colocated_plan(inputs), inputs)
+    elif inputs.work.reward_model is not None:
+        result = PlanResult(*plan_with_reward(inputs, method, time_limit_s=time_limit))
     else:
         result = PlanResult(make_plan(inputs, method, time_limit_s=time_limit), inputs)
     if rates is None and not lines and method == "exact" and not result.plan.is_colocated:

@@ -134,6 +134,7 @@ def _plan_shape(plan: Plan) -> tuple[str, ...]:
     has_shape = all(can_train(len(stages), width) for width in widths) and len({stage.dp for stage in stages}) == 1
     shapes = {
         "colocated": plan.is_colocated,
+        "reward_stage": plan.reward is not None,
         "idealised": plan.trainer == "idealised" or not has_shape or (CPU in types and len(types) > 1),
         "mixed_gpus": len(types) > 1,
         "model_parallel": len(stages) > 1 or max(widths) > 1,

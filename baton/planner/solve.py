@@ -36,6 +36,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
     node, unless a bound shows that this cannot be better.
     """
     check_solver()
+    assert inputs.work.reward_model is None, "plan_with_reward plans the reward stage"
     left_s = time_left(time_limit_s)
     best: Plan | None = None
     least_s, refusal = float("inf"), None

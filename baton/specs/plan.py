@@ -83,6 +83,20 @@ class Replica(msgspec.Struct, frozen=True):
     memory_limit_bytes: float
 
 
+class RewardStage(msgspec.Struct, frozen=True):
+    """The GPUs of the reward model. Each GPU holds the whole model."""
+
+    model: str
+    gpu: str
+    gpu_ids: tuple[str, ...]
+    """Each GPU as `node:index`."""
+    trajectory_s: float
+    """Mean time of one GPU to score a trajectory."""
+    memory_bytes: float
+    """Memory used on each GPU."""
+    memory_limit_bytes: float
+
+
 class Idle(msgspec.Struct, frozen=True):
     """GPUs without a role, and the reason."""
 
@@ -181,6 +195,7 @@ class Plan(msgspec.Struct, frozen=True):
     work: PlannedWork | None = None
     """None in a plan that was written by hand or by an earlier version of Baton."""
     trainer: Trainer = "baton"
+    reward: RewardStage | None = None
     format: int = FORMAT
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
 
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 
 from baton.errors import UserError
 from baton.settings import Settings
+from baton.specs.model import ModelSpec, read_model
 from baton.specs.trainer_shapes import Trainer
 
 QUANTILES = 512
@@ -104,6 +106,10 @@ class Workload(msgspec.Struct, frozen=True):
     trainer: Trainer = "baton"
     reward_latency_s: float = 0.0
     reward_concurrency: int = 1024
+    reward_model: ModelSpec | None = None
+    """The reward model that the plan places on GPUs; the scoring time then follows from the cost model."""
+    reward_batch_tokens: int = 16384
+    """Maximum tokens of a batch of the reward model."""
     shared_prefill: bool = True
     reprefills: bool = True
     """Whether running trajectories are prefilled again under each new version, because their KV cache is discarded."""
@@ -236,6 +242,16 @@ class WorkRewardSettings(Settings):
     """Seconds to score one trajectory."""
     concurrency: int = Field(default=1024, ge=1)
     """Maximum number of trajectories scored at once."""
+    model: str | None = None
+    """Directory or config.json of a reward model, which the plan places on GPUs. It replaces the other two keys."""
+    batch_tokens: int = Field(default=16384, ge=1)
+    """Maximum tokens of a batch of the reward model (`batch_tokens` of its [[reward]])."""
+
+    @model_validator(mode="after")
+    def _states_the_time_once(self) -> WorkRewardSettings:
+        if self.model is not None and self.model_fields_set & {"latency_s", "concurrency"}:
+            raise ValueError("with model, the time follows from the cost model: remove latency_s and concurrency")
+        return self
 
 
 class WorkEngineSettings(Settings):
@@ -300,6 +316,8 @@ class WorkloadSettings(Settings):
             microbatch_tokens=algorithm.microbatch_tokens,
             reward_latency_s=self.reward.latency_s,
             reward_concurrency=self.reward.concurrency,
+            reward_model=None if self.reward.model is None else read_model(Path(self.reward.model)),
+            reward_batch_tokens=self.reward.batch_tokens,
             shared_prefill=engine.shared_prefill,
             reprefills=engine.reprefill,
             weight_bytes=engine.weight_bytes,

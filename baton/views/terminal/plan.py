@@ -14,7 +14,7 @@ from baton.planner.plan_from_solution import seconds
 from baton.planner.rental import RentalChoice
 from baton.planner.replan import Replanned
 from baton.planner.result import PlanResult
-from baton.specs.plan import Plan, Replica, Stage
+from baton.specs.plan import Plan, Replica, RewardStage, Stage
 
 
 def print_plan(console: Console, result: PlanResult) -> None:
@@ -29,6 +29,11 @@ def print_plan(console: Console, result: PlanResult) -> None:
     shape = ", trainer and engines colocated" if plan.is_colocated else ""
     console.print(f"{plan.model} · {plan.workload} · {plan.cluster} ({plan.method}{shape})", style="italic")
     console.print(_roles(plan))
+    if (stage := plan.reward) is not None:
+        console.print(
+            f"reward model {stage.model} on {len(stage.gpu_ids)} {stage.gpu} ({gpu_names(stage.gpu_ids)}): "
+            f"{len(stage.gpu_ids) / stage.trajectory_s:,.1f} trajectories/s, memory {memory(stage)} GB"
+        )
     for idle in plan.idle:
         console.print(f"idle: {len(idle.gpu_ids)} GPUs ({gpu_names(idle.gpu_ids)}): {idle.why}")
     console.print(f"training on {gpu_names(plan.training.gpu_ids)}")
@@ -144,7 +149,7 @@ def replicas_by_shape(plan: Plan) -> list[list[Replica]]:
     return list(groups.values())
 
 
-def memory(part: Stage | Replica) -> str:
+def memory(part: Stage | Replica | RewardStage) -> str:
     """Return the needed and the available memory per GPU in GB; `as measured` for a plan from measured rates. Measured
     rates (`--rates`) have no memory model."""
     if not part.memory_bytes:

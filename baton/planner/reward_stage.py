@@ -1,0 +1,116 @@
+"""Chooses the GPUs of the reward model: k GPUs of one type, by a search over types and k.
+
+Each GPU holds the whole reward model. For each choice, the other GPUs are planned with its scoring time. The search
+skips choices that cannot be better, for three reasons. A batch of N trajectories takes N · t / k to score, and no step
+is shorter. If scoring does not lengthen the step, more GPUs for it would only be taken from the other roles. The search
+begins at the smallest k that scores a batch within the step of a plan without scoring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from baton.clock import time_left
+from baton.cost.generate import DeviceClass
+from baton.cost.score import ScoringCost, scoring_cost
+from baton.errors import UserError
+from baton.planner.instance import Inputs
+from baton.planner.solve import make_plan, restricted
+from baton.specs.cluster import Cluster
+from baton.specs.model import ModelSpec
+from baton.specs.plan import Bound, Method, Plan, RewardStage
+
+GB = 1e9
+
+
+def plan_with_reward(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> tuple[Plan, Inputs]:
+    """Return the best plan with a reward stage, and the inputs of its other roles: the other GPUs, with the scoring
+    time of the stage. Raises UserError if no plan is feasible."""
+    model, work, left_s = inputs.work.reward_model, inputs.work, time_left(time_limit_s)
+    assert model is not None, "the workload has no reward model"
+    plain = msgspec.structs.replace(inputs, work=msgspec.structs.replace(work, reward_model=None))
+    least_s = make_plan(plain, method, time_limit_s=time_limit_s / 4).breakdown.step_s
+    best: tuple[Plan, Inputs] | None = None
+    bounds: list[float] = []
+    refusals: list[UserError] = []
+
+    def try_stage(stage: RewardStage, rest: Cluster) -> bool:
+        """Plan the other roles. Return whether more GPUs for the stage may be better."""
+        nonlocal best
+        timing = {"reward_latency_s": stage.trajectory_s, "reward_concurrency": len(stage.gpu_ids)}
+        own = msgspec.structs.replace(plain.on(rest), work=msgspec.structs.replace(plain.work, **timing))
+        try:
+            plan = make_plan(own, method, time_limit_s=max(5.0, left_s() / 4))
+        except UserError as error:
+            refusals.append(error)
+            return False
+        bounds.append(plan.bound.step_s)
+        if best is None or plan.breakdown.step_s < best[0].breakdown.step_s * (1 - 1e-9):
+            best = msgspec.structs.replace(plan, reward=stage), own
+        parts = plan.breakdown
+        is_hidden = parts.overlaps and parts.rollout_s + parts.reward_s <= parts.train_s
+        return not is_hidden and parts.reward_s > stage.trajectory_s
+
+    costs = list(_costs(inputs, model))
+    for place, cost in costs:
+        gpu, room = place.gpu.name, place.memory_limit_bytes
+        most = min(inputs.cluster.count()[gpu], inputs.cluster.num_gpus - 1)
+        if cost.memory_bytes > room or not most:
+            continue
+
+        def stage_of(
+            count: int, gpu: str = gpu, cost: ScoringCost = cost, room: float = room
+        ) -> tuple[RewardStage, Cluster]:
+            rest, gpu_ids = reserve(inputs.cluster, gpu, count)
+            return RewardStage(model.name, gpu, gpu_ids, cost.trajectory_s, cost.memory_bytes, room), rest
+
+        batch_s = work.num_trajectories * cost.trajectory_s
+        first = min(most, max(1, math.ceil(batch_s / least_s)))
+        for count in range(first, most + 1):
+            if not try_stage(*stage_of(count)):
+                break
+        for count in range(first - 1, 0, -1):
+            if best is not None and batch_s / count >= best[0].breakdown.step_s:
+                break
+            try_stage(*stage_of(count))
+    if best is None:
+        needed = min(cost.memory_bytes for _, cost in costs) / GB
+        room = max(place.memory_limit_bytes for place, _ in costs) / GB
+        raise (
+            refusals[0]
+            if refusals
+            else UserError(
+                f"reward.model: {model.name} needs a GPU of its own with {needed:.1f} GB, but the cluster has "
+                f"{inputs.cluster.num_gpus} GPUs, of which a plan may use at most {room:.1f} GB each; add GPUs, lower "
+                "reward.batch_tokens, or use a smaller reward model"
+            )
+        )
+    plan, own = best
+    bound = Bound.of(plan.breakdown.step_s, min(bounds), plan.bound.note)
+    limits = (*plan.limits, "`baton train --plan` starts no reward models on a cluster, so it refuses this plan")
+    return msgspec.structs.replace(plan, bound=bound, limits=limits, price_per_h=inputs.cluster.price_per_h), own
+
+
+def _costs(inputs: Inputs, model: ModelSpec) -> Iterator[tuple[DeviceClass, ScoringCost]]:
+    """Yield each GPU type of the cluster with the cost of the reward model on it."""
+    for name in inputs.cluster.gpu_types:
+        node = next(node for node in inputs.cluster.nodes if node.gpu.name == name)
+        link = node.link_bytes_per_s
+        place = DeviceClass(node.gpu, link, link, inputs.cluster.latency_s, inputs.efficiencies.of(name))
+        yield place, scoring_cost(model, inputs.work, place)
+
+
+def reserve(cluster: Cluster, gpu: str, count: int) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster without `count` GPUs of a type, and the ids of these GPUs. GPUs of the smallest machines are
+    taken first, and the last GPUs of a machine, so that as few machines as possible are divided."""
+    nodes, taken = list(cluster.nodes), list[str]()
+    own = (place for place, node in enumerate(nodes) if node.gpu.name == gpu)
+    for place in sorted(own, key=lambda place: (nodes[place].num_gpus, -place)):
+        left = nodes[place].num_gpus - min(count - len(taken), nodes[place].num_gpus)
+        taken += nodes[place].gpu_ids[left:]
+        nodes[place] = msgspec.structs.replace(nodes[place], num_gpus=left)
+    rest = msgspec.structs.replace(cluster, nodes=tuple(nodes))
+    return restricted(rest, [place for place, node in enumerate(nodes) if node.num_gpus]), tuple(taken)

@@ -1,0 +1,147 @@
+"""The reward stage of a plan: which GPUs it gets, at which speed, and that no other choice is better."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.control import event
+from planner_cases import QUICK, cluster, inputs, make_plan, model, work
+
+from baton.cost.efficiency import Efficiency
+from baton.cost.generate import DeviceClass
+from baton.cost.score import scoring_cost
+from baton.errors import UserError
+from baton.planner.instance import Inputs
+from baton.planner.reward_stage import plan_with_reward, reserve
+from baton.simulator.input_sources import PlanSource, SimulationOptions
+from baton.specs.model import ModelSpec, model_spec
+from baton.specs.plan import Plan
+from baton.specs.workload import WorkloadSettings
+
+pytest.importorskip("highspy")
+
+
+def reward_model(layers: int) -> ModelSpec:
+    """A classifier with layers as wide as those of the policy."""
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 2048, "vocab_size": 512}
+    return model_spec({"model_type": "llama", "num_hidden_layers": layers, "hidden_size": 512, **config}, "judge")
+
+
+def with_model(question: Inputs, layers: int, batch_tokens: int = 1024) -> Inputs:
+    changes = {"reward_model": reward_model(layers), "reward_batch_tokens": batch_tokens}
+    return msgspec.structs.replace(question, work=msgspec.structs.replace(question.work, **changes))
+
+
+def planned(question: Inputs) -> tuple[Plan, Inputs]:
+    return plan_with_reward(question, time_limit_s=math.inf)
+
+
+def brute_step_s(question: Inputs) -> float:
+    """Least step time over all types and numbers of GPUs, with the scoring time as the workload's."""
+    spec, best = question.work.reward_model, math.inf
+    assert spec is not None
+    for node in question.cluster.nodes:
+        link = node.link_bytes_per_s
+        place = DeviceClass(node.gpu, link, link, 0.0, question.efficiencies.of(node.gpu.name))
+        cost = scoring_cost(spec, question.work, place)
+        for count in range(1, min(question.cluster.count()[node.gpu.name], question.cluster.num_gpus - 1) + 1):
+            if cost.memory_bytes > place.memory_limit_bytes:
+                continue
+            rest, _ = reserve(question.cluster, node.gpu.name, count)
+            timed = {"reward_model": None, "reward_latency_s": cost.trajectory_s, "reward_concurrency": count}
+            own = msgspec.structs.replace(question.on(rest), work=msgspec.structs.replace(question.work, **timed))
+            try:
+                best = min(best, make_plan(own).breakdown.step_s)
+            except UserError:
+                continue
+    return best
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_the_reward_stage_is_the_best_of_all_types_and_counts(data: st.DataObject) -> None:
+    nodes = data.draw(
+        st.lists(st.tuples(st.sampled_from(["Fast", "Slow"]), st.sampled_from([1, 2, 4])), min_size=1, max_size=3)
+    )
+    layers = data.draw(st.sampled_from([1, 8, 32]))
+    question = with_model(inputs(cluster(*nodes), max_staleness=data.draw(st.sampled_from([0, 4]))), layers)
+    try:
+        plan, rest = planned(question)
+    except UserError as error:
+        event(str(error).partition(":")[0])
+        assert brute_step_s(question) == math.inf
+        return
+    assert plan.breakdown.step_s == pytest.approx(brute_step_s(question), rel=1e-6)
+    stage = plan.reward
+    assert stage is not None
+    used = [*plan.training.gpu_ids, *(gpu for one in plan.replicas for gpu in one.gpu_ids), *stage.gpu_ids]
+    used += [gpu for idle in plan.idle for gpu in idle.gpu_ids]
+    assert sorted(used) == sorted(gpu for node in question.cluster.nodes for gpu in node.gpu_ids)
+    assert {node.gpu.name for node in question.cluster.nodes if set(stage.gpu_ids) & set(node.gpu_ids)} == {stage.gpu}
+    assert stage.memory_bytes <= stage.memory_limit_bytes
+    assert all(part.memory_bytes <= part.memory_limit_bytes for part in (*plan.training.stages, *plan.replicas))
+    assert plan.price_per_h == question.cluster.price_per_h
+    assert rest.cluster.num_gpus == question.cluster.num_gpus - len(stage.gpu_ids)
+    event(f"{len(stage.gpu_ids)} {stage.gpu}")
+
+
+def test_the_time_and_memory_of_a_trajectory_by_hand() -> None:
+    spec, load = reward_model(2), work(output_tokens={"mean": 436})
+    load = msgspec.structs.replace(load, reward_batch_tokens=5000)  # 64 + 436 = 500 tokens, ten in a batch
+    gpu = cluster(("Fast", 1)).nodes[0].gpu
+    own = Efficiency(prefill=0.5, decode=0.8, prefill_overhead_s=1e-3)
+    # attention 512 · (512 + 2 · 256) + 512 · 512, feed-forward 3 · 512 · 2048
+    layer = 512 * 1024 + 512 * 512 + 3 * 512 * 2048
+    flops = 2 * (2 * layer * 500 + 4 * 512 * 500**2 / 2)
+    cost = scoring_cost(spec, load, DeviceClass(gpu, 1e9, 1e9, 0.0, own))
+    assert cost.trajectory_s == pytest.approx(flops / (100e12 * 0.5) + 1e-3 / 10)
+    params = 2 * layer + 512 * 512 + 5 * 512  # one table, and norms
+    block = 2 * (2 * 512 + 3 * 2048) + 8 * 512
+    assert cost.memory_bytes == 2 * params + 5000 * block
+    # at a thousandth of the bandwidth, reading the weights for ten trajectories takes longer
+    slow = msgspec.structs.replace(gpu, hbm_bytes_per_s=1e9)
+    cost = scoring_cost(spec, load, DeviceClass(slow, 1e9, 1e9, 0.0, own))
+    assert cost.trajectory_s == pytest.approx(2 * params / 0.8e9 / 10 + 1e-3 / 10)
+
+
+def test_gpus_are_taken_from_the_smallest_machines_and_from_their_end() -> None:
+    whole = cluster(("Fast", 4), ("Slow", 4), ("Fast", 2))
+    rest, taken = reserve(whole, "Fast", 3)
+    assert taken == ("n2:0", "n2:1", "n0:3")
+    assert [(node.name, node.num_gpus) for node in rest.nodes] == [("n0", 3), ("n1", 4)]
+    assert len(rest.bytes_per_s) == 2
+
+
+def test_a_reward_model_that_fits_on_no_gpu_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"reward.model: judge needs a GPU of its own with .* GB, but the cluster has 4"
+    ):
+        planned(with_model(inputs(cluster(("Fast", 4))), 600))
+
+
+def test_the_simulator_scores_with_the_speed_and_the_gpus_of_the_stage() -> None:
+    question = with_model(inputs(cluster(("Fast", 4), ("Slow", 4))), 8)
+    plan, _ = planned(question)
+    assert plan.reward is not None
+    setting = PlanSource(plan, model(), question.work, QUICK, question.cluster).setting(SimulationOptions())
+    assert (setting.judges.latency_s, setting.judges.concurrency) == (
+        plan.reward.trajectory_s,
+        len(plan.reward.gpu_ids),
+    )
+
+
+def test_a_workload_file_states_a_reward_model_or_a_time(tmp_path: Path) -> None:
+    base = {"groups": 1, "group_size": 1, "prompt_tokens": {"mean": 1}, "output_tokens": {"mean": 1}}
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9}'
+    )
+    found = WorkloadSettings.model_validate({**base, "reward": {"model": str(tmp_path), "batch_tokens": 7}}).build()
+    assert found.reward_model is not None
+    assert (found.reward_model.num_layers, found.reward_batch_tokens) == (3, 7)
+    with pytest.raises(ValueError, match="remove latency_s and concurrency"):
+        WorkloadSettings.model_validate({**base, "reward": {"model": "m", "latency_s": 1.0}})
