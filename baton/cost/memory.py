@@ -46,6 +46,8 @@ PACKED_MOMENTS_BYTES = 2 * (1 + 4 / 256)
 GPU_CONTEXT_BYTES = 1.5e9
 """Assumed bytes of the CUDA context, NCCL's buffers, and workspaces of cuBLAS and attention."""
 PUBLISHED_COPY = "published copy"
+SLEEPING_VLLM_BYTES = 3e9
+"""Assumed bytes that a sleeping vLLM keeps on each GPU: the CUDA context, NCCL's buffers and CUDA graphs."""
 RUNTIME_BYTES = 0.7e9
 """Assumed bytes of Python, torch and transformers in a process on a CPU."""
 FRAGMENTATION = 0.04

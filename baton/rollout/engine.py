@@ -31,6 +31,7 @@ _OWNED: dict[str, str] = {
     "kv_cache_dtype": "use engine.vllm.kv_cache_dtype",
     **dict.fromkeys(("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"), "use engine.vllm.lora_rank"),
     "hf_overrides": "use model.head_dtype",
+    "enable_sleep_mode": "use rollout.placement",
     "return_sampling_mask": "use engine.vllm.return_sampling_mask",
     "stream_interval": "remove it, because each token is recorded with the version that is served when it arrives",
     "enable_return_routed_experts": "remove it, because vLLM returns the experts only at the end of a request",

@@ -47,8 +47,8 @@ from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
 from baton.rollout.transport import LocalTransport, WorkerTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
-from baton.run.device_sharing import DeviceSharing
-from baton.run.devices import direct_backend, environment_with, layout_of, placed_rewards, visible
+from baton.run.device_sharing import DeviceSharing, Resident
+from baton.run.devices import direct_transfer, environment_with, layout_of, placed_rewards, visible
 from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import Evaluator
 from baton.run.hosting import check_swarm, open_swarm
@@ -102,7 +102,8 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
             device=device,
             attention=recipe.model.attention,
             head_dtype=recipe.model.head_dtype,
-            direct=None if transport == "store" else direct_backend(layout, is_sparse=transport == "sparse"),
+            direct=None if transport == "store" else direct_transfer(layout, is_sparse=transport == "sparse"),
+            sleeps=recipe.rollout.is_colocated,
         )
 
 
@@ -309,8 +310,8 @@ def _turns(recipe: Recipe, port: WorkerTransport, trainer: Trainer) -> DeviceSha
     """Return the object that switches a shared device between engine and trainer; None for separate devices."""
     if not recipe.rollout.is_colocated:
         return None
-    engine = port.engine if isinstance(port, LocalTransport) else None
-    assert isinstance(engine, EmbeddedEngine), "support.toml refuses other colocated engines"
+    engine: Any = port.engine if isinstance(port, LocalTransport) else None
+    assert isinstance(engine, Resident), "support.toml refuses other colocated engines"
     assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
     return DeviceSharing(engine, trainer)
 

@@ -12,9 +12,10 @@ until it loads the next version.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Resident(Protocol):
     """A part that can leave the device and return to it."""
 
@@ -46,7 +47,7 @@ class DeviceSharing:
     def __init__(self, engine: Resident, trainer: DeviceOwner) -> None:
         """Put the trainer to sleep, and wake the engine up."""
         self._engine, self._trainer = engine, trainer
-        self._peak_bytes = self._engine_bytes = self._trainer_bytes = 0
+        self._peak_bytes = self._engine_bytes = self._trainer_bytes = self._asleep_bytes = 0
         self.to_engine()
 
     def to_engine(self) -> None:
@@ -60,13 +61,14 @@ class DeviceSharing:
         """Switch the device to the trainer. Has no effect if the trainer is awake."""
         self._look()
         self._engine.sleep()
+        self._asleep_bytes = self._engine.held_bytes
         self._trainer.wake_up()
         self._look()
 
     def metrics(self) -> dict[str, float]:
         """Return the peak device memory since the last call: of the engine, of the trainer and of both together."""
-        measured = self._trainer.take_peak_bytes()
-        peak = self._peak_bytes if measured is None else measured
+        measured = self._trainer.take_peak_bytes()  # of the trainer's process, which may not be the engine's
+        peak = self._peak_bytes if measured is None else max(self._peak_bytes, measured + self._asleep_bytes)
         values = {
             "memory/engine_bytes": float(self._engine_bytes),
             "memory/trainer_bytes": float(self._trainer_bytes),

@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import UserError
 from baton.recipe.recipe import Recipe
 from baton.rewards.settings import RewardSettings
-from baton.weights.direct.settings import DirectBackend
+from baton.weights.direct.settings import DirectTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class DeviceLayout:
     """The GPUs of each engine."""
     rewards: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """The devices of each reward model, by the name of its [[reward]]."""
+    gpu_bytes: int = field(default=0, compare=False)
+    """Memory of a GPU, of which vLLM takes a share; 0 if the engines are not of kind `vllm`."""
 
     def __str__(self) -> str:
         trainer = [f"trainer rank {rank}: {gpu}" for rank, gpu in enumerate(self.trainer)]
@@ -82,18 +84,24 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
         raise UserError(f"{key}: got {got}, but this machine has {num_gpus} visible GPU(s); lower the value")
     trainer = (own,) if ranks == 1 else tuple(range(ranks))
     engine, vllm = recipe.engine, recipe.engine.vllm
+    each = vllm.tensor_parallel * vllm.pipeline_parallel if engine.kind == "vllm" else 1
+    gpu_bytes = int(torch.cuda.get_device_properties(own).total_memory) if engine.kind == "vllm" else 0
     if recipe.rollout.is_colocated:
         if engine.devices:
             raise UserError(
                 f'engine.devices: got {list(engine.devices)}, but with rollout.placement = "colocated" the engine uses '
                 "the trainer's GPU; remove one of the keys"
             )
-        return DeviceLayout(trainer, (trainer,), _reward_devices(recipe, num_gpus, trainer))
+        if each != ranks:
+            raise UserError(
+                f"engine.vllm.tensor_parallel × pipeline_parallel: got {each}, but with rollout.placement = "
+                f'"colocated" the engine uses all GPUs of the trainer; set the product to {ranks}'
+            )
+        return DeviceLayout(trainer, (trainer,), _reward_devices(recipe, num_gpus, trainer), gpu_bytes)
     count = recipe.swarm.workers if recipe.swarm.is_on else int(engine.kind != "sglang")
-    each = vllm.tensor_parallel * vllm.pipeline_parallel if engine.kind == "vllm" else 1
     engines = divide(num_gpus, trainer, count, each=each, chosen=engine.devices)
     used = (*trainer, *(gpu for gpus in engines for gpu in gpus))
-    return DeviceLayout(trainer, engines, _reward_devices(recipe, num_gpus, used))
+    return DeviceLayout(trainer, engines, _reward_devices(recipe, num_gpus, used), gpu_bytes)
 
 
 def _reward_devices(recipe: Recipe, num_gpus: int, used: Sequence[int]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -125,19 +133,19 @@ def placed_rewards(recipe: Recipe, layout: DeviceLayout | None) -> tuple[RewardS
     )
 
 
-def direct_backend(layout: DeviceLayout | None, *, is_sparse: bool = False) -> DirectBackend:
-    """Return the backend of direct transfers from the trainer to the run's engine. The backend is `ipc` if both use the
+def direct_transfer(layout: DeviceLayout | None, *, is_sparse: bool = False) -> DirectTransfer:
+    """Return how versions are transferred from the trainer to the run's engine. The backend is `ipc` if both use the
     same GPU, because NCCL refuses two processes on one GPU; with `is_sparse`, this raises UserError."""
     if layout is None:
-        return "sparse_gloo" if is_sparse else "gloo"
+        return DirectTransfer("gloo", is_sparse)
     if not set(layout.trainer) & set(layout.engines[0]):
-        return "sparse_nccl" if is_sparse else "nccl"
+        return DirectTransfer("nccl", is_sparse, layout.trainer[0])
     if is_sparse:
         raise UserError(
             'weights.transport: got "sparse", but trainer and engine use the same GPU, which exchange no bytes over a '
             'link; use "direct", or choose other GPUs with engine.devices'
         )
-    return "ipc"
+    return DirectTransfer("ipc", gpu=layout.trainer[0])
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:

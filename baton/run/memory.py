@@ -12,7 +12,9 @@ import msgspec
 
 from baton.clock import CODERS
 from baton.cost.memory import (
+    GPU_CONTEXT_BYTES,
     PUBLISHED_COPY,
+    SLEEPING_VLLM_BYTES,
     EngineShape,
     Phase,
     Term,
@@ -62,6 +64,9 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     """The GPUs of each of the equal processes; empty on a CPU, and on other machines."""
     on_host: bool = False
     """Whether this is host memory, even if the run uses GPUs."""
+    alternates: bool = False
+    """Whether this process uses its GPUs alternately with the other processes for which this is true. The parts then
+    include what sleeping processes keep."""
 
     @property
     def num_bytes(self) -> int:
@@ -158,8 +163,8 @@ def processes_of(
     """Return the processes of the recipe that run on this machine's devices, with their memory.
 
     layout: this machine's GPUs; None on a CPU, and on other machines. On other machines, every process has its own GPU,
-    except that the engine of a single trainer shares the trainer's GPU. Only engines of kind `embedded` are counted,
-    because other engines take a fixed share of their device. most_tokens: as in `rank_phases_of`.
+    except that the engine of a single trainer shares the trainer's GPU. An engine of kind `vllm`, which takes a fixed
+    share of its GPUs, is counted on this machine's GPUs only. most_tokens: as in `rank_phases_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
     phases = rank_phases_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
@@ -169,6 +174,7 @@ def processes_of(
     is_inside = has_engine and not recipe.swarm.is_on and not recipe.engine.processes
     trainer_gpus = () if layout is None else tuple((gpu,) for gpu in layout.trainer)
     engine_gpus = () if layout is None else layout.engines
+    alternates = recipe.rollout.is_colocated and not has_engine and not on_cpu
     generation, found = [Phase(GENERATION, engine)], []
     if ranks > 1 or not is_inside or engine_gpus != trainer_gpus:
         stages = stages_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
@@ -177,7 +183,10 @@ def processes_of(
         for stage, (own, count) in enumerate(stages):
             where = f" of stage {stage + 1} of {len(stages)}" if len(stages) > 1 else ""
             places = trainer_gpus[stage * size : (stage + 1) * size] or size
-            found.append(_process(name + where, places, own, count, on_cpu=on_cpu))
+            if alternates:
+                asleep = Term("sleeping vLLM", SLEEPING_VLLM_BYTES, is_assumed=True)
+                own = tuple(Phase(phase.name, (*phase.terms, asleep)) for phase in own)
+            found.append(_process(name + where, places, own, count, on_cpu=on_cpu, alternates=alternates))
         if is_inside:
             found.append(_process("the engine", engine_gpus or 1, generation, layers, on_cpu=on_cpu))
     else:
@@ -193,6 +202,8 @@ def processes_of(
     if has_engine and apart:
         name = "the engine" if apart == 1 else f"each of {apart} engines"
         found.append(_process(name, engine_gpus or apart, generation, layers, on_cpu=on_cpu))
+    if layout is not None and layout.gpu_bytes and engine_gpus:
+        found.append(_vllm_process(recipe, model, layout, alternates=alternates))
     if recipe.lora is None and recipe.engine.processes:  # other processes map its file
         part = MemoryPart("weights", math.ceil(_published_bytes(recipe, on_cpu=on_cpu) * model.params), False)
         where = "the published version" if on_cpu else "the published version in host memory"
@@ -246,15 +257,35 @@ def _reward_process(reward: RewardSettings, longest_tokens: int, *, on_cpu: bool
     return msgspec.structs.replace(found, on_host=not gpus and not on_cpu)
 
 
+def _vllm_process(recipe: Recipe, model: ModelSpec, layout: DeviceLayout, *, alternates: bool) -> ProcessMemory:
+    """Return the memory of each vLLM on each of its GPUs: `engine.vllm.gpu_memory_utilization` of the GPU."""
+    own, gpus = recipe.engine.vllm, layout.engines
+    share = math.ceil(own.gpu_memory_utilization * layout.gpu_bytes)
+    value = 1 if own.quantization else value_bytes(recipe.engine.dtype, on_cpu=False)
+    weights = math.ceil(value * model.params / (own.tensor_parallel * own.pipeline_parallel))
+    parts = [MemoryPart("weights", weights, False), MemoryPart("KV cache and others", max(0, share - weights), False)]
+    if alternates:
+        parts.append(MemoryPart("sleeping trainer", math.ceil(GPU_CONTEXT_BYTES), True))
+    name = "vLLM" if len(gpus) == 1 else f"each of {len(gpus)} vLLM engines"
+    return ProcessMemory(name, len(gpus), GENERATION, tuple(parts), gpus, alternates=alternates)
+
+
 def _process(
-    name: str, places: int | tuple[tuple[int, ...], ...], phases: Sequence[Phase], layers: int, *, on_cpu: bool
+    name: str,
+    places: int | tuple[tuple[int, ...], ...],
+    phases: Sequence[Phase],
+    layers: int,
+    *,
+    on_cpu: bool,
+    alternates: bool = False,
 ) -> ProcessMemory:
     """places: the GPUs of each process, or the number of processes."""
     top = largest(phases, layers)
     terms = (*top.terms, overhead(float(top.bytes(layers)), on_cpu=on_cpu))
     parts = [MemoryPart(term.name, math.ceil(float(term.bytes(layers))), term.is_assumed) for term in terms]
     count, gpus = (places, ()) if isinstance(places, int) else (len(places), places)
-    return ProcessMemory(name, count, top.name, tuple(part for part in parts if part.num_bytes), gpus)
+    parts = [part for part in parts if part.num_bytes]
+    return ProcessMemory(name, count, top.name, tuple(parts), gpus, alternates=alternates)
 
 
 def gib(num_bytes: float) -> str:
@@ -273,8 +304,13 @@ def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
     processes = [process for process in processes if on_cpu or not process.on_host]
     if any(process.gpus for process in processes):
         gpus = {gpu for process in processes for each in process.gpus for gpu in each}
-        return max(sum(p.num_bytes for p in processes for each in p.gpus if gpu in each) for gpu in gpus)
+        return max(_on_gpu([p for p in processes for each in p.gpus if gpu in each]) for gpu in gpus)
     return sum(process.num_bytes * (process.count if on_cpu else 1) for process in processes)
+
+
+def _on_gpu(processes: Sequence[ProcessMemory]) -> int:
+    turns = max((process.num_bytes for process in processes if process.alternates), default=0)
+    return turns + sum(process.num_bytes for process in processes if not process.alternates)
 
 
 def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: str) -> str:
@@ -311,12 +347,15 @@ def _steps(recipe: Recipe) -> list[tuple[str, str, Any]]:
     halves = [slots for divisor in (2, 4, 8) if (slots := engine.slots // divisor // 8 * 8)]
     is_alone = trainer.ranks == 1 and engine.kind == "embedded" and not engine.processes and not recipe.swarm.is_on
     can_share = is_alone and rollout.mode != "async" and not rollout.is_colocated
+    lower = [share for share in (0.8, 0.6, 0.4) if share < engine.vllm.gpu_memory_utilization]
+    shares = [engine.vllm.model_copy(update={"gpu_memory_utilization": share}) for share in lower]
     return [
         ("trainer", "max_tokens_per_microbatch", tokens if tokens < trainer.max_tokens_per_microbatch else None),
         ("trainer", "activation_checkpointing", None if trainer.activation_checkpointing else True),
         ("trainer", "shard_gradients", True if trainer.ranks > 1 and not trainer.shard_gradients else None),
         *[("engine", "slots", slots) for slots in halves],
         ("rollout", "placement", "colocated" if can_share else None),
+        *[("engine", "vllm", share) for share in shares if engine.kind == "vllm"],
         ("engine", "dtype", None if engine.dtype == "bfloat16" else "bfloat16"),
         ("trainer", "optimizer", "adamw8bit" if trainer.ranks == 1 and recipe.lora is None else None),
         ("", "lora", LoraSettings() if recipe.lora is None else None),
@@ -331,5 +370,7 @@ def _with(recipe: Recipe, steps: Sequence[tuple[str, str, Any]]) -> Recipe:
 
 
 def _named(section: str, key: str, value: Any) -> str:
+    if key == "vllm":
+        section, key, value = "engine.vllm", "gpu_memory_utilization", value.gpu_memory_utilization
     shown = "true" if value is True else f'"{value}"' if isinstance(value, str) else value
     return f"[{key}]" if not section else f"{section}.{key} = {shown}"

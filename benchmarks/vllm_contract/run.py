@@ -43,11 +43,12 @@ METHODS: dict[tuple[str, str], tuple[str, ...]] = {
     ("v1/worker/gpu_model_runner.py", "GPUModelRunner.get_model"): (),
     ("v1/worker/gpu/model_runner.py", "GPUModelRunner.reload_weights"): ("weights_iterator",),
     ("v1/worker/gpu/model_runner.py", "GPUModelRunner.get_model"): (),
-    # sleep, wake and load in turns (colocated; not used yet)
+    # sleep, wake and load in turns (colocated)
     ("v1/engine/async_llm.py", "AsyncLLM.sleep"): ("level",),
     ("v1/engine/async_llm.py", "AsyncLLM.wake_up"): ("tags",),
     ("v1/worker/gpu_worker.py", "Worker.sleep"): ("level",),
     ("v1/worker/gpu_worker.py", "Worker.wake_up"): ("tags",),
+    ("device_allocator/__init__.py", "get_mem_allocator_instance"): (),
     # transfer.py, direct.py
     ("v1/worker/gpu_worker.py", "Worker.init_weight_transfer_engine"): ("init_info",),
     ("v1/worker/gpu_worker.py", "Worker.start_weight_update"): (),
@@ -88,7 +89,7 @@ FIELDS: dict[tuple[str, str], tuple[str, ...]] = {
         *("model", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"),
         *("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching", "logprobs_mode", "skip_tokenizer_init"),
         *("generation_config", "worker_extension_cls", "disable_log_stats", "hf_overrides", "load_format"),
-        *("kv_cache_memory_bytes", "weight_transfer_config"),
+        *("kv_cache_memory_bytes", "weight_transfer_config", "enable_sleep_mode"),
     ),
     ("sampling_params.py", "SamplingParams"): (
         *("max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs", "detokenize", "output_kind"),
@@ -104,6 +105,7 @@ FIELDS: dict[tuple[str, str], tuple[str, ...]] = {
         *("names", "dtype_names", "shapes", "num_updates_list"),
     ),
     (_PATCH, "CheckpointWeightPatch"): ("name", "shape", "dtype", "values", "indices"),
+    ("device_allocator/__init__.py", "AllocationData"): ("handle", "is_asleep"),
 }
 """(file, class) → fields that Baton gives or reads."""
 TEXTS: dict[str, tuple[str, ...]] = {
@@ -118,6 +120,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "v1/worker/gpu_worker.py": (r"WeightTransferEngineFactory\.create_engine",),
     "v1/worker/worker_base.py": ("worker_extension_cls",),
     "v1/engine/async_llm.py": (r"self\.output_handler",),
+    "v1/engine/core.py": (r"fully_awake = not self\.model_executor\.is_sleeping\s+if fully_awake:\s+self\.resume_sch",),
+    "v1/executor/abstract.py": (r'SLEEP_TAGS = .*"weights", "kv_cache"', "tag not in self.sleeping_tags"),
+    "device_allocator/sleep_mode_backend.py": (r'if level == 1:\s+offload_tags = \("weights", \*offload_tags\)',),
+    "device_allocator/cumem.py": (r"self\.pointer_to_data", "data.is_asleep = True"),
     "envs.py": ("VLLM_NO_USAGE_STATS", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_WORKER_MULTIPROC_METHOD"),
 }
 """File → patterns of messages, registered names and attributes on which Baton relies."""

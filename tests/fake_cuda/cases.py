@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from baton.policy.settings import LoraSettings
 from baton.policy.threads import keep_positions_exact, set_up_threads
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
+from baton.rollout.engines.vllm.direct import VersionSource, VllmCommunicator
 from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 from baton.trainer.microbatches import pad
 from baton.trainer.samples import minibatches
 from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory, ends_lease
+from baton.weights.direct.stream import OutgoingVersion
 from tests.fake_cuda.device import CUDA, LOG, Dispatch, install
 from tests.trainer.trainer_cases import make_trainer, random_batch, tiny_model, tiny_tokenizer
 
@@ -52,6 +55,7 @@ def main(results: Path, *, is_hip: bool) -> None:
         found["steps"] = steps((*PRESETS, *EXTRA))
         found["passes"] = {name: tried(partial(passes, **settings)) for name, settings in PASSES.items()}
         found["decode"] = tried(decode)
+        found["staged"] = tried(staged)
     results.write_text(json.dumps(found))
 
 
@@ -195,3 +199,17 @@ def decode() -> dict[str, Any]:
     (few, *_), (many, waits, copies, slow) = counts
     ended = sum(map(ends_lease, reports))
     return {"launches_per_layer": (many - few) / 2, "waits": waits, "copies": copies, "slow": slow, "ended": ended}
+
+
+def staged() -> dict[str, Any]:
+    """Send a sleeping trainer's tensors, which are on the host, to an engine on the same GPU."""
+    source, found = VersionSource(), []
+
+    def send_weights() -> None:
+        found.append([(str(tensor.device), tensor.sum().item()) for _, tensor in source])
+
+    communicator = VllmCommunicator(SimpleNamespace(send_weights=send_weights), None, source, 0)
+    tensors = {"a": torch.ones(30), "b": torch.full((40,), 2.0)}
+    buckets = OutgoingVersion(tensors, PolicyVersion("x", 1), bucket_bytes=200).buckets()
+    communicator.send(buckets, lambda: found.append([]))
+    return {"sent": found, "left": len(source.bucket.tensors)}

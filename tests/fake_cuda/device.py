@@ -175,6 +175,8 @@ def install(*, is_hip: bool = False) -> None:
         "is_bf16_supported": True,
         "device_count": 1,
         "current_device": 0,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
         "mem_get_info": (80 * 2**30, 80 * 2**30),
         "max_memory_allocated": 0,
         "get_device_name": "emulated",

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,21 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import experimental_parts
 from baton.run import assemble, dry_run
-from baton.run.devices import DeviceLayout, direct_backend, divide, environment_with, layout_of, placed_rewards, visible
+from baton.run.devices import (
+    DeviceLayout,
+    direct_transfer,
+    divide,
+    environment_with,
+    layout_of,
+    placed_rewards,
+    visible,
+)
 from baton.run.memory import needed_bytes, processes_of
 from baton.specs.model import read_model
 from baton.swarm.listen import ListenAddress
 from baton.swarm.local_workers import LocalWorkers
 from baton.types import PolicyVersion
+from baton.weights.direct.settings import DirectTransfer
 
 
 @pytest.fixture
@@ -32,6 +42,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
     def gpus(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        own = SimpleNamespace(total_memory=80 * 10**9)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: own)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return gpus
@@ -71,6 +83,7 @@ def test_engines_get_gpus_of_their_own_while_there_are_enough(data: st.DataObjec
         (4, ["engine.devices=[3]"], (0,), ((3,),)),
         (4, ["engine.devices=[0]"], (0,), ((0,),)),
         (4, ['rollout.placement="colocated"'], (0,), ((0,),)),
+        (4, ['rollout.placement="colocated"', "engine.kind=vllm", "model.device=cuda:3"], (3,), ((3,),)),
         (4, ["trainer.ranks=2", "swarm.workers=2"], (0, 1), ((2,), (3,))),
         (4, ["trainer.ranks=2", "swarm.workers=3"], (0, 1), ((2,), (3,), (2,))),
         (2, ["trainer.ranks=2", "swarm.workers=2"], (0, 1), ((0,), (1,))),
@@ -127,6 +140,11 @@ def test_a_reward_model_gets_a_gpu_that_is_left(
         (2, ["trainer.ranks=3"], "trainer.ranks: got 3, but this machine has 2"),
         (2, ["engine.devices=[1]", 'rollout.placement="colocated"'], "engine.devices: got .1., but with"),
         (4, ["engine.kind=vllm", "engine.vllm.tensor_parallel=2", "engine.devices=[3]"], "got 2, but 1 GPU"),
+        (
+            4,
+            ["engine.kind=vllm", "engine.vllm.tensor_parallel=2", 'rollout.placement="colocated"'],
+            "got 2, but with rollout.placement = .colocated. .* all GPUs of the trainer; set the product to 1",
+        ),
         (0, ["model.device=cpu", "engine.devices=[0]"], "engine.devices: got .0., but model.device is cpu"),
     ],
 )
@@ -302,11 +320,16 @@ def test_the_engine_of_the_trainers_process_has_another_gpu(
 
 def test_a_difference_crosses_a_link_or_is_refused() -> None:
     apart, same = DeviceLayout((0,), ((1,),)), DeviceLayout((0,), ((0,),))
-    found = [direct_backend(layout, is_sparse=sparse) for layout in (None, apart) for sparse in (False, True)]
-    assert found == ["gloo", "sparse_gloo", "nccl", "sparse_nccl"]
-    assert direct_backend(same) == "ipc"
+    found = [direct_transfer(layout, is_sparse=sparse) for layout in (None, apart) for sparse in (False, True)]
+    assert [(one.backend, one.is_sparse, one.gpu) for one in found] == [
+        ("gloo", False, None),
+        ("gloo", True, None),
+        ("nccl", False, 0),
+        ("nccl", True, 0),
+    ]
+    assert direct_transfer(DeviceLayout((2,), ((2,),))) == DirectTransfer("ipc", gpu=2)
     with pytest.raises(UserError, match='got "sparse", but trainer and engine use the same GPU'):
-        direct_backend(same, is_sparse=True)
+        direct_transfer(same, is_sparse=True)
 
 
 def test_each_worker_of_this_machine_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,3 +377,30 @@ def test_the_memory_of_a_gpu_counts_who_is_on_it(small: Any, tmp_path: Path) -> 
     assert needed(DeviceLayout((0,), ((0,), (1,)))) == trainer + engine
     assert needed(DeviceLayout((0,), ((1,), (1,)))) == max(trainer, 2 * engine)
     assert needed(None) == trainer + engine
+
+
+def test_trainer_and_vllm_need_the_larger_of_their_turns_and_what_the_other_keeps(small: Any, tmp_path: Path) -> None:
+    """By hand, on a GPU of 80 GB: vLLM's share .9 · 80 GB = 72 GB, beside 1.5 GB of a sleeping trainer."""
+    colocated = recipe(small, tmp_path, "engine.kind=vllm", 'rollout.placement="colocated"')
+    model = read_model(Path(colocated.model.path))
+    place = DeviceLayout((0,), ((0,),), gpu_bytes=80 * 10**9)
+    trainer, engine = processes_of(colocated, model, on_cpu=False, layout=place)
+    assert sum(part.num_bytes for part in engine.parts if not part.is_assumed) == 72 * 10**9
+    assert engine.num_bytes == 73.5e9
+    asleep = next(part for part in trainer.parts if part.name == "sleeping vLLM")
+    assert (asleep.num_bytes, asleep.is_assumed) == (3 * 10**9, True)
+    assert needed_bytes((trainer, engine), on_cpu=False) == max(trainer.num_bytes, engine.num_bytes)
+    apart = recipe(small, tmp_path, "engine.kind=vllm")
+    alone, same = processes_of(apart, model, on_cpu=False, layout=place)
+    assert alone.num_bytes < trainer.num_bytes - 3 * 10**9 + 1e9
+    assert needed_bytes((alone, same), on_cpu=False) == alone.num_bytes + 72 * 10**9
+
+
+def test_a_share_of_vllm_that_does_not_fit_is_refused_with_a_smaller_one(
+    small: Any, tmp_path: Path, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(1)
+    monkeypatch.setattr(dry_run, "available_bytes", lambda device: 70 * 10**9)
+    wanted = recipe(small, tmp_path, "engine.kind=vllm", 'rollout.placement="colocated"')
+    with pytest.raises(UserError, match=r"vLLM needs 68.5 GiB .* with engine.vllm.gpu_memory_utilization = 0.8"):
+        dry_run.check_room(wanted, is_here=True)

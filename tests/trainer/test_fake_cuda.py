@@ -101,3 +101,8 @@ def test_a_decode_step_writes_its_keys_without_the_slow_kernel(found: dict[str, 
     assert found["decode"]["slow"] == {}
     assert found["decode"]["ended"] == 16
     assert sum(found["decode"]["copies"].values()) <= 2, found["decode"]["copies"]
+
+
+def test_a_sleeping_trainers_tensors_are_on_the_gpu_while_they_are_sent(found: dict[str, Any]) -> None:
+    sent = [[["cuda:0", 30.0]], [], [["cuda:0", 80.0]], []]
+    assert found["staged"] == {"sent": sent, "left": 0}

@@ -25,12 +25,14 @@ from baton.policy.tensors import policy_tensors
 from baton.rollout.engine import EngineSettings
 from baton.types import PolicyVersion
 from baton.weights.direct.protocol import DirectRules
+from baton.weights.direct.settings import DirectTransfer
 from baton.weights.direct.stream import OutgoingVersion
 from tests.model_families import tiny_config
 
 DEADLINE_S = 120.0
 RULES = DirectRules(connect_s=10, announce_s=5, stall_s=5, commit_s=5, first_wait_s=0.1, longest_wait_s=1.0)
 SETTINGS = {"slots": 8, "max_context_tokens": 1024}
+WHOLE, SPARSE = DirectTransfer("gloo"), DirectTransfer("gloo", is_sparse=True)
 
 
 class StagedLink:
@@ -50,7 +52,7 @@ class StagedLink:
 class Started:
     """A vLLM with a sender of its own, which a second replica, a plain process, shares."""
 
-    def __init__(self, path: str, other: ProcessLink, direct: str = "gloo") -> None:
+    def __init__(self, path: str, other: ProcessLink, direct: DirectTransfer = WHOLE) -> None:
         from baton.rollout.engines.factory import engine_of_model
         from baton.rollout.engines.vllm.direct import VllmLink
         from baton.rollout.engines.whole_weights import Skeleton, WholeWeights
@@ -69,7 +71,7 @@ class Started:
             GlooTransport("127.0.0.1").connect,
             time.monotonic,
             RULES,
-            is_sparse=direct == "sparse_gloo",
+            is_sparse=direct.is_sparse,
             bucket_bytes=20_000,
         )
         self.link, self.other = StagedLink(VllmLink(self.engine._client, 1), self.worker), other
@@ -107,7 +109,7 @@ def test_a_load_by_the_engine_itself_gives_the_other_model(vllm_paths, load, dri
 
     settings = EngineSettings(kind="vllm", vllm={**EAGER, "answer_timeout_s": 60}, **SETTINGS)
     engine = engine_of_model(
-        vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa", direct="gloo"
+        vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa", direct=WHOLE
     )
     try:
         for number, name in ((1, "qwen3_next"), (2, "qwen3")):
@@ -204,7 +206,7 @@ def num_bytes(tensors) -> int:
 def sparse(vllm_paths, other):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to call `weights_of` in the worker
-        made = Started(vllm_paths["qwen3"], other, "sparse_gloo")
+        made = Started(vllm_paths["qwen3"], other, SPARSE)
         yield made
         made.close()
 
@@ -313,9 +315,7 @@ def test_a_model_with_experts_is_refused_before_vllm_starts(vllm_paths, tokenize
     tokenizer.hf.save_pretrained(tmp_path)
     settings = EngineSettings(kind="vllm", vllm=EAGER, **SETTINGS)
     with pytest.raises(UserError, match=r'weights\.transport: got "sparse", but .* has experts'):
-        engine_of_model(
-            str(tmp_path), settings, PolicyVersion("x", 0), device="cpu", attention="sdpa", direct="sparse_gloo"
-        )
+        engine_of_model(str(tmp_path), settings, PolicyVersion("x", 0), device="cpu", attention="sdpa", direct=SPARSE)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "an adapter"])

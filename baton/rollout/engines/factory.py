@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from baton.errors import UserError
 from baton.rollout.engine import Engine, EngineKind, EngineSettings
 from baton.types import PolicyVersion
-from baton.weights.direct.settings import DirectBackend
+from baton.weights.direct.settings import DirectTransfer
 
 KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 
@@ -32,13 +32,14 @@ def engine_of_model(
     device: str,
     attention: str,
     head_dtype: str = "auto",
-    direct: DirectBackend | None = None,
+    direct: DirectTransfer | None = None,
+    sleeps: bool = False,
 ) -> Engine:
     """Build an engine that serves the model in a directory as `version`.
 
-    direct: backend that transfers later versions from the trainer's memory to an engine of kind `vllm`. With None,
-    later versions are transferred as files. Raises UserError if the engine does not support the model, or if a package
-    is missing.
+    direct: how later versions are transferred from the trainer's memory to an engine of kind `vllm`. With None, later
+    versions are transferred as files. sleeps: whether engine and trainer use the same devices alternately. Raises
+    UserError if the engine does not support the model, or if a package is missing.
     """
     match settings.kind:
         case "embedded":
@@ -49,7 +50,14 @@ def engine_of_model(
             from baton.rollout.engines.vllm.engine import vllm_of_model
 
             return vllm_of_model(
-                path, settings, version, device=device, attention=attention, head_dtype=head_dtype, direct=direct
+                path,
+                settings,
+                version,
+                device=device,
+                attention=attention,
+                head_dtype=head_dtype,
+                direct=direct,
+                sleeps=sleeps,
             )
         case "sglang":
             from baton.rollout.engines.sglang.engine import sglang_of_model

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-DirectBackend = Literal["gloo", "nccl", "ipc", "sparse_gloo", "sparse_nccl"]
-"""`gloo`: from host memory to host memory. `nccl`: from GPU to GPU. `ipc`: between processes on the same GPU.
-`sparse_…`: an engine that has the previous version receives only the elements that changed."""
+
+@dataclass(frozen=True, slots=True)
+class DirectTransfer:
+    """How versions are transferred from the trainer's memory to an engine."""
+
+    backend: Literal["gloo", "nccl", "ipc"]
+    """`gloo`: from host memory to host memory. `nccl`: from GPU to GPU. `ipc`: between processes on the same GPU."""
+    is_sparse: bool = False
+    """Whether an engine that has the previous version receives only the elements that changed."""
+    gpu: int | None = None
+    """Index of the trainer's GPU among the visible GPUs; None on a CPU."""

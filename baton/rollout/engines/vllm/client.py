@@ -44,6 +44,15 @@ class VllmClient(EngineClient):
     def resume(self) -> None:
         self._call(self._llm.resume_generation(), self._answer_timeout_s, "to resume")
 
+    def sleep(self, level: int) -> None:
+        """Free the device memory of the KV cache and of the weights. level: 1 keeps the weights in host memory, 2 does
+        not. vLLM stays paused until both parts have been allocated again."""
+        self._call(self._llm.sleep(level), self._answer_timeout_s, "to sleep")
+
+    def wake_up(self, part: str) -> None:
+        """Allocate the device memory of one part: "weights" first, then "kv_cache"."""
+        self._call(self._llm.wake_up([part]), self._answer_timeout_s, "to wake up")
+
     def load(self, path: str, label: str) -> int:
         """Load the tensors of a file in all workers; return their number. Call between `pause` and `resume`."""
         taken = self.call_workers("take_weights", path, self._answer_timeout_s)

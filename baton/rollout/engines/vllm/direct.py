@@ -8,7 +8,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 
@@ -16,30 +17,25 @@ from baton.rollout.engines.vllm.client import VllmClient
 from baton.types import PolicyVersion
 from baton.weights.direct.protocol import DirectRules
 from baton.weights.direct.sender import Communicator, DirectSender, GlooTransport, ReplicaLink
-from baton.weights.direct.settings import DirectBackend
+from baton.weights.direct.settings import DirectTransfer
 from baton.weights.direct.stream import NUM_CHANGED, Bucket
 
 _ATTEMPTS = 3
 """Maximum number of attempts to load a version, each with its own deadlines, before the engine has failed."""
 
 
-def arguments_of(backend: DirectBackend | None) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine for direct transfers, or for transfers by file if `backend` is None."""
-    if backend is None:
+def arguments_of(direct: DirectTransfer | None) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine for direct transfers, or for transfers by file if `direct` is None."""
+    if direct is None:
         return {"worker_extension_cls": "baton.rollout.engines.vllm.worker.WeightsLoader"}
-    if backend == "ipc":
+    if direct.backend == "ipc":
         # needed to send memory handles to the child processes
         os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    worker = "sparse.SparseWorker" if is_sparse(backend) else "transfer.DirectWorker"
+    worker = "sparse.SparseWorker" if direct.is_sparse else "transfer.DirectWorker"
     return {
         "worker_extension_cls": f"baton.rollout.engines.vllm.{worker}",
-        "weight_transfer_config": {"backend": f"baton_{backend.removeprefix('sparse_')}"},
+        "weight_transfer_config": {"backend": f"baton_{direct.backend}"},
     }
-
-
-def is_sparse(backend: DirectBackend) -> bool:
-    """Return whether engines that have the previous version receive only the elements that changed."""
-    return backend.startswith("sparse_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +52,11 @@ class VllmLink:
 class DirectLoad:
     """Loads versions by direct transfers into an engine that the trainer's process has started."""
 
-    def __init__(self, client: VllmClient, backend: DirectBackend, world_size: int, *, timeout_s: float) -> None:
+    def __init__(self, client: VllmClient, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
         """timeout_s: deadline of each phase of a transfer."""
         self._rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
-        transport = GlooTransport("127.0.0.1") if backend.endswith("gloo") else VllmTransport(backend, "127.0.0.1")
-        self._sender = DirectSender(transport.connect, time.monotonic, self._rules, is_sparse=is_sparse(backend))
+        transport = (GlooTransport if direct.backend == "gloo" else partial(VllmTransport, direct))("127.0.0.1")
+        self._sender = DirectSender(transport.connect, time.monotonic, self._rules, is_sparse=direct.is_sparse)
         self._client, self._num_loads = client, 0
         self._sender.join(_ENGINE, VllmLink(client, world_size))
 
@@ -91,34 +87,41 @@ _ENGINE = "the vLLM engine"
 class VllmTransport:
     """Builds communicators of vLLM's own transfer engines. Not tested, because the communicators need GPUs."""
 
-    def __init__(self, backend: DirectBackend, host: str) -> None:
+    def __init__(self, direct: DirectTransfer, host: str) -> None:
         """host: address at which replicas reach this machine."""
-        self._backend, self._host = backend, host
+        self._direct, self._host = direct, host
 
     def connect(self, link: ReplicaLink, name: str, rules: DirectRules) -> Communicator:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerWeightTransferEngine
 
         source, world_size = VersionSource(), 1 + link.world_size
         info = (
             IPCTrainerInitInfo(rank=0)
-            if self._backend == "ipc"
+            if self._direct.backend == "ipc"
             else NCCLTrainerInitInfo(self._host, _free_port(self._host), world_size, rank=0)
         )
-        client = StreamClient(link, source, rules)
-        engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-        sparse = SparseNCCLTrainerWeightTransferEngine(client=client)
-        sparse.model_update_group = getattr(engine, "model_update_group", None)  # one communicator for both
-        return _VllmCommunicator(engine, sparse, source)
+        client, sparse = StreamClient(link, source, rules), None
+        with torch.cuda.device(self._direct.gpu):  # vLLM uses the current device of this thread
+            engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+        if self._direct.is_sparse:
+            from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerWeightTransferEngine
+
+            sparse = SparseNCCLTrainerWeightTransferEngine(client=client)
+            sparse.model_update_group = engine.model_update_group  # one communicator for both
+        return VllmCommunicator(engine, sparse, source, self._direct.gpu)
+
+
+NOTHING: Final = Bucket((), {"names": []})
+"""A bucket without tensors."""
 
 
 class VersionSource:
     """The `WeightSource` of vLLM's trainer engines: the tensors of the bucket that is being sent."""
 
     def __init__(self) -> None:
-        self.bucket = Bucket((), {"names": []})
+        self.bucket = NOTHING
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer import ParamMeta
@@ -152,21 +155,34 @@ class StreamClient:
 
 
 @dataclass(frozen=True, slots=True)
-class _VllmCommunicator:
+class VllmCommunicator:
+    """Sends buckets from the trainer's GPU. A sleeping trainer's tensors are on the host, and are copied to the GPU one
+    bucket at a time."""
+
     engine: Any
     """vLLM's trainer engine for whole tensors."""
     sparse: Any
-    """vLLM's trainer engine for changed elements, over the same communicator."""
+    """vLLM's trainer engine for changed elements, over the same communicator; None for transfers of whole versions."""
     source: VersionSource
+    gpu: int | None
 
     def send(self, buckets: Sequence[Bucket], progressed: Callable[[], None]) -> None:
-        for bucket in buckets:
-            self.source.bucket = bucket
-            if NUM_CHANGED in bucket.info:
-                self.sparse.send_weight_chunk(patches_of(bucket))
-            else:
-                self.engine.send_weights()
-            progressed()
+        try:
+            with torch.cuda.device(self.gpu):
+                for bucket in buckets:
+                    self.source.bucket = self._on_gpu(bucket)
+                    if NUM_CHANGED in bucket.info:
+                        self.sparse.send_weight_chunk(patches_of(self.source.bucket))
+                    else:
+                        self.engine.send_weights()
+                    progressed()
+        finally:
+            self.source.bucket = NOTHING  # frees the copy
+
+    def _on_gpu(self, bucket: Bucket) -> Bucket:
+        if self.gpu is None:
+            return bucket
+        return Bucket(tuple(tensor.to(torch.device("cuda", self.gpu)) for tensor in bucket.tensors), bucket.info)
 
     def close(self) -> None:
         self.engine.shutdown()

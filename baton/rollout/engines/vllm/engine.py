@@ -4,6 +4,10 @@
 under the old version, copies the tensors in place, switches the slot table, and resumes. Running requests keep their
 keys and values. The salt of the prefix cache changes with the weights, so no prefix of an older version is reused.
 
+**Sleep.** A colocated engine sleeps during a train step: `sleep` (no leases) ─▶ `wake_up`: memory of the weights ─▶
+`load_weights`: load, then memory of the KV cache. The weights are loaded before the KV cache has memory, so the load
+may use this memory.
+
 **Noise.** The seed of a request depends on (run seed, group, sample, start position). A request that runs alone draws
 the same tokens again. Unlike Baton's keyed noise, the draws differ on other machines and after a resume.
 """
@@ -29,12 +33,12 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
-from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of, is_sparse
+from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
 from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
 from baton.types import FromWorker, PolicyVersion, kept_dtype
-from baton.weights.direct.settings import DirectBackend
+from baton.weights.direct.settings import DirectTransfer
 
 _CPU_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
@@ -48,6 +52,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
     direct: DirectLoad | None = None
     """Loads versions from the trainer's memory; None if versions are loaded from files in memory."""
+    _freed: tuple[str, ...] = ()
+    """Parts of vLLM's device memory that are freed, by the names that vLLM gives them."""
     _sent_bytes = 0
     """`direct.sent_bytes` at the last call of `metrics`."""
     # vLLM's logprobs are over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs over
@@ -71,6 +77,13 @@ class VllmEngine(ExternalEngine[VllmClient]):
     def _load_tensors(self, tensors: Mapping[str, Any], label: str) -> None:
         """Send the tensors to vLLM's workers, or write them to one file in memory, which all workers load. If this
         fails, the weights may be incomplete, and vLLM stays paused until a load succeeds."""
+        assert "weights" not in self._freed, "weights cannot be loaded into a sleeping engine: call wake_up first"
+        self._load_paused(tensors, label)
+        if self._freed:
+            self._client.wake_up("kv_cache")
+            self._freed = ()
+
+    def _load_paused(self, tensors: Mapping[str, Any], label: str) -> None:
         if self.direct is not None and not is_adapter(tensors):
             self.direct.load(tensors, label)
             return
@@ -91,6 +104,32 @@ class VllmEngine(ExternalEngine[VllmClient]):
         self._load_tensors(self._weights.whole(self._weights.base()), "base")
         self._client.resume()
 
+    def sleep(self) -> None:
+        """Free the device memory of weights and KV cache. No lease may be waiting or running. May be called twice."""
+        left = self._table.num_running + len(self._table.waiting())
+        assert not left, f"the engine cannot sleep with {left} leases"
+        if "weights" not in self._freed:
+            # vLLM's own LoRA needs the base weights again; all other weights are loaded again
+            self._client.sleep(1 if self._settings.vllm.lora_rank else 2)
+            self._freed = ("weights", "kv_cache")
+
+    def wake_up(self) -> None:
+        """Allocate the memory of the weights again. `load_weights` must follow, which allocates the KV cache. May be
+        called twice."""
+        if "weights" in self._freed:
+            self._client.wake_up("weights")
+            self._freed = ("kv_cache",)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory in bytes, on the GPU where vLLM uses most; 0 on a CPU."""
+        timeout_s = self._settings.vllm.answer_timeout_s
+        return max(map(int, self._client.call_workers("held_bytes", None, timeout_s)))
+
+    def _fill_slots(self) -> None:
+        assert not (self._freed and self._table.waiting()), "an engine that has slept needs weights to generate"
+        super()._fill_slots()
+
     def close(self) -> None:
         if self.direct is not None:
             self.direct.close()
@@ -100,12 +139,12 @@ class VllmEngine(ExternalEngine[VllmClient]):
         before, self._sent_bytes = self._sent_bytes, 0 if self.direct is None else self.direct.sent_bytes
         return {} if self.direct is None else {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
 
-    def use_direct(self, backend: DirectBackend, timeout_s: float) -> None:
+    def use_direct(self, direct: DirectTransfer, timeout_s: float) -> None:
         """Load all further versions by direct transfers. timeout_s: deadline of each phase of a transfer."""
         own = self._settings.vllm
         world_size = own.tensor_parallel * own.pipeline_parallel
-        self.direct = DirectLoad(self._client, backend, world_size, timeout_s=timeout_s)
-        self._weights.on_host = backend.endswith("gloo")
+        self.direct = DirectLoad(self._client, direct, world_size, timeout_s=timeout_s)
+        self._weights.on_host = direct.backend == "gloo"
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)
@@ -143,10 +182,12 @@ def vllm_of_model(
     device: str,
     attention: str,
     head_dtype: str = "auto",
-    direct: DirectBackend | None = None,
+    direct: DirectTransfer | None = None,
+    sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine that serves the model of a directory, which may be an adapter, as `version`. direct: backend that
-    transfers later versions from the trainer's memory. With None, later versions are transferred as files."""
+    """Build an engine that serves the model of a directory, which may be an adapter, as `version`. direct: how later
+    versions are transferred from the trainer's memory. With None, later versions are transferred as files. sleeps:
+    whether the engine can free its device memory; a CPU build of vLLM cannot."""
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
     if files.base_path != path and settings.vllm.lora_rank:
@@ -154,13 +195,17 @@ def vllm_of_model(
             f"engine.vllm.lora_rank: got {settings.vllm.lora_rank}, but {path} is an adapter, which is merged at the "
             "start; use lora_rank = 0, or a model that is no adapter"
         )
+
+    def build(directory: Path) -> VllmEngine:
+        return _engine(directory, settings, version, files.read_base, "auto", head_dtype, direct, sleeps)
+
     if files.base_path == path:
-        return _engine(files.base_directory(), settings, version, files.read_base, "auto", head_dtype, direct)
+        return build(files.base_directory())
     with TemporaryDirectory(prefix="baton-model-") as scratch:
         model = files.load()
         save_skeleton(model, load_tokenizer(path), Path(scratch))
         model.save_pretrained(scratch)
-        return _engine(Path(scratch), settings, version, files.read_base, "auto", head_dtype, direct)
+        return build(Path(scratch))
 
 
 def vllm_from_skeleton(
@@ -179,10 +224,11 @@ def _engine(
     read_base: ReadBase | None,
     load_format: str,
     head_dtype: str = "auto",
-    direct: DirectBackend | None = None,
+    direct: DirectTransfer | None = None,
+    sleeps: bool = False,
 ) -> VllmEngine:
     skeleton = Skeleton(directory, settings)
-    if direct is not None and is_sparse(direct) and read_model(directory).num_experts > 1:
+    if direct is not None and direct.is_sparse and read_model(directory).num_experts > 1:
         raise UserError(
             f'weights.transport: got "sparse", but {directory} has experts, whose weights vLLM may rearrange, so '
             'single elements cannot be changed in place; use "direct"'
@@ -192,7 +238,7 @@ def _engine(
         **arguments_of(direct),
         "model": str(directory),
         "load_format": load_format,
-        "kv_cache_memory_bytes": _kv_cache_bytes(directory, settings),
+        **_memory_arguments(directory, settings, sleeps=sleeps),
         **(own := settings.vllm.arguments),
         "additional_config": {**own.get("additional_config", {}), "baton": EndWithParent()},
     }
@@ -237,15 +283,17 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
     }
 
 
-def _kv_cache_bytes(directory: Path, settings: EngineSettings) -> int | None:
-    """Return the bytes of the KV cache on a CPU: all slots at full length, plus a quarter. Return None on a GPU."""
+def _memory_arguments(directory: Path, settings: EngineSettings, *, sleeps: bool) -> dict[str, Any]:
+    """Return vLLM's arguments for memory. On a CPU, which has no sleep mode: the bytes of the KV cache, which are those
+    of all slots at full length, plus a quarter."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        return None
+        return {"enable_sleep_mode": sleeps}
     blocks = settings.slots * (settings.max_context_tokens // _CPU_BLOCK + 1)
     bytes_per_value = torch_dtype(settings.dtype, torch_device("cpu")).itemsize
-    return int(1.25 * blocks * _CPU_BLOCK * read_model(directory).kv_bytes_per_token(bytes_per_value)) + 2**24
+    num_bytes = int(1.25 * blocks * _CPU_BLOCK * read_model(directory).kv_bytes_per_token(bytes_per_value)) + 2**24
+    return {"kv_cache_memory_bytes": num_bytes}
 
 
 def _check_vllm(settings: EngineSettings, device: str) -> None:

@@ -18,6 +18,7 @@ from multiprocessing.context import get_spawning_popen
 from threading import Thread
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -73,6 +74,16 @@ class WeightsLoader:
         with checked_reload(self.model_runner.get_model()):
             self.reload_weights(weights_iterator=tensors())
         return taken
+
+    def held_bytes(self) -> int:
+        """Return the device memory that torch has reserved in this process, without the parts that sleep has freed.
+        Return 0 on a CPU."""
+        if not torch.cuda.is_available():
+            return 0
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        known = get_mem_allocator_instance().pointer_to_data.values()
+        return int(torch.cuda.memory_reserved() - sum(each.handle[1] for each in known if each.is_asleep))
 
 
 @contextmanager
