@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,25 +38,50 @@ class Recorder:
         """Directory → name → node."""
         self._bytes: dict[int, bytes] = {}
         self._is_scanning = False
+        self._lock = threading.RLock()
 
     def scan(self) -> None:
         """Log what changed since the last scan."""
-        if self._is_scanning:
-            return
-        self._is_scanning = True
-        try:
-            self._scan()
-        finally:
-            self._is_scanning = False
+        with self._lock:
+            if self._is_scanning:  # a scan opens files itself
+                return
+            self._is_scanning = True
+            try:
+                while not self._scan():
+                    pass
+            finally:
+                self._is_scanning = False
 
     def flushed(self, path: str | None = None, inode: int | None = None) -> None:
         """Log that a file or directory was written out."""
-        self.scan()
-        inode = Path(path).stat().st_ino if path is not None else inode
-        if inode in self._ids:
-            self.log.append(("flush", self._ids[inode]))
+        with self._lock:
+            self.scan()
+            inode = Path(path).stat().st_ino if path is not None else inode
+            if inode in self._ids:
+                self.log.append(("flush", self._ids[inode]))
 
-    def _scan(self) -> None:
+    def _scan(self) -> bool:
+        """Return whether no other thread has removed a file meanwhile."""
+        try:
+            names, created, ids, files = self._walk()
+        except FileNotFoundError:
+            return False
+        for own, before in self._names.items():
+            after = names.get(own, {})
+            lost = {name: node for name, node in before.items() if after.get(name) != node}
+            moved = {node: name for name, node in after.items() if before.get(name) != node}
+            for name, node in lost.items():
+                if node in moved:
+                    self.log.append(("move", own, name, moved[node]))
+                elif name not in after or after[name] not in before.values():
+                    self.log.append(("remove", own, name))
+        self.log += created
+        for node, content in files.items():
+            self._write(node, self._bytes.get(node, b""), content)
+        self._ids, self._names, self._bytes = ids, names, files
+        return True
+
+    def _walk(self) -> tuple[dict[int, dict[str, int]], list[tuple[Any, ...]], dict[int, int], dict[int, bytes]]:
         names: dict[int, dict[str, int]] = {}
         ids: dict[int, int] = {self.root.stat().st_ino: 0}
         files: dict[int, bytes] = {}
@@ -76,19 +102,7 @@ class Recorder:
                     waiting.append((Path(entry.path), node))
                 else:
                     files[node] = Path(entry.path).read_bytes()
-        for own, before in self._names.items():
-            after = names.get(own, {})
-            lost = {name: node for name, node in before.items() if after.get(name) != node}
-            moved = {node: name for name, node in after.items() if before.get(name) != node}
-            for name, node in lost.items():
-                if node in moved:
-                    self.log.append(("move", own, name, moved[node]))
-                elif name not in after or after[name] not in before.values():
-                    self.log.append(("remove", own, name))
-        self.log += created
-        for node, content in files.items():
-            self._write(node, self._bytes.get(node, b""), content)
-        self._ids, self._names, self._bytes = ids, names, files
+        return names, created, ids, files
 
     def _write(self, node: int, before: bytes, after: bytes) -> None:
         if before == after:
@@ -256,6 +270,11 @@ class _Connection:
 
 
 _VFS = _Vfs()
+
+
+def active() -> Recorder:
+    """The recorder of the `recorded` block that this process is in."""
+    return _active[-1]
 
 
 def _audit(event: str, _: Any) -> None:

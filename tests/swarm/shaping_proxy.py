@@ -99,7 +99,7 @@ class ShapingProxy(_Served):
         self.target_port = target_port
         self.up, self.down = up or Shape(), down or Shape()
         self.bytes_up = self.bytes_down = 0
-        self.is_cut = self.is_hole = False
+        self.is_cut, self.hole = False, ""
         self._dice = random.Random(seed)
         self._free_s = {"up": 0.0, "down": 0.0}
         """When the line is through with what it has been given."""
@@ -111,14 +111,17 @@ class ShapingProxy(_Served):
         self.is_cut = True
         self._do(self._reset())
 
-    def swallow(self) -> None:
-        """Forward nothing more of the present connections, ever, and tell nobody; new ones hang too until `mend`."""
-        self.is_hole = True
+    def swallow(self, way: str = "both") -> None:
+        """Forward nothing more of the present connections, ever, and tell nobody; new ones hang too until `mend`.
+
+        way: only `up`, from the worker to the hub, only `down`, or both.
+        """
+        self.hole = way
         self._do(self._deafen())
 
     def mend(self) -> None:
         """Let new connections through again."""
-        self.is_cut = self.is_hole = False
+        self.is_cut, self.hole = False, ""
 
     async def _reset(self) -> None:
         for pair in list(self._pairs):
@@ -126,14 +129,14 @@ class ShapingProxy(_Served):
 
     async def _deafen(self) -> None:
         for pair in self._pairs:
-            pair.is_deaf = True
+            pair.hole = self.hole
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_cut:
             _reset(writer)
             return
         there, back = await asyncio.open_connection(self._host, self.target_port)
-        pair = _Pair(writer, back, is_deaf=self.is_hole)
+        pair = _Pair(writer, back, hole=self.hole)
         self._pairs.add(pair)
         ways = [
             asyncio.create_task(self._carry(reader, back, pair, "up")),
@@ -168,7 +171,7 @@ class ShapingProxy(_Served):
         while True:
             at_s, data = await waiting.get()
             await asyncio.sleep(max(0.0, at_s - self._loop.time()))
-            if pair.is_deaf:
+            if pair.hole in (way, "both"):
                 continue
             if not data:
                 with suppress(OSError):
@@ -186,7 +189,7 @@ class ShapingProxy(_Served):
 class _Pair:
     near: asyncio.StreamWriter
     far: asyncio.StreamWriter
-    is_deaf: bool = False
+    hole: str = ""
 
     def reset(self) -> None:
         _reset(self.near)

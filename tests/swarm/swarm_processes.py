@@ -7,7 +7,6 @@ its imports take; otherwise they are what `baton train --serve` and `baton worke
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import pytest
@@ -175,13 +174,33 @@ class WorkerFaults:
 
     is_elsewhere: bool = True
     """It does not see the hub's shared memory, so that weights cross the network."""
-    full_disk: bool = False
-    """Nothing can be written to its temporary directory."""
     token_delay_s: float = 0.0
     """Its engine takes so much longer for every token."""
 
+    def apply(self) -> None:
+        """In the worker's process."""
+        from baton.rollout.engines.embedded.engine import EmbeddedEngine
+        from baton.weights.version_files import VersionFiles
 
-def _as_command(arguments: list[str], log: str, faults: WorkerFaults | None, namespace: str) -> None:
+        if self.is_elsewhere:
+            VersionFiles.read = lambda self, version: None  # type: ignore[method-assign]
+        if self.token_delay_s:
+            step, delay_s = EmbeddedEngine.step, self.token_delay_s
+
+            def slow(self: EmbeddedEngine) -> Any:
+                time.sleep(delay_s)
+                return step(self)
+
+            EmbeddedEngine.step = slow  # type: ignore[method-assign]
+
+
+class Inside(Protocol):
+    """Changes a child process before it is `baton`."""
+
+    def apply(self) -> None: ...
+
+
+def _as_command(arguments: list[str], log: str, faults: Inside | None, namespace: str) -> None:
     """In the child: be `baton` with these arguments."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -193,7 +212,7 @@ def _as_command(arguments: list[str], log: str, faults: WorkerFaults | None, nam
     if namespace:
         _enter(namespace)
     if faults is not None:
-        _break(faults)
+        faults.apply()
     from baton.cli.main import main
 
     main()
@@ -205,29 +224,6 @@ def _enter(namespace: str) -> None:
     with Path("/run/netns", namespace).open() as file:
         if libc.setns(file.fileno(), 0x40000000):
             raise OSError(ctypes.get_errno(), f"setns {namespace}")
-
-
-def _break(faults: WorkerFaults) -> None:
-    from baton.rollout.engines.embedded.engine import EmbeddedEngine
-    from baton.swarm.worker import worker
-    from baton.weights.version_files import VersionFiles
-
-    if faults.is_elsewhere:
-        VersionFiles.read = lambda self, version: None  # type: ignore[method-assign]
-    if faults.full_disk:
-
-        def unpack(packed: bytes, directory: Path) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / "config.json"))
-
-        worker.unpack_model = unpack  # type: ignore[assignment]
-    if faults.token_delay_s:
-        step = EmbeddedEngine.step
-
-        def slow(self: EmbeddedEngine) -> Any:
-            time.sleep(faults.token_delay_s)
-            return step(self)
-
-        EmbeddedEngine.step = slow  # type: ignore[method-assign]
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
@@ -255,21 +251,25 @@ class Swarm:
         """Of the hub."""
         return f"http://{self.host}:{self.port}"
 
-    def train(self, *overrides: str, resume: bool = False, local_workers: int = 0) -> Child:
+    def train(
+        self, *overrides: str, resume: bool = False, local_workers: int = 0, faults: Inside | None = None
+    ) -> Child:
         """Start the training process, and wait until it listens; again on the same port."""
         self._lives += 1
         arguments = ["train", str(self.recipe), "--serve", f"{self.host}:{self.port}", "--workers", str(local_workers)]
         arguments += [*overrides, *(["--resume"] if resume else [])]
-        self.trainer = self._child(f"trainer-{self._lives}", arguments, None)
+        self.trainer = self._child(f"trainer-{self._lives}", arguments, faults)
         self.port = int(self.trainer.await_said(r"the hub listens at http://[0-9.]+:(\d+)"))
         return self.trainer
 
-    def engine_beside_trainer(self) -> Child:
+    def engine_beside_trainer(self, *, resume: bool = False, faults: Inside | None = None) -> Child:
         """Start the training process without a hub: what a swarm is compared with."""
-        self.trainer = self._child("trainer", ["train", str(self.recipe)], None)
+        self._lives += 1
+        arguments = ["train", str(self.recipe), *(["--resume"] if resume else [])]
+        self.trainer = self._child(f"trainer-{self._lives}", arguments, faults)
         return self.trainer
 
-    def worker(self, *arguments: str, url: str = "", faults: WorkerFaults | None = None, namespace: str = "") -> Child:
+    def worker(self, *arguments: str, url: str = "", faults: Inside | None = None, namespace: str = "") -> Child:
         """Start a worker; url: through a proxy; namespace: of the network."""
         name = f"worker-{len(self.workers)}"
         command = ["worker", url or self.url, "--token-file", str(self.directory / "worker.token"), "--device", "cpu"]
@@ -277,7 +277,7 @@ class Swarm:
         self.workers.append(child)
         return child
 
-    def joined(self, *arguments: str, url: str = "", faults: WorkerFaults | None = None) -> Child:
+    def joined(self, *arguments: str, url: str = "", faults: Inside | None = None) -> Child:
         """Start a worker and wait until the hub has given it the next number."""
         assert self.trainer is not None
         number = self.trainer.said().count(" joined: ")
@@ -334,7 +334,7 @@ class Swarm:
         code = self.trainer.end(deadline_s)
         assert code == 0, self.trainer.said()[-3000:]
 
-    def _child(self, name: str, arguments: list[str], faults: WorkerFaults | None, namespace: str = "") -> Child:
+    def _child(self, name: str, arguments: list[str], faults: Inside | None, namespace: str = "") -> Child:
         log = self.directory / f"{name}.log"
         process = PROCESSES.Process(target=_as_command, args=(arguments, str(log), faults, namespace), name=name)
         process.start()

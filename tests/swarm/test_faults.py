@@ -1,4 +1,6 @@
-"""A swarm of real processes loses a worker, its network, its hub, good weights, its disk: the run is as if nothing was.
+"""A swarm of real processes loses a worker, good weights or its hub: the run is as if nothing was.
+
+The faults that need only a plain run are in `tests/live_faults/`.
 
 In mode `sync` "as if nothing was" is to the bit: the weights, every trajectory and every reward of a run whose engine
 sits beside its trainer. BATON_TEST_KILLS asks for more kills at random moments than the few that every run of the tests
@@ -18,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from baton.records.metrics import read_metrics
-from tests.swarm.shaping_proxy import Meddler, Shape, ShapingProxy
+from tests.swarm.shaping_proxy import Meddler
 from tests.swarm.swarm_processes import (
     Outcome,
     Swarm,
@@ -56,17 +58,6 @@ def train_until_a_worker_is_killed(run: Swarm) -> None:
 
 
 # ---- workers ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_killed_at_work_and_one_that_joins_leave_the_run_as_it_was(
-    model: Path, tmp_path: Path, unbroken: Outcome
-) -> None:
-    with swarm(tmp_path, model) as run:
-        train_until_a_worker_is_killed(run)
-        run.worker()
-        assert_as_if_nothing_was(run, unbroken)
-        assert "worker#0: sent no message for 5 s" in run.trainer.said()
-        assert "worker#2 joined" in run.trainer.said()
 
 
 @pytest.mark.parametrize("mode", ["sync", "partial"])
@@ -142,27 +133,6 @@ def test_workers_killed_at_random_moments_leave_the_run_as_it_was(
             assert_as_if_nothing_was(run, unbroken)
 
 
-def test_workers_killed_in_async_cost_no_finished_trajectory_and_no_group_is_trained_twice(
-    model: Path, tmp_path: Path
-) -> None:
-    shape = {"rollout__mode": "async", "rollout__max_staleness": 2}
-    with swarm(tmp_path, model, **shape) as run:
-        train_until_a_worker_is_killed(run)
-        run.joined(faults=SLOW)
-        run.finish()
-        lost = re.findall(
-            r"worker (.*): connection lost; its [1-9]\d* leases go to other workers unless", run.trainer.said()
-        )
-        assert lost == ["worker#0"], "told once, of the one that was killed"
-        found = outcome(run.run)
-    assert [len(groups) for groups in found.groups] == [8] * 6, "every batch is whole"
-    ids = [group["group_id"] for groups in found.groups for group in groups]
-    assert len(ids) == len(set(ids))
-    rows = [row for row in read_metrics(run.run.path) if "staleness/max" in row]
-    assert max(row["staleness/max"] for row in rows) <= 2
-    assert found.lost_tokens < sum(row["tokens/generated"] for row in rows) / 4, "what was reported went on elsewhere"
-
-
 def test_a_worker_that_joins_late_finds_the_base_model_of_adapters(model: Path, tmp_path: Path) -> None:
     with swarm(tmp_path, model, lora__rank=4) as run:
         run.train()
@@ -176,68 +146,7 @@ def test_a_worker_that_joins_late_finds_the_base_model_of_adapters(model: Path, 
         assert all(row["swarm/version_bytes"] < 20_000 for row in rows), "adapters travel, not models"
 
 
-def test_a_wedged_worker_is_relieved_and_what_it_says_late_changes_nothing(
-    model: Path, tmp_path: Path, unbroken: Outcome
-) -> None:
-    with swarm(tmp_path, model, run__steps=6) as run:
-        run.train()
-        wedged = run.joined(faults=SLOW)
-        run.joined(faults=SLOW)
-        run.caught_at_work(wedged, 0)
-        run.await_status("the others to take over", lambda s: not worker_of(s, 0))
-        wedged.go_on()
-        run.await_status("it to come again, as a new worker", lambda s: worker_of(s, 2))
-        assert not (run.directory / "r/quarantine.jsonl").exists(), "silence is no evidence"
-        assert_as_if_nothing_was(run, unbroken)
-        assert "no connection" in wedged.said(), "it was told"
-
-
 # ---- the hub ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_hub_killed_twice_and_resumed_finds_its_workers_again_and_trains_nothing_twice(
-    model: Path, tmp_path: Path, unbroken: Outcome
-) -> None:
-    """Before there is a checkpoint, and after one."""
-    with swarm(tmp_path, model) as run:
-        run.train()
-        for _ in range(2):
-            run.joined(faults=SLOW)
-        for step in (1, 3):
-            run.await_step(step)
-            run.await_status("leases", lambda s: any(worker.leases for worker in s.workers))
-            run.trainer.kill()
-            time.sleep(0.1)  # leases that nobody hears of any more are grown meanwhile
-            run.train(resume=True)
-            status = run.await_status("a worker to come again by itself", lambda s: s.workers)
-            assert {worker.slots for worker in status.workers} == {16}
-        assert_as_if_nothing_was(run, unbroken)
-        ids = [group["group_id"] for groups in outcome(run.run).groups for group in groups]
-        assert ids == sorted(set(ids)), "no group is trained twice"
-
-
-def test_a_hub_killed_while_it_publishes_publishes_the_version_again_and_leaves_nothing_behind(
-    model: Path, tmp_path: Path, unbroken: Outcome
-) -> None:
-    with swarm(tmp_path, model) as run:
-        chunks = run.directory / "r/weights/chunks"
-        run.train()
-        run.joined(faults=SLOW)
-        run.await_step(1)
-        before = set(chunks.rglob("*"))
-
-        def is_between() -> bool:
-            return bool(set(chunks.rglob("*")) - before)
-
-        await_("the next version's first chunk", is_between)
-        run.trainer.kill()
-        held = list(Path("/dev/shm").glob("baton-hub-*")) if Path("/dev/shm").is_dir() else []
-        noted = (run.directory / "r/scratch.txt").read_text().split()
-        run.train(resume=True)
-        assert not [path for path in held if str(path) in noted and path.exists()], "memory of the dead hub"
-        assert_as_if_nothing_was(run, unbroken)
-        assert not list((run.directory / "r").rglob("*.unfinished"))
-        assert not (run.directory / "r/scratch.txt").exists()
 
 
 def test_local_workers_end_with_a_hub_that_is_killed(model: Path, tmp_path: Path) -> None:
@@ -253,64 +162,6 @@ def test_local_workers_end_with_a_hub_that_is_killed(model: Path, tmp_path: Path
 def children_of(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
-
-
-@pytest.mark.slow
-def test_a_hub_that_stands_still_accuses_nobody(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
-    """For longer than it waits for a silent connection: 12 heartbeats, here 3 s. One worker is its own, one is not."""
-    with swarm(tmp_path, model, swarm__heartbeat_timeout_s=1.5) as run:
-        run.train(local_workers=1)
-        run.joined(faults=SLOW)
-        run.await_step(1)
-        run.await_status("leases", lambda s: any(worker.leases for worker in s.workers))
-        run.trainer.stop()
-        time.sleep(4.0)
-        run.trainer.go_on()
-        assert_as_if_nothing_was(run, unbroken)
-        assert not (run.directory / "r/quarantine.jsonl").exists()
-        audit = run.directory / "r/audit.jsonl"
-        assert not audit.exists() or '"malformed"' not in audit.read_text()
-
-
-# ---- the network -----------------------------------------------------------------------------------------------------
-
-
-def test_cuts_delay_and_jitter_leave_the_run_as_it_was(model: Path, tmp_path: Path, unbroken: Outcome) -> None:
-    with swarm(tmp_path, model, swarm__heartbeat_timeout_s=20.0) as run:
-        run.train()
-        line = ShapingProxy(run.port, up=Shape(0.02, 0.02), down=Shape(0.02, 0.02))
-        try:
-            run.joined(url=line.url, faults=SLOW)
-            for _ in range(2):
-                run.await_status("leases", lambda s: any(worker.leases for worker in s.workers))
-                line.cut()
-                time.sleep(0.5)
-                line.mend()
-                run.await_status("it to be back", lambda s: (w := worker_of(s, 0)) and w.state == "serving")
-            assert_as_if_nothing_was(run, unbroken)
-        finally:
-            line.close()
-        assert "worker#1" not in run.trainer.said(), "after a short cut it is the same worker with the same leases"
-        assert run.trainer.said().count("sent no message for") == 0
-
-
-def test_a_line_that_is_dead_and_does_not_say_so_is_found_out_by_both_sides(
-    model: Path, tmp_path: Path, unbroken: Outcome
-) -> None:
-    with swarm(tmp_path, model) as run:
-        run.train()
-        line = ShapingProxy(run.port)
-        try:
-            far = run.joined(url=line.url, faults=SLOW)
-            run.await_status("leases", lambda s: (w := worker_of(s, 0)) and w.leases)
-            line.swallow()
-            run.await_status("it to be given up", lambda s: not worker_of(s, 0))
-            far.await_said("the hub has sent no message for 10 s")
-            line.mend()
-            run.await_status("it to come again", lambda s: worker_of(s, 1))
-            assert_as_if_nothing_was(run, unbroken)
-        finally:
-            line.close()
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -356,23 +207,6 @@ def test_damaged_weights_are_never_served_and_their_source_is_named(
             assert worker.said().count("could not be fetched") >= 4
         finally:
             between.close()
-
-
-# ---- disks -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_without_disk_space_says_so_and_ends_while_others_go_on(
-    model: Path, tmp_path: Path, unbroken: Outcome
-) -> None:
-    with swarm(tmp_path, model) as run:
-        run.train()
-        full = run.worker(faults=WorkerFaults(full_disk=True))
-        assert full.end() == 1
-        assert "EngineFault: the engine has failed: OSError" in full.said()
-        assert "No space left on device" in full.said()
-        run.worker()
-        assert_as_if_nothing_was(run, unbroken)
-        assert "No space left on device" in run.trainer.said(), "the owner of the run hears of it too"
 
 
 # ---- long runs -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""The harness finds what it is for: two mended defects are put back, a law is broken, and which law is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.live_faults.driver import case_of
+from tests.live_faults.faults import ALL, Fault
+from tests.live_faults.laws import LawBroken, survive
+from tests.live_faults.page import PAGE, rendered
+from tests.swarm.swarm_processes import Outcome
+
+pytestmark = [pytest.mark.numerics, pytest.mark.timing]
+
+
+def named(name: str) -> Fault:
+    return next(fault for fault in ALL if fault.name == name)
+
+
+def silence_is_malformed() -> None:
+    """Before commit eb4567e4: one wait for all heartbeats, and its end was handled like a malformed frame."""
+    from baton.swarm.hub.worker_connection import WorkerConnection
+    from baton.swarm.messages import Malformed
+
+    async def read_unless_silent(self: WorkerConnection, timeout_s: float) -> object:
+        try:
+            return await self._read(timeout_s)
+        except TimeoutError as error:
+            raise Malformed(f"silent for {timeout_s:.3g} s") from error
+
+    WorkerConnection.read_unless_silent = read_unless_silent  # type: ignore[assignment]
+
+
+def journal_is_flushed_later() -> None:
+    """Before commit 43271257: nothing flushed the journal before a checkpoint, and a resume believed the journal."""
+    from baton.records.journal import Journal
+    from baton.run.loop import Loop
+
+    Journal.settle = Journal.commit  # type: ignore[method-assign]
+    Loop._catch_up = lambda self: None  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "bug", "law"),
+    [
+        ("the hub's process is stopped while leases are out", silence_is_malformed, "honest"),
+        ("the power fails after a checkpoint, and the last writes are lost", journal_is_flushed_later, "once"),
+    ],
+    ids=["hub-pause", "journal-order"],
+)
+def test_a_mended_defect_that_is_put_back_is_found(
+    fault: str, bug: Callable[[], None], law: str, model: Path, tmp_path: Path, undisturbed: Outcome
+) -> None:
+    with pytest.raises(LawBroken) as caught:
+        survive(named(fault), model, tmp_path, undisturbed, bugs=(bug,))
+    assert caught.value.law == law
+
+
+@pytest.mark.slow
+def test_a_fault_that_no_process_reaches_fails(model: Path, tmp_path: Path) -> None:
+    fault = named("the controller is killed after it has recorded a batch")
+    late = replace(fault, point=replace(fault.point, call=99))
+    with case_of(late, model, tmp_path) as case:
+        case.may_end.touch()
+        with pytest.raises(AssertionError, match=r"the run ended before after"):
+            late.inject(case)
+
+
+def test_the_list_is_long_enough_and_each_point_exists() -> None:
+    assert len(ALL) >= 25
+    assert len({fault.name for fault in ALL}) == len(ALL)
+    for fault in ALL:
+        fault.point.resolve()
+
+
+def test_the_page_has_the_list() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert rendered(text) == text, "run python -m tests.live_faults.page"
