@@ -148,7 +148,7 @@ class Case:
         """Let the run make its last train step when all workers are connected; wait for the end of every process."""
         from tests.live_faults.laws import check_honest
 
-        if count := len(self.workers) + self.fault.local_workers:
+        if count := len(self.workers):
 
             def are_back(status: HubStatus) -> bool:
                 check_honest(self)

@@ -48,7 +48,7 @@ def journal_is_flushed_later() -> None:
 @pytest.mark.parametrize(
     ("fault", "bug", "law"),
     [
-        ("the hub's process is stopped while leases are out", silence_is_malformed, "honest"),
+        ("the hub's process is stopped for longer than a worker may be silent", silence_is_malformed, "honest"),
         ("the power fails after a checkpoint, and the last writes are lost", journal_is_flushed_later, "once"),
     ],
     ids=["hub-pause", "journal-order"],
