@@ -20,7 +20,7 @@ from tests.live_faults.points import Effect, Point
 from tests.swarm.swarm_processes import await_
 
 Who = Literal["controller", "worker"]
-JOURNAL, LOOP = "baton.records.journal:Journal", "baton.run.loop:Loop"
+JOURNAL = "baton.records.journal:Journal"
 SESSION, UPDATER = "baton.swarm.worker.session:WorkerSession", "baton.swarm.worker.weights_updater:WeightsUpdater"
 PAUSE_S = 4.5
 """More than 12 heartbeats, after which a connection counts as silent; workers send one every third of a second."""
@@ -364,7 +364,7 @@ WORKERS = [
     Fault(
         name="a worker has no file descriptor left when it connects",
         who="worker",
-        point=Point("baton.swarm.worker.worker:SwarmWorker._serve"),
+        point=Point("baton.swarm.worker.worker:SwarmWorker.run"),
         effect="files",
         how="RLIMIT_NOFILE",
         inject=worker_without_files,
@@ -528,7 +528,7 @@ CONTROLLER = [
     Fault(
         name="the controller gets SIGTERM",
         who="controller",
-        point=Point(f"{LOOP}._trained", call=2),
+        point=Point("baton.trainer.local_trainer:LocalTrainer.step", call=2),
         effect="gate",
         how="SIGTERM",
         inject=stopped_run,
@@ -546,7 +546,7 @@ CONTROLLER = [
     Fault(
         name="the clock of the controller jumps forward by two hours",
         who="controller",
-        point=Point(f"{LOOP}._step", call=2),
+        point=Point("baton.records.metrics:MetricsWriter.write", "after"),
         effect="clock",
         how="`time.time` is replaced",
         is_real=False,
@@ -556,7 +556,7 @@ CONTROLLER = [
     Fault(
         name="the clock of the controller jumps back by two hours",
         who="controller",
-        point=Point(f"{LOOP}._step", call=2),
+        point=Point("baton.records.metrics:MetricsWriter.write", "after"),
         effect="clock",
         how="`time.time` is replaced",
         is_real=False,

@@ -159,7 +159,7 @@ class InsideController:
             self.trap.install()
         for module in ("baton.rollout.processes.pool", "baton.trainer.parallel.local_ranks"):
             importlib.import_module(module).start_child = self._fork_child
-        around("baton.run.loop:Loop._step", before=self._hold)
+        around("baton.records.metrics:MetricsWriter.write", after=lambda _, writer, step, *__: self._hold(step))
         _take_notes(Path(self.directory, "notes.jsonl"), self.life)
 
     def _fork_child(self, command: str, *, threads: int, max_frame_bytes: int) -> tuple[Any, Any]:
@@ -180,9 +180,9 @@ class InsideController:
         Path(self.directory, f"{command}-{pid}").touch()
         return ours, Forked(pid)
 
-    def _hold(self, loop: Any) -> None:
+    def _hold(self, step: int) -> None:
         """A run that ended before the fault is over would prove nothing, and a worker would not learn of its end."""
-        if loop.state.step + 1 == self.last_step:
+        if step + 1 == self.last_step:
             wait_at_gate(Path(self.directory, "may_end"))
 
 
@@ -254,7 +254,7 @@ def _take_notes(path: Path, life: int) -> None:
     def key(trajectory: Any) -> list[int]:
         return [trajectory.group_id, trajectory.sample_index]
 
-    around("baton.run.loop:Loop._train", before=lambda loop: note("began", step=loop.state.step))
+    around("baton.run.loop:Loop.train", before=lambda loop: note("began", step=loop.state.step))
     for trainer in ("baton.trainer.local_trainer:LocalTrainer", "baton.trainer.parallel.ranked_trainer:RankedTrainer"):
         around(
             f"{trainer}.step",

@@ -23,25 +23,28 @@ def named(name: str) -> Fault:
 
 def silence_is_malformed() -> None:
     """Before commit eb4567e4: one wait for all heartbeats, and its end was handled like a malformed frame."""
-    from baton.swarm.hub.worker_connection import WorkerConnection
+    from baton.swarm.hub import worker_connection
+    from baton.swarm.hub.session import ReceiveTimeout
     from baton.swarm.messages import Malformed
 
-    async def read_unless_silent(self: WorkerConnection, timeout_s: float) -> object:
-        try:
-            return await self._read(timeout_s)
-        except TimeoutError as error:
-            raise Malformed(f"silent for {timeout_s:.3g} s") from error
+    worker_connection.SILENT_HEARTBEATS = 1
+    read = worker_connection.WorkerConnection.read_unless_silent
 
-    WorkerConnection.read_unless_silent = read_unless_silent  # type: ignore[assignment]
+    async def read_once(self: worker_connection.WorkerConnection, timeout_s: float) -> object:
+        try:
+            return await read(self, timeout_s)
+        except ReceiveTimeout as error:
+            raise Malformed(str(error)) from error
+
+    worker_connection.WorkerConnection.read_unless_silent = read_once  # type: ignore[assignment]
 
 
 def journal_is_flushed_later() -> None:
     """Before commit 43271257: nothing flushed the journal before a checkpoint, and a resume believed the journal."""
     from baton.records.journal import Journal
-    from baton.run.loop import Loop
 
     Journal.settle = Journal.commit  # type: ignore[method-assign]
-    Loop._catch_up = lambda self: None  # type: ignore[method-assign]
+    Journal.last_step = lambda self: 10**6  # type: ignore[method-assign]  # nothing to catch up on
 
 
 @pytest.mark.slow
