@@ -23,7 +23,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any
@@ -236,7 +236,8 @@ class ModeBench:
         # the maximum length here is unused: the port sets the length of each trajectory
         self.batch_size = settings.batch_groups * settings.group_size
         sampling = SeededSampling(SamplingParams(1), noise_seed=1)
-        self._controller = RolloutController(WorkerClient(port), settings.rules(), prompts, NoJudges(), sampling)
+        rules = replace(settings.rules(), may_pause=True)  # the engine runs in this process
+        self._controller = RolloutController(WorkerClient(port), rules, prompts, NoJudges(), sampling)
         self._version = -1
         self.seconds, self.steps = 0.0, 0
         self.delivered, self.opened = Work(), Work()

@@ -209,9 +209,12 @@ class Recipe(Settings):
         return is_on and (inspection.own or others_join) and self.rules().on_new_version != "keep"
 
     def rules(self) -> Rules:
-        """Return the scheduler's rules, including the rules that a swarm adds."""
-        rules, swarm = self.rollout.rules(), self.swarm
-        if not swarm.is_on or rules.mode != "async":
+        """Return the scheduler's rules, including the rules that depend on the workers."""
+        rules, swarm, engine = self.rollout.rules(), self.swarm, self.engine
+        if not swarm.is_on:
+            is_in_process = engine.kind == "embedded" and not engine.processes
+            return replace(rules, may_pause=is_in_process and not self.rollout.is_colocated)
+        if rules.mode != "async":
             return rules
         every = swarm.publish_every
         lag = swarm.max_lag if swarm.max_lag is not None else every if rules.max_staleness >= 2 * every - 1 else 0

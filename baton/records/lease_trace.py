@@ -10,6 +10,7 @@ the lease.
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -102,6 +103,20 @@ class LeaseTrace:
         heapq.heappush(of_engine.freed, held.lane)
         if of_engine.waiting and of_engine.num_busy < of_engine.count:
             self._open_span(next(iter(of_engine.waiting.values())), now_s)
+
+    def paused(self) -> None:
+        """End the spans of all leases that have a slot, because nothing is generated until `continued`."""
+        now_s = self.clock()
+        for held in self._held.values():
+            if held.lane is not None:
+                self._write_span(held, held.lane, now_s, "abort")
+                held.tokens, held.begin_s = {}, math.inf
+
+    def continued(self) -> None:
+        """Start new spans of the leases that `paused` has ended."""
+        now_s = self.clock()
+        for held in self._held.values():
+            held.begin_s = min(held.begin_s, now_s)
 
     def left(self, actor: str) -> None:
         """End all leases of a worker that has disconnected."""

@@ -192,7 +192,10 @@ class RolloutController:
         self._dispatch(ev.BatchRequested(self._now_s()))
         try:
             self._pump_until(lambda: self._batch is not None)
-            if self.rules.mode != "async":  # collect what aborted leases report: the worker is idle during the step
+            if self.rules.pauses:  # the journal then has all tokens before the train step
+                for message in self._worker.transport.flush():
+                    self._on_message(message)
+            elif self.rules.mode != "async":  # collect what aborted leases report: the worker is idle during the step
                 self._pump_until(lambda: not self.scheduler.num_leased)
         finally:
             self._on_scored = lambda count: None

@@ -17,7 +17,8 @@ The mode determines when a new group may be opened:
 
 N counts the new group and all groups opened before it, except filtered and dropped groups. v is the oldest version that
 a worker may serve. In `sync`, max_staleness is 0. The modes `sync` and `partial` generate only while a batch is
-requested. The worker transport chooses the worker of each trajectory.
+requested: `partial` aborts all leases when a batch is delivered, unless the workers then pause (`Rules.pauses`). The
+worker transport chooses the worker of each trajectory.
 """
 
 from __future__ import annotations
@@ -102,10 +103,12 @@ class RolloutScheduler:
         time is earlier than that of the previous event, no time has passed between them."""
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
-            self.step.pass_time(elapsed_s, len(self._leased), self._slots)
-            if self._leased:
-                self._busy_slot_s += elapsed_s * min(len(self._leased), self._slots)
-                self._slot_s += elapsed_s * self._slots
+            if self._leased and (self._is_requested or not self.rules.pauses):
+                busy_s, slot_s = elapsed_s * min(len(self._leased), self._slots), elapsed_s * self._slots
+                self.step.busy_slot_s += busy_s
+                self.step.slot_s += slot_s
+                self._busy_slot_s += busy_s
+                self._slot_s += slot_s
             self._last_s = event.at_s
         return [*self._apply_event(event), *self._deliver(), *self._assign()]
 
@@ -338,7 +341,7 @@ class RolloutScheduler:
         self._is_requested = False
         self._delivered += 1
         self.step.carried_groups = len(self._buffer)
-        if self.rules.mode == "partial":
+        if self.rules.mode == "partial" and not self.rules.pauses:
             yield from self._abort_all()
         yield ev.Deliver(self._delivered, take.group_ids)
 

@@ -150,19 +150,13 @@ class StepCounts:
     busy_slot_s: float = 0.0
     """Slot-seconds of occupied slots: min(leased trajectories, slots), integrated over time."""
     slot_s: float = 0.0
-    """Slot-seconds of all slots while at least one trajectory was leased."""
+    """Slot-seconds of all slots while at least one trajectory was leased and not paused."""
     ages: list[int] = field(default_factory=list)
     """[consumed groups] Number of versions trained between the opening of the group and its delivery."""
     spans: list[int] = field(default_factory=list)
     """[consumed trajectories] Version of the last token minus version of the first token, plus one."""
     lengths_and_staleness: list[tuple[int, int]] = field(default_factory=list)
     """[consumed trajectories] Number of tokens, and staleness of the oldest token."""
-
-    def pass_time(self, elapsed_s: float, num_leased: int, slots: int) -> None:
-        """Add `elapsed_s` to the slot times if at least one trajectory is leased."""
-        if num_leased:
-            self.busy_slot_s += elapsed_s * min(num_leased, slots)
-            self.slot_s += elapsed_s * slots
 
     def consume(self, group: TrackedGroup, masked_tokens: int, version: int) -> None:
         """Count a delivered group. version: the trainer's version at delivery."""

@@ -46,11 +46,19 @@ class Rules:
     """Whether the workers are a swarm: each worker loads a new version as soon as it has fetched the weights."""
     max_lag: int = 0
     """A swarm worker receives leases only if it is at most this number of published versions behind the latest."""
+    may_pause: bool = False
+    """Whether the workers generate only while the controller waits for their messages, and keep the state of running
+    trajectories meanwhile."""
 
     @property
     def is_in_flight(self) -> bool:
         """Whether trajectories stay leased while workers load a version."""
         return self.on_new_version == "keep" or (self.is_swarm and self.mode == "async")
+
+    @property
+    def pauses(self) -> bool:
+        """Whether trajectories stay leased in mode `partial` while no batch is requested. They generate no tokens."""
+        return self.may_pause and self.mode == "partial" and self.on_new_version == "keep"
 
     def max_outstanding(self, overprovision: float) -> float:
         """Return the maximum number of open groups in mode `partial`."""
@@ -97,7 +105,8 @@ class RolloutSettings(Settings):
     on_new_version: OnNewVersion | None = None
     """What happens to running trajectories when a new version is loaded. `drain` (only `sync`): the trajectories finish
     first. `resume` (default of `partial` and `async`): they are aborted, and resume from their token ids under the new
-    weights. `keep` (`partial` and `async`): they continue with the keys and values of the old weights."""
+    weights. `keep` (`partial` and `async`): they continue with the keys and values of the old weights. In `partial`,
+    only an embedded engine in the trainer's process then keeps them running; others abort and resume them."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from baton.frames import FrameSocket
 from baton.records.lease_trace import LeaseTrace
 from baton.rollout.engine import Engine, EngineStats
-from baton.types import Abort, FromHub, FromPort, Group, Lease, PolicyVersion
+from baton.types import Abort, FromHub, FromPort, FromWorker, Group, Lease, PolicyVersion
 
 
 class WorkerTransport(Protocol):
@@ -43,6 +43,11 @@ class WorkerTransport(Protocol):
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """Return the received messages; wait at most `timeout_s` for the first one. The list may be empty."""
 
+    def flush(self) -> Sequence[FromPort]:
+        """Return reports of all tokens that have not been reported yet. Called only with `Rules.pauses`; the worker
+        generates nothing until the next `receive`."""
+        raise AssertionError(f"{self.name} does not pause")
+
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Switch to a version; return when the worker serves it. A swarm returns without waiting for its workers."""
 
@@ -67,6 +72,7 @@ class LocalTransport(WorkerTransport):
     def __init__(self, engine: Engine, trace: LeaseTrace | None = None) -> None:
         self.engine = engine
         self._trace = trace
+        self._is_paused = False
 
     @property
     def name(self) -> str:
@@ -87,7 +93,19 @@ class LocalTransport(WorkerTransport):
 
     def receive(self, timeout_s: float) -> Sequence[FromPort]:
         """Run one decode step. `timeout_s` has no effect: a step is much shorter than any timeout."""
-        messages = self.engine.step()
+        if self._is_paused and self._trace is not None:
+            self._trace.continued()
+        self._is_paused = False
+        return self._traced(self.engine.step())
+
+    def flush(self) -> Sequence[FromPort]:
+        messages = self._traced(self.engine.flush())
+        self._is_paused = True
+        if self._trace is not None:
+            self._trace.paused()
+        return messages
+
+    def _traced(self, messages: Sequence[FromWorker]) -> Sequence[FromWorker]:
         if self._trace is not None:
             for message in messages:
                 self._trace.on_report(message)

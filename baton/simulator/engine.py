@@ -168,6 +168,14 @@ class SimEngine:
         self._settle(self._whole_steps())
         self._is_stopped, self._wake = True, self._wake + 1
 
+    def pause(self) -> None:
+        """Report all tokens, and stop until `go_on`."""
+        self.flush()
+        self.stop()
+        for _, _, row in self._heap if self._tracer is not None else ():
+            trace_row(self._tracer, self.name, row, self._since_s, "abort")
+            row.since_s = math.inf
+
     def abandon(self) -> None:
         """Discard the running trajectories after a permanent `stop`. Their tokens are lost."""
         for _, _, row in self._heap if self._tracer is not None else ():
@@ -177,6 +185,8 @@ class SimEngine:
     def go_on(self) -> None:
         self._is_stopped = False
         self._since_s = max(self._since_s, self._clock.now_s)
+        for _, _, row in self._heap:
+            row.since_s = min(row.since_s, self._since_s)
         self._between()
 
     def flush(self) -> None:

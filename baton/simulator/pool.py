@@ -34,6 +34,7 @@ class SimulatedEnginePool(SimulatedTransport):
         self._inbox: list[FromWorker] = []
         self._is_due = False
         """Whether leases may be waiting for free slots."""
+        self._is_paused = False
 
     @property
     def slots(self) -> int:
@@ -47,16 +48,30 @@ class SimulatedEnginePool(SimulatedTransport):
             self._hand_over(self._queue.abort(message))
 
     def receive(self, timeout_s: float) -> list[FromWorker]:
+        self._end_pause()
         self._assign()
         self._clock.poll(timeout_s, lambda: bool(self._inbox))
         self._assign()
         messages, self._inbox = self._inbox, []
         return messages
 
+    def flush(self) -> list[FromWorker]:
+        for engine in self.engines:
+            engine.pause()
+        self._is_paused = True
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def _end_pause(self) -> None:
+        for engine in self.engines if self._is_paused else ():
+            engine.go_on()
+        self._is_paused = False
+
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         begin_s, load_s = self._clock.now_s, self._setting.publish_s
         for engine in self.engines:
             self._after_handover(lambda engine=engine: engine.switch(version.number, resumes=False, load_s=load_s))
+        self._end_pause()
         if self._tracer is not None:
             self._tracer.span("publish", "trainer", 0, begin_s, begin_s + load_s, version=version.number)
         self._clock.wait(load_s)

@@ -345,6 +345,25 @@ def test_a_correction_brings_its_papers_bounds_unless_the_recipe_or_preset_has_i
     assert AlgorithmSettings(name="decoupled_ppo").correction == "icepop"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "may_pause"),
+    [
+        ([], True),
+        (["engine.processes=1"], False),
+        (["rollout.placement=colocated"], False),
+        (["engine.kind=vllm"], False),
+        (["swarm.workers=1"], False),
+    ],
+)
+def test_only_an_embedded_engine_in_the_trainers_process_may_keep_leases_while_nothing_is_generated(
+    base: Path, overrides: list[str], may_pause: bool
+) -> None:
+    rules = load_recipe(Recipe, base, ["rollout.mode=partial", "rollout.on_new_version=keep", *overrides]).rules()
+    assert (rules.may_pause, rules.pauses) == (may_pause, may_pause)
+    resumed = load_recipe(Recipe, base, ["rollout.mode=partial", *overrides]).rules()
+    assert not resumed.pauses
+
+
 def test_a_kl_in_the_reward_of_a_standardised_group_warns() -> None:
     settings = {"kl_coef": 0.1, "kl_in": "reward", "num_epochs": 2}
     assert "(such as 5e-4)" in notes(**settings)[-1]

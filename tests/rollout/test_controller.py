@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,11 @@ class Bench:
         judges: LateJudges | None = None,
         source: Prompts | None = None,
         clock: Callable[[], float] = time.monotonic,
+        may_pause: bool = False,
         **values: Any,
     ) -> None:
         recipe = RolloutSettings.model_validate({"mode": mode, "batch_groups": 4, "group_size": 3, **values})
+        rules = replace(recipe.rules(), may_pause=may_pause)
         settings = EngineSettings(slots=8, max_context_tokens=64, report_every_tokens=5)
         self.engine = FakeEngine(settings, PolicyVersion("a", 0), length)
         self.port = port or LocalTransport(self.engine)
@@ -114,7 +117,7 @@ class Bench:
         self.journal = journal
         worker = WorkerClient(self.port, stall_timeout_s=5.0, max_context_tokens=64, clock=clock)
         sampling = SeededSampling(SamplingParams(MAX_NEW_TOKENS), noise_seed=1)
-        self.controller = RolloutController(worker, recipe.rules(), self.source, self.judges, sampling, journal)
+        self.controller = RolloutController(worker, rules, self.source, self.judges, sampling, journal)
         self.version = 0
         self.batches: list[list[Group]] = []
 
@@ -154,6 +157,8 @@ MODES = [
     ("partial", {"max_concurrency": 7}),
     ("partial", {"overprovision": "auto"}),
     ("partial", {"on_new_version": "keep"}),
+    ("partial", {"on_new_version": "keep", "may_pause": True}),
+    ("partial", {"on_new_version": "keep", "may_pause": True, "overprovision": "auto"}),
     ("async", {"on_new_version": "resume", "max_staleness": 2}),
     ("async", {"on_new_version": "keep", "max_staleness": 2}),
     ("async", {"on_new_version": "resume", "max_staleness": 1, "consume": "submission", "stale": "drop"}),
@@ -213,6 +218,40 @@ def test_a_pause_leaves_nothing_with_the_judges_for_an_evaluation_to_take_for_it
             assert bench.judges.num_waiting == 0
     assert in_flight or mode == "sync", "there was something to wait for"
     assert [len(batch) for batch in bench.batches] == [4] * 8
+
+
+class Recorded(LocalTransport):
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.sent: list[FromHub] = []
+
+    def send(self, message: FromHub) -> None:
+        self.sent.append(message)
+        super().send(message)
+
+
+def test_leases_that_pause_are_neither_aborted_nor_leased_again_and_all_their_tokens_are_journaled(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite", keeps_partials=True)
+    bench = Bench("partial", port := Recorded(), journal, on_new_version="keep", may_pause=True)
+    bench.begin()
+    carried = 0
+    for _ in range(6):
+        groups = bench.controller.next_batch()
+        scheduler, delivered = bench.controller.scheduler, {group.group_id for group in groups}
+        kept = [t for g in journal.open_groups() if g.issued.group_id not in delivered for t in g.members]
+        assert sum(t.num_tokens for t in kept) == scheduler.num_carried_tokens
+        carried += any(t.segments and t.finish_reason is None for t in kept)
+        decoded = bench.engine.stats.decoded_tokens
+        journal.consumed(bench.version + 1, sorted(delivered))
+        bench.controller.run_until(lambda timeout_s, left=iter(range(3)): next(left, None) is None)
+        bench.version += 1
+        bench.publish()
+        assert bench.engine.stats.decoded_tokens == decoded, "nothing is generated while no batch is requested"
+    assert carried == 6, "some are unfinished after every batch"
+    leases = [one.trajectory.name for one in port.sent if isinstance(one, Lease)]
+    assert len(set(leases)) == len(leases) == len(port.sent), "each trajectory has one lease, and none is aborted"
 
 
 def _versions(group: Group) -> list[int]:

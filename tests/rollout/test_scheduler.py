@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -350,6 +351,24 @@ def test_slot_time_is_counted_from_event_to_event() -> None:
     assert (made.step.busy_slot_s, made.step.slot_s) == (2.0, 8.0)
     made.handle(Capacity(9.0, 4))
     assert (made.step.busy_slot_s, made.step.slot_s) == (2.0, 8.0)
+
+
+def test_paused_leases_go_on_under_the_next_version_and_their_pause_is_no_slot_time() -> None:
+    """Of 2 slots, both are busy for 3 s, until the batch is delivered. The pause of 60 s counts for nothing."""
+    rules = Rules(mode="partial", batch_groups=1, group_size=1, overprovision=2.0, on_new_version="keep")
+    for may_pause, said in ((False, [AbortTrajectory(1, 0), Deliver(1, (0,))]), (True, [Deliver(1, (0,))])):
+        made, _ = served(replace(rules, may_pause=may_pause), slots=2)
+        made.handle(TokensReceived(0.0, 0, 0, 0, 1))
+        made.handle(Finished(3.0, 0, 0))
+        assert made.handle(Rewarded(3.0, 0, 0, 1.0)) == said
+    made.handle(TokensReceived(3.0, 1, 0, 0, 2))
+    assert made.handle(VersionTrained(63.0, 1)) == [Load(1)]
+    assert made.handle(VersionServed(63.0, 1)) == []
+    assert leased(made.handle(BatchRequested(63.0))) == [(2, 0)]
+    assert (made.step.busy_slot_s, made.step.slot_s) == (6.0, 6.0)
+    assert (made.num_leased, made.step.resumed) == (2, 0)
+    made.handle(TokensReceived(64.0, 1, 0, 1, 1))
+    assert (made.step.busy_slot_s, made.step.slot_s) == (8.0, 8.0)
 
 
 def test_before_the_first_event_there_is_neither_time_nor_a_slot() -> None:

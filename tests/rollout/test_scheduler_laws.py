@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -86,6 +87,17 @@ class RandomEngines(SimulatedTransport):
         if is_wild and not self.choose(8):
             messages += self.some_fault()
         return messages
+
+    def flush(self) -> Sequence[FromPort]:
+        """Report tokens of some leases that run."""
+        reports = []
+        for number, lease in self.leases.items():
+            length = self.lengths[number]
+            count = min(self.choose(3), lease.sampling.max_new_tokens - length - 1)
+            if count > 0 and lease.version <= self.version and number not in self.aborted:
+                self.lengths[number] = length + count
+                reports.append(Report(number, length, (counted_segment(length, count, self.version),)))
+        return reports
 
     def some_report(self, is_wild: bool) -> FromPort:
         number = sorted(self.leases)[self.choose(len(self.leases))]
@@ -177,11 +189,12 @@ def random_run(
     num_wild: int,
     *,
     has_restarts: bool,
+    may_pause: bool = False,
     watches: Sequence[EventObserver] = (),
 ) -> None:
     """Run `num_wild` batches with random faults, and three more without."""
     setting = Setting(
-        recipe.rules(),
+        replace(recipe.rules(), may_pause=may_pause),
         (EngineSpec("any", 1, FlatSpeed()),),
         TrajectoryWork(constant(4), lognormal(6, 1.0, 12), 0.5, trained_share=0.7),
         TrainSpeed(0.5, 0.0, 0.0),
@@ -197,10 +210,10 @@ def random_run(
 
 
 @settings(max_examples=SCHEDULES, deadline=None)
-@given(recipes(), st.integers(0, 2**32 - 1), st.integers(0, 8), st.booleans())
-def test_every_invariant_holds_after_every_event(recipe, seed, num_wild, has_restarts):
+@given(recipes(), st.integers(0, 2**32 - 1), st.integers(0, 8), st.booleans(), st.booleans())
+def test_every_invariant_holds_after_every_event(recipe, seed, num_wild, has_restarts, may_pause):
     """Conservation to the token, exact batches, bounded staleness, no double training, the order, no hang."""
-    random_run(recipe, seed, num_wild, has_restarts=has_restarts)
+    random_run(recipe, seed, num_wild, has_restarts=has_restarts, may_pause=may_pause)
 
 
 def test_random_schedules_reach_every_event_and_command_of_single_turns() -> None:
@@ -259,6 +272,24 @@ def test_partial_without_overprovision_is_sync():
     assert [sorted(ids) for ids in log.ids] == [list(range(8 * i, 8 * i + 8)) for i in range(12)]
     assert [sorted(ids) for ids in sync.ids] == [sorted(ids) for ids in log.ids]
     assert not any(step.counts.resumed for step in partial.steps)
+
+
+def test_leases_that_pause_generate_the_same_tokens_in_the_same_time_as_aborted_ones():
+    """One engine whose prefill takes no time: nothing is generated in a pause, and nothing is delayed by it."""
+    values = {"mode": "partial", "batch_groups": 8, "group_size": 2, "on_new_version": "keep"}
+    rules = RolloutSettings.model_validate(values).rules()
+    work, train = TrajectoryWork(constant(4), lognormal(9, 1.0, 60)), TrainSpeed(5.0, 0.0, 0.0)
+    setting = Setting(rules, (EngineSpec("e", 24, FlatSpeed(0.01)),), work, train, num_steps=30)
+    found = []
+    for may_pause in (False, True):
+        log = Log()
+        options = RunOptions(0, log=log)  # type: ignore[arg-type]
+        record = build(replace(setting, rules=replace(rules, may_pause=may_pause)), options).run()
+        times = [(step.wanted_s, step.begin_s, step.staleness) for step in record.steps]
+        found.append((log.ids, times, [step.counts.slot_s for step in record.steps]))
+        aborted = sum(isinstance(message, ev.AbortTrajectory) for message in log.messages)
+        assert bool(aborted) != may_pause
+    assert found[0] == found[1]
 
 
 def test_consume_in_submission_order_is_the_order_of_the_prompts():
