@@ -37,11 +37,11 @@ from baton.rollout.controller import PromptSource, RolloutController
 from baton.rollout.engine import Engine, EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.settings import Mode, RolloutSettings, Rules
-from baton.rollout.transport import LocalTransport
+from baton.rollout.transport import STEPS, LocalTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.types import (
     FromHub,
-    FromPort,
+    FromWorker,
     Lease,
     PolicyVersion,
     Prompt,
@@ -79,7 +79,13 @@ class ScriptedLengths:
     seed: int = 0
 
     def length(self, group_id: int, sample_index: int) -> int:
-        return self._cut(self._median, group_id, sample_index)
+        if (group_id, sample_index) not in self._lengths:  # each is drawn once, not by each mode
+            self._lengths[group_id, sample_index] = self._cut(self._median, group_id, sample_index)
+        return self._lengths[group_id, sample_index]
+
+    @cached_property
+    def _lengths(self) -> dict[tuple[int, int], int]:
+        return {}
 
     @cached_property
     def _median(self) -> float:
@@ -160,8 +166,10 @@ class BenchResult(msgspec.Struct, frozen=True):
 class TimedTransport(LocalTransport):
     """A transport that sets each lease's response length, and records each step's rows, prefilled tokens and time."""
 
-    def __init__(self, engine: Engine, lengths: ScriptedLengths, clock: Callable[[], float]) -> None:
-        super().__init__(engine)
+    def __init__(
+        self, engine: Engine, lengths: ScriptedLengths, clock: Callable[[], float], *, num_steps: int = STEPS
+    ) -> None:
+        super().__init__(engine, num_steps=num_steps)
         self.clock = clock
         self._lengths = lengths
         self.steps: list[tuple[int, int, float]] = []
@@ -170,6 +178,7 @@ class TimedTransport(LocalTransport):
         """Seconds spent loading weights."""
         self.prompt_tokens: dict[int, int] = {}
         """Number of prompt tokens of each leased group."""
+        self._before = self.stats()
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, Lease):
@@ -179,12 +188,12 @@ class TimedTransport(LocalTransport):
             message = msgspec.structs.replace(message, sampling=SamplingParams(length))
         super().send(message)
 
-    def receive(self, timeout_s: float) -> Sequence[FromPort]:
-        before, begin_s = self.stats(), self.clock()
-        messages = super().receive(timeout_s)
-        after = self.stats()
-        prefilled = after.prefilled_tokens - before.prefilled_tokens
-        self.steps.append((after.decode_rows - before.decode_rows, prefilled, self.clock() - begin_s))
+    def step(self) -> Sequence[FromWorker]:
+        begin_s = self.clock()
+        messages = super().step()
+        seconds, before, after = self.clock() - begin_s, self._before, self.stats()
+        prefilled, self._before = after.prefilled_tokens - before.prefilled_tokens, after
+        self.steps.append((after.decode_rows - before.decode_rows, prefilled, seconds))
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
@@ -197,7 +206,7 @@ class FlatTransport(TimedTransport):
     """A transport whose clock advances by one second per decode step."""
 
     def __init__(self, engine: Engine, lengths: ScriptedLengths) -> None:
-        super().__init__(engine, lengths, lambda: float(engine.stats.decode_steps))
+        super().__init__(engine, lengths, lambda: float(engine.stats.decode_steps), num_steps=1)
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Load weights without advancing the clock."""

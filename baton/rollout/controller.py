@@ -301,7 +301,8 @@ class RolloutController:
         slots = self._worker.transport.slots
         if slots != self._slots:
             self._slots = slots
-            self._dispatch(ev.Capacity(self._now_s(), slots, queue=slots))
+            queue = 2 * slots if self.rules.may_pause else slots  # the scheduler refills it when half of it is empty
+            self._dispatch(ev.Capacity(self._now_s(), slots, queue=queue))
 
     def _on_message(self, message: FromPort) -> None:
         match message:

@@ -45,7 +45,7 @@ from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
-from baton.rollout.transport import LocalTransport, WorkerTransport
+from baton.rollout.transport import STEPS, LocalTransport, WorkerTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.device_sharing import DeviceSharing, Resident
 from baton.run.devices import direct_transfer, environment_with, layout_of, placed_rewards, visible
@@ -110,7 +110,8 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
 def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerTransport:
     """Construct the recipe's worker transport: one engine in this process, or a pool of engine processes."""
     if not recipe.engine.processes:
-        return LocalTransport(build_engine(recipe, path, version), trace)
+        is_embedded = recipe.engine.kind == "embedded"
+        return LocalTransport(build_engine(recipe, path, version), trace, num_steps=STEPS if is_embedded else 1)
     model, settings = recipe.model, recipe.engine.model_dump()
     start = Start(path, model.device, model.attention, settings, version, head_dtype=model.head_dtype)
     timeout_s = recipe.rollout.stall_timeout_s

@@ -109,7 +109,7 @@ def test_the_recipe_s_own_settings_are_used_for_its_mode_and_defaults_for_the_ot
 
 def test_on_the_real_engine_every_mode_gives_its_numbers_as_json(monkeypatch):
     monkeypatch.chdir(RECIPE.parents[1])
-    small = ["rollout.batch_groups=2", "rollout.group_size=4", "rollout.max_new_tokens=12", "engine.slots=16"]
+    small = ["rollout.batch_groups=2", "rollout.group_size=4", "rollout.max_new_tokens=48", "engine.slots=16"]
     words = ["bench", "rollout", str(RECIPE), "--steps", "2", "--tail", "3", "--json", *small]
     done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
     found = json.loads(done.stdout)

@@ -371,6 +371,17 @@ def test_paused_leases_go_on_under_the_next_version_and_their_pause_is_no_slot_t
     assert (made.step.busy_slot_s, made.step.slot_s) == (8.0, 8.0)
 
 
+def test_the_queue_of_an_engine_in_the_trainers_process_is_refilled_when_half_of_it_is_empty() -> None:
+    rules = Rules(batch_groups=20, group_size=1, may_pause=True)
+    made, said = served(rules, slots=4, queue=4)
+    assert len(leased(said)) == 8
+    assert leased(made.handle(Finished(0.0, 0, 0))) == [], "3 of 4 places of the queue are full"
+    assert leased(made.handle(Finished(0.0, 1, 0))) == [(8, 0), (9, 0)]
+    few, said = served(replace(rules, max_concurrency=3), slots=4, queue=4)
+    assert len(leased(said)) == 3
+    assert leased(few.handle(Finished(0.0, 0, 0))) == [(3, 0)], "without a queue, a free slot is filled at once"
+
+
 def test_before_the_first_event_there_is_neither_time_nor_a_slot() -> None:
     made = RolloutScheduler(Rules(batch_groups=1, group_size=1))
     made.handle(VersionTrained(0.0, 0))
