@@ -172,9 +172,10 @@ class SimEngine:
         """Report all tokens, and stop until `go_on`."""
         self.flush()
         self.stop()
-        for _, _, row in self._heap if self._tracer is not None else ():
-            trace_row(self._tracer, self.name, row, self._since_s, "abort")
-            row.since_s = math.inf
+        if self._tracer is not None:
+            for _, _, row in self._heap:
+                trace_row(self._tracer, self.name, row, self._since_s, "abort")
+                row.since_s = math.inf
 
     def abandon(self) -> None:
         """Discard the running trajectories after a permanent `stop`. Their tokens are lost."""

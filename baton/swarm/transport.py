@@ -93,6 +93,9 @@ class SwarmTransport:
         except Empty:
             return messages
 
+    def flush(self) -> Sequence[FromPort]:
+        raise AssertionError("workers of a swarm do not pause")
+
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         self._check_health()
         self._publication.publish(tensors, version)
