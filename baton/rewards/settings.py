@@ -104,9 +104,10 @@ class RewardSettings(Settings):
             raise ValueError(f"pattern: got {self.pattern!r}, which is not a regular expression: {error}") from error
         if not has_group:
             raise ValueError(f"pattern: got {self.pattern!r}, but the number must be in a group, such as ([0-9]+)")
-        own = {"devices", "dtype", "batch_tokens"} & self.model_fields_set
+        fields = type(self).model_fields  # the recipe of a run states defaults too, so these are allowed
+        own = [name for name in ("batch_tokens", "devices", "dtype") if getattr(self, name) != fields[name].default]
         if self.kind != "model" and own:
-            raise ValueError(f'{min(own)} belongs to kind = "model"')
+            raise ValueError(f'{own[0]} belongs to kind = "model"')
         if len(set(self.devices)) < len(self.devices):
             raise ValueError(f"devices: got {list(self.devices)}, but each process needs a device of its own")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
