@@ -30,6 +30,7 @@ from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.fake import FakeEngine
 from baton.rollout.transport import LocalTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
+from baton.run.evaluation import Evaluator
 from baton.run.loop import Loop
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
 from baton.run.tokenization import PromptEncoder
@@ -142,11 +143,9 @@ def build(wanted: Recipe) -> Scripted:
         run=run,
         lock=lock,
         stream=source,  # type: ignore[arg-type]
-        held_out=[],
         judge=judge,
-        encoder=PromptEncoder(tokenizer),
         port=port,
-        sweep=nothing,
+        evaluator=Evaluator([], PromptEncoder(tokenizer), judge, nothing),
         controller=RolloutController(WorkerClient(port), wanted.rules(), source, LateJudges(), sampling, journal),
         journal=journal,
         trainer=trainer,

@@ -142,10 +142,9 @@ def _measure_train_steps(recipe: Recipe, trainer: Trainer, rollouts: _Rollouts, 
     seen: list[Trajectory] = []
     train: list[list[tuple[float, float]]] = [[] for _ in TRAIN_KINDS]
     longest = recipe.engine.max_context_tokens
-    started = time.perf_counter()
     while len(times) < (REPEATS + 1) * len(TRAIN_KINDS):
         kind = len(times) % len(TRAIN_KINDS)
-        if kind == 0 and times and time.perf_counter() - started > MEASURE_S:
+        if kind == 0 and sum(times) + sum(seconds for found in train for seconds, _ in found) > MEASURE_S:
             break
         seconds, trajectories = rollouts.batch()
         times.append(seconds)

@@ -125,8 +125,8 @@ class Recipe(Settings):
             )
         if self.engine.kind == "vllm" and (not self.engine.vllm.return_sampling_mask or self.eval.enabled):
             raise ValueError(
-                "rollout.top_p, rollout.top_k: the trainer needs the tokens that vLLM kept; set "
-                "engine.vllm.return_sampling_mask = true and eval.enabled = false"
+                "rollout.top_p, rollout.top_k: the trainer needs the tokens that vLLM kept, so set "
+                "engine.vllm.return_sampling_mask = true; vLLM then cannot evaluate, so also set eval.enabled = false"
             )
 
     def _check_transport(self) -> None:

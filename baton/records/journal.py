@@ -372,8 +372,8 @@ class Journal:
             raise StorageFault(f"the run's journal {self._path} could not be read or written: {error}") from error
         except sqlite3.DatabaseError as error:
             raise StorageFault(
-                f"{self._path}, the run's journal, is damaged: {error}; remove it and use --resume: the rollouts since "
-                "the last recorded batch are then generated again"
+                f"{self._path}, the run's journal, is damaged: {error}; remove it and use --resume: all rollouts "
+                "that are in no recorded batch are then generated again"
             ) from error
 
 

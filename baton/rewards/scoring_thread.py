@@ -116,8 +116,8 @@ class ScoringThread:
             except DeadlineExceeded as error:
                 raise UserError(
                     f"{spec} gave no answer within {deadline_s:g} s, and a thread of this process cannot be killed; "
-                    "raise judge.deadline_s, or name the function by an import path such as 'module:name', so that it "
-                    "runs in a process that can be killed"
+                    "raise its deadline_s (default: judge.deadline_s), or run it in a process that can be killed: with "
+                    "an import path such as 'module:name' and isolate = true"
                 ) from error
 
     async def start_workers(self) -> str:

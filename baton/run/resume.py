@@ -191,7 +191,7 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
     if state.step > recipe.run.steps:
         raise UserError(
             f"run.steps = {recipe.run.steps}: {checkpoint} already has {state.step} train steps; resume with "
-            f"run.steps of at least {state.step}, or start another run under another run.name"
+            f"run.steps above {state.step}, or start another run under another run.name"
         )
     is_evaluated = not recipe.eval.enabled or any(one.step == state.step for one in run.evaluations())
     if state.step == recipe.run.steps and is_evaluated:

@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def discounts(self) -> FloatArray:
-        """[P] Factor of the rewards after each token: the discount of `turns` at the last token of a turn, else 1."""
+        """[P] For each token, the factor of all later rewards: `turns.discount` at a turn's last token, otherwise 1."""
         found = np.ones(self.num_tokens)
         if self.turns is not None:
             found[self.turns.ends] = self.turns.discount

@@ -129,9 +129,10 @@ def clipped(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
     """GSPO-token (arXiv 2507.18071, section 4.3): the clip with one ratio per episode and a gradient per token.
 
-    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). The value of each s_it is s_i, and
-    token t gets the gradient w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO (equation 5). The mean is over
-    trained tokens of weight above 0, so a token that a correction drops does not affect the ratio.
+    s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). Each s_it has the value s_i, but
+    only π_θ(t) has a gradient: an unclipped token t gets w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO
+    (equation 5). The mean is over trained tokens of weight above 0, so a token that a correction drops does not affect
+    the ratio.
     """
     kept = anchor.weights > 0
     apart = torch.where(kept, to_anchor(inputs, anchor), 0.0)

@@ -137,13 +137,13 @@ class TrainerSettings(Settings):
         if self.shard_size is not None and (self.data_ranks % self.shard_size or self.tensor_parallel > 1):
             raise ValueError(
                 f"shard_size: got {self.shard_size} with ranks = {self.ranks} and tensor_parallel = "
-                f"{self.tensor_parallel}; allowed are divisors of ranks / stages with tensor_parallel = 1; omit the "
+                f"{self.tensor_parallel}; it must divide ranks / stages, and tensor_parallel must be 1; omit the "
                 "key to share one copy of the model among all ranks"
             )
         if self.speeds and (len(self.speeds) != self.data_ranks or not all(0 < speed < inf for speed in self.speeds)):
             raise ValueError(
-                f"speeds: got {list(self.speeds)}; allowed is one positive number for each of the {self.data_ranks} "
-                "ranks of a stage that train different rows, or none"
+                f"speeds: got {list(self.speeds)}; allowed is an empty list, or {self.data_ranks} positive "
+                "numbers: one for each data-parallel rank of a stage"
             )
         for key in ("ranks", "compile", "moe_replay"):
             if self.share_prompts and getattr(self, key) != type(self).model_fields[key].default:

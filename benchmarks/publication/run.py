@@ -40,6 +40,7 @@ from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store
+from baton.weights.version_files import FlatFile
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -153,7 +154,8 @@ def measure(versions: list[dict[str, torch.Tensor]], *, with_others: bool = True
             found = follower.fetch(version, deadline_s=600)
             fetch_s = time.perf_counter() - begin
             assert all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items())
-            now = flattened(tensors)[1].view(np.uint16)
+            file = flattened(tensors, lambda entries: FlatFile(Path(scratch), sum(e.num_bytes for e in entries)))[1]
+            now = file.bytes.view(np.uint16)
             if before is not None:
                 manifest = published.manifest
                 row = {

@@ -327,7 +327,7 @@ def test_mistakes_about_runs_that_exist(small: Any) -> None:
     assert "is complete: 3 of run.steps = 3" in mistake("train", small.recipe, "--resume")
     fewer = mistake("train", small.recipe, "--resume", "run.steps=2")
     assert "run.steps = 2:" in fewer
-    assert "step_000003 already has 3 train steps; resume with run.steps of at least 3" in fewer
+    assert "step_000003 already has 3 train steps; resume with run.steps above 3" in fewer
     assert "exclude each other" in mistake("train", small.recipe, "--resume", "--overwrite")
     assert (small.run / "report.json").is_file()
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Small
 from judging_cases import PROMPT, SomeTask, children, hand_clock, is_running, trajectory, wait_until
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
@@ -58,7 +57,7 @@ def make_reward_model(directory: Path, policy: Path, *, labels: int = 1, positio
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, small: Small) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory, small: Any) -> Path:
     return make_reward_model(tmp_path_factory.mktemp("reward") / "model", small.model)
 
 
@@ -178,7 +177,7 @@ def test_a_conversation_that_is_too_long_has_no_reward(model: Path) -> None:
     assert "reads at most 256 tokens, but prompt and response have 30" in (found.failure or "")
 
 
-def test_a_template_that_fails_for_a_conversation_gives_no_reward(tmp_path: Path, small: Small) -> None:
+def test_a_template_that_fails_for_a_conversation_gives_no_reward(tmp_path: Path, small: Any) -> None:
     model = make_reward_model(tmp_path / "model", small.model)
     template = (
         "{% for m in messages %}{{ raise_exception('no system') if m.role == 'system' else m.content }}{% endfor %}"
@@ -196,7 +195,7 @@ def refusal(model: Path, **keys: Any) -> str:
     return str(error.value)
 
 
-def test_unusable_models_are_refused_with_a_sentence(tmp_path: Path, small: Small, model: Path) -> None:
+def test_unusable_models_are_refused_with_a_sentence(tmp_path: Path, small: Any, model: Path) -> None:
     assert "with 3 labels, but a reward model has 1 label" in refusal(
         make_reward_model(tmp_path / "three", small.model, labels=3)
     )
@@ -232,7 +231,7 @@ def test_keys_of_a_reward_model_belong_to_it(keys: dict[str, Any], said: str) ->
         RewardSettings(**keys)
 
 
-def recipe_with(small: Small, model: Path, tmp_path: Path, *overrides: str, keys: str = "") -> Recipe:
+def recipe_with(small: Any, model: Path, tmp_path: Path, *overrides: str, keys: str = "") -> Recipe:
     file = tmp_path / "recipe.toml"
     own = f'[[reward]]\nkind = "model"\nmodel = "{model}"\n{keys}\n'
     file.write_text(small.recipe.read_text().replace("[[reward]]", own + "\n[[reward]]", 1))
@@ -241,9 +240,7 @@ def recipe_with(small: Small, model: Path, tmp_path: Path, *overrides: str, keys
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), ("rollout.mode=async", "engine.processes=1")])
-def test_a_run_trains_with_a_reward_model(
-    overrides: tuple[str, ...], small: Small, model: Path, tmp_path: Path
-) -> None:
+def test_a_run_trains_with_a_reward_model(overrides: tuple[str, ...], small: Any, model: Path, tmp_path: Path) -> None:
     recipe = recipe_with(small, model, tmp_path, *overrides)
     loop = build_loop(recipe, TerminalObserver(Console(quiet=True), 2), resume=False, overwrite=False)
     try:
@@ -258,14 +255,14 @@ def test_a_run_trains_with_a_reward_model(
         assert row["policy/grad_norm"] > 0
 
 
-def test_a_context_that_the_reward_model_lacks_is_refused(small: Small, tmp_path: Path) -> None:
+def test_a_context_that_the_reward_model_lacks_is_refused(small: Any, tmp_path: Path) -> None:
     short = make_reward_model(tmp_path / "short", small.model, positions=48)
     with pytest.raises(UserError, match=r"at most 48 tokens, but prompt and response may have engine.max_context"):
         check_reward_models(recipe_with(small, short, tmp_path))
 
 
 def test_the_memory_of_a_reward_model_is_counted_on_each_of_its_devices(
-    small: Small, model: Path, tmp_path: Path
+    small: Any, model: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_with(small, model, tmp_path)
     policy = read_model(small.model)

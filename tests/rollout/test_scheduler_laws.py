@@ -29,7 +29,7 @@ from baton.simulator.run import RunOptions, build
 from baton.simulator.scripted_trajectories import Script, TrajectoryWork
 from baton.simulator.simulation import EventObserver, Simulation
 from baton.simulator.timing import FlatSpeed, TrainSpeed
-from baton.simulator.transport import ControllerStopped, SimulatedTransport
+from baton.simulator.transport import ControllerStopped, EngineTime, SimulatedTransport
 from baton.specs.workload import constant, lognormal
 from baton.types import (
     Abort,
@@ -67,6 +67,9 @@ class RandomEngines(SimulatedTransport):
 
     def restart(self) -> None:
         self.leases.clear()
+
+    def busy(self) -> Sequence[tuple[EngineSpec, EngineTime]]:
+        return ()
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, Lease):

@@ -320,7 +320,7 @@ def test_a_worker_four_times_as_fast_does_four_fifths():
         swarm=SwarmSpec(LeaseRules(True, prefetch=0.25), fetch_s=0.0, report_every_s=0.5),
     )
     engines = simulate(setting).engines
-    decoded = {name: busy.decoded for name, (_, _, busy) in engines.items()}
+    decoded = {spec.name: busy.decoded for spec, busy in engines}
     assert decoded["fast"] / sum(decoded.values()) == pytest.approx(0.8, rel=0.1)
     assert decoded["slow"] > 0
 

@@ -28,6 +28,7 @@ from baton.policy.stored_tensors import (
 )
 from baton.policy.tensors import policy_tensors, weights_digest
 from baton.weights.flat_buffer import flattened, tensors_of
+from baton.weights.version_files import FlatFile
 from tests.model_families import tiny_config
 
 CPU = torch.device("cpu")
@@ -88,8 +89,8 @@ def test_tensors_that_are_read_at_each_access_are_those_of_the_files_and_none_is
     expected = policy_tensors(load_model(str(tmp_path), dtype=torch.float32, device=CPU))
     assert found.keys() == expected.keys()
     assert weights_digest(found) == weights_digest(expected)
-    entries, flat_buffer = flattened(found)
-    own = tensors_of(entries, flat_buffer)
+    entries, file = flattened(found, lambda entries: FlatFile(tmp_path, sum(entry.num_bytes for entry in entries)))
+    own = tensors_of(entries, file.bytes)
     assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
     kept = [weakref.ref(tensor) for tensor in found.values()]
     assert all(each() is None for each in kept[:-1])

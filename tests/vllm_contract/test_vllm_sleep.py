@@ -1,5 +1,6 @@
 """Sleep, wake and load in the scheduler of a real vLLM. The sleep of its CPU build frees no memory, so these tests show
-only that the calls leave a vLLM that serves the loaded weights: `tests/rollout/test_vllm_sleep.py` has the order."""
+only that the calls leave a vLLM that serves the loaded weights. `tests/rollout/test_vllm_sleep_order.py` tests the
+order."""
 
 from __future__ import annotations
 
