@@ -386,10 +386,10 @@ def test_what_is_wrong_with_a_batch_is_said_as_by_one_process(pool: RankPool, mo
     [
         ({"compile": True}, "compile: got true with ranks above 1"),
         ({"tensor_parallel": 3}, "tensor_parallel: got 3 with ranks = 2; allowed are divisors"),
-        ({"shard_size": 3}, "shard_size: got 3 with ranks = 2 and tensor_parallel = 1; allowed are divisors"),
+        ({"shard_size": 3}, "shard_size: got 3 with ranks = 2 and tensor_parallel = 1; it must divide ranks / stages"),
         ({"shard_size": 1, "tensor_parallel": 2}, "shard_size: got 1 with ranks = 2 and tensor_parallel = 2"),
-        ({"speeds": (2, 1, 1)}, r"speeds: got \[2.0, 1.0, 1.0\]; allowed is one positive number for each of the 2"),
-        ({"speeds": (2, 0)}, r"speeds: got \[2.0, 0.0\]; allowed is one positive number"),
+        ({"speeds": (2, 1, 1)}, r"speeds: got \[2.0, 1.0, 1.0\]; allowed is an empty list, or 2 positive numbers"),
+        ({"speeds": (2, 0)}, r"speeds: got \[2.0, 0.0\]; allowed is an empty list, or 2 positive numbers"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:
