@@ -9,7 +9,7 @@ begins at the smallest k that scores a batch within the step of a plan without s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -29,69 +29,77 @@ GB = 1e9
 def plan_with_reward(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> tuple[Plan, Inputs]:
     """Return the best plan with a reward stage, and the inputs of its other roles: the other GPUs, with the scoring
     time of the stage. Raises UserError if no plan is feasible."""
-    model, work, left_s = inputs.work.reward_model, inputs.work, time_left(time_limit_s)
+    model = inputs.work.reward_model
     assert model is not None, "the workload has no reward model"
-    plain = msgspec.structs.replace(inputs, work=msgspec.structs.replace(work, reward_model=None))
-    least_s = make_plan(plain, method, time_limit_s=time_limit_s / 4).breakdown.step_s
-    best: tuple[Plan, Inputs] | None = None
-    bounds: list[float] = []
-    refusals: list[UserError] = []
-
-    def try_stage(stage: RewardStage, rest: Cluster) -> bool:
-        """Plan the other roles. Return whether more GPUs for the stage may be better."""
-        nonlocal best
-        timing = {"reward_latency_s": stage.trajectory_s, "reward_concurrency": len(stage.gpu_ids)}
-        own = msgspec.structs.replace(plain.on(rest), work=msgspec.structs.replace(plain.work, **timing))
-        try:
-            plan = make_plan(own, method, time_limit_s=max(5.0, left_s() / 4))
-        except UserError as error:
-            refusals.append(error)
-            return False
-        bounds.append(plan.bound.step_s)
-        if best is None or plan.breakdown.step_s < best[0].breakdown.step_s * (1 - 1e-9):
-            best = msgspec.structs.replace(plan, reward=stage), own
-        parts = plan.breakdown
-        is_hidden = parts.overlaps and parts.rollout_s + parts.reward_s <= parts.train_s
-        return not is_hidden and parts.reward_s > stage.trajectory_s
-
     costs = list(_costs(inputs, model))
+    search = _Search(inputs, model, method, time_limit_s)
     for place, cost in costs:
-        gpu, room = place.gpu.name, place.memory_limit_bytes
-        most = min(inputs.cluster.count()[gpu], inputs.cluster.num_gpus - 1)
-        if cost.memory_bytes > room or not most:
-            continue
-
-        def stage_of(
-            count: int, gpu: str = gpu, cost: ScoringCost = cost, room: float = room
-        ) -> tuple[RewardStage, Cluster]:
-            rest, gpu_ids = reserve(inputs.cluster, gpu, count)
-            return RewardStage(model.name, gpu, gpu_ids, cost.trajectory_s, cost.memory_bytes, room), rest
-
-        batch_s = work.num_trajectories * cost.trajectory_s
-        first = min(most, max(1, math.ceil(batch_s / least_s)))
-        for count in range(first, most + 1):
-            if not try_stage(*stage_of(count)):
-                break
-        for count in range(first - 1, 0, -1):
-            if best is not None and batch_s / count >= best[0].breakdown.step_s:
-                break
-            try_stage(*stage_of(count))
-    if best is None:
-        needed = min(cost.memory_bytes for _, cost in costs) / GB
-        room = max(place.memory_limit_bytes for place, _ in costs) / GB
-        raise (
-            refusals[0]
-            if refusals
-            else UserError(
-                f"reward.model: {model.name} needs a GPU of its own with {needed:.1f} GB, but the cluster has "
-                f"{inputs.cluster.num_gpus} GPUs, of which a plan may use at most {room:.1f} GB each; add GPUs, lower "
-                "reward.batch_tokens, or use a smaller reward model"
-            )
-        )
-    plan, own = best
-    bound = Bound.of(plan.breakdown.step_s, min(bounds), plan.bound.note)
+        search.try_type(place, cost)
+    if search.best is None:
+        raise search.refusals[0] if search.refusals else _too_large(inputs, model, costs)
+    plan, own = search.best
+    bound = Bound.of(plan.breakdown.step_s, min(search.bounds_s), plan.bound.note)
     limits = (*plan.limits, "`baton train --plan` starts no reward models on a cluster, so it refuses this plan")
     return msgspec.structs.replace(plan, bound=bound, limits=limits, price_per_h=inputs.cluster.price_per_h), own
+
+
+class _Search:
+    """Plans of the other roles for several reward stages."""
+
+    def __init__(self, inputs: Inputs, model: ModelSpec, method: Method, time_limit_s: float) -> None:
+        self._cluster, self._model, self._method = inputs.cluster, model, method
+        self._left_s = time_left(time_limit_s)
+        self._plain = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, reward_model=None))
+        self._least_s = make_plan(self._plain, method, time_limit_s=time_limit_s / 4).breakdown.step_s
+        """Step time of a plan without scoring."""
+        self.best: tuple[Plan, Inputs] | None = None
+        self.bounds_s: list[float] = []
+        """Lower bounds on the step time, one for each stage that was tried."""
+        self.refusals: list[UserError] = []
+
+    def try_type(self, place: DeviceClass, cost: ScoringCost) -> None:
+        """Try stages of GPUs of one type, unless its memory is too small."""
+        most = min(self._cluster.count()[place.gpu.name], self._cluster.num_gpus - 1)
+        if cost.memory_bytes > place.memory_limit_bytes or not most:
+            return
+        batch_s = self._plain.work.num_trajectories * cost.trajectory_s
+        first = min(most, max(1, math.ceil(batch_s / self._least_s)))
+        for count in range(first, most + 1):
+            if not self._try_stage(place, cost, count):
+                break
+        for count in range(first - 1, 0, -1):
+            if self.best is not None and batch_s / count >= self.best[0].breakdown.step_s:
+                break
+            self._try_stage(place, cost, count)
+
+    def _try_stage(self, place: DeviceClass, cost: ScoringCost, count: int) -> bool:
+        """Plan the other roles beside a stage of `count` GPUs. Return whether more GPUs for the stage may be better."""
+        gpu, room = place.gpu.name, place.memory_limit_bytes
+        rest, gpu_ids = reserve(self._cluster, gpu, count)
+        timing = {"reward_latency_s": cost.trajectory_s, "reward_concurrency": count}
+        own = msgspec.structs.replace(self._plain.on(rest), work=msgspec.structs.replace(self._plain.work, **timing))
+        try:
+            plan = make_plan(own, self._method, time_limit_s=max(5.0, self._left_s() / 4))
+        except UserError as error:
+            self.refusals.append(error)
+            return False
+        self.bounds_s.append(plan.bound.step_s)
+        parts = plan.breakdown
+        if self.best is None or parts.step_s < self.best[0].breakdown.step_s * (1 - 1e-9):
+            stage = RewardStage(self._model.name, gpu, gpu_ids, cost.trajectory_s, cost.memory_bytes, room)
+            self.best = msgspec.structs.replace(plan, reward=stage), own
+        is_hidden = parts.overlaps and parts.rollout_s + parts.reward_s <= parts.train_s
+        return not is_hidden and parts.reward_s > cost.trajectory_s
+
+
+def _too_large(inputs: Inputs, model: ModelSpec, costs: Sequence[tuple[DeviceClass, ScoringCost]]) -> UserError:
+    needed = min(cost.memory_bytes for _, cost in costs) / GB
+    room = max(place.memory_limit_bytes for place, _ in costs) / GB
+    return UserError(
+        f"reward.model: {model.name} needs a GPU of its own with {needed:.1f} GB, but the cluster has "
+        f"{inputs.cluster.num_gpus} GPUs, of which a plan may use at most {room:.1f} GB each; add GPUs, lower "
+        "reward.batch_tokens, or use a smaller reward model"
+    )
 
 
 def _costs(inputs: Inputs, model: ModelSpec) -> Iterator[tuple[DeviceClass, ScoringCost]]:

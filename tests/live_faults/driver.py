@@ -185,9 +185,9 @@ class Case:
         (self.marks / "go").touch()
 
     def stopped(self) -> int:
-        """Wait until the process at the point stands still."""
+        """Wait until the process that has reached the point is stopped; return its id."""
         pid = self.reached()
-        await_(f"process {pid} to stand still", lambda: state_of(pid) == "T", DEADLINE_S)
+        await_(f"process {pid} to be stopped", lambda: state_of(pid) == "T", DEADLINE_S)
         return pid
 
     # ---- files -------------------------------------------------------------------------------------------------------

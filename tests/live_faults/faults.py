@@ -299,7 +299,7 @@ def stopped_child(command: str) -> Callable[[Case], None]:
         case.reached()
         pid = case.children(command)[-1]
         os.kill(pid, signal.SIGSTOP)
-        await_("the child to stand still", lambda: state_of(pid) == "T")
+        await_("the child to be stopped", lambda: state_of(pid) == "T")
         case.go()
         time.sleep(1.0)
         os.kill(pid, signal.SIGCONT)

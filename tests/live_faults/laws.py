@@ -45,7 +45,7 @@ def must(holds: object, law: str, what: object = "") -> None:
 def survive(
     fault: Fault, model: Path, directory: Path, undisturbed: Outcome, bugs: tuple[Callable[[], None], ...] = ()
 ) -> None:
-    """Start a run, inject a fault, wait for the end, check the laws. bugs: mended defects that are put back."""
+    """Start a run, inject a fault, wait for its end, and check the laws. bugs: functions that restore fixed defects."""
     with case_of(fault, model, directory, bugs) as case:
         fault.inject(case)
         case.finish()

@@ -144,7 +144,7 @@ class InsideController:
     disk: str | None = None
     """Directory whose writes are recorded for a power cut."""
     bugs: tuple[Callable[[], None], ...] = ()
-    """Mended defects that are put back."""
+    """Functions that restore fixed defects."""
 
     def apply(self) -> None:
         for bug in self.bugs:

@@ -1,4 +1,4 @@
-"""The harness finds what it is for: two mended defects are put back, a law is broken, and which law is known."""
+"""The tests of faults detect defects: with each of two fixed defects restored, the expected law is broken."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def journal_is_flushed_later() -> None:
     ],
     ids=["hub-pause", "journal-order"],
 )
-def test_a_mended_defect_that_is_put_back_is_found(
+def test_a_restored_defect_is_found(
     fault: str, bug: Callable[[], None], law: str, model: Path, tmp_path: Path, undisturbed: Outcome
 ) -> None:
     with pytest.raises(LawBroken) as caught:
