@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,6 +56,7 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
     lp.a_matrix_.index_ = np.concatenate(places) if places else np.zeros(0, dtype=int)
     lp.a_matrix_.value_ = np.concatenate([rows[place, column] for column, place in enumerate(places)])
     lp.integrality_ = [highspy.HighsVarType.kInteger] * num_columns
+    _say_nothing()
     make: Any = highspy.Highs  # Any: highspy has no type annotations
     solver = make()
     for key, value in (
@@ -71,3 +75,21 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
     value = float(gains @ counts)
     bound = max(value, float(solver.getInfo().mip_dual_bound))
     return IntegerSolution(tuple(int(count) for count in counts), value, bound)
+
+
+@cache
+def _say_nothing() -> None:
+    """Make the first solver of this process while standard output is discarded: HiGHS 1.16 prints its version then, and
+    no option prevents this. The output of `baton plan --json` would not be JSON."""
+    import highspy
+
+    sys.stdout.flush()
+    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        make: Any = highspy.Highs
+        make()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nothing)

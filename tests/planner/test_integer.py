@@ -4,6 +4,8 @@ given."""
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from functools import cache
 from itertools import product
 
@@ -79,3 +81,13 @@ def test_equation_2_is_a_knapsack(seed: int) -> None:
 def test_shares_are_rounded_by_largest_remainder() -> None:
     assert rounded_shares([0.5, 0.3, 0.2], 7) == [4, 2, 1]  # 3.5, 2.1, 1.4
     assert sum(rounded_shares([1 / 3] * 3, 100)) == 100
+
+
+def test_the_solver_prints_nothing() -> None:
+    """In a process of its own: HiGHS 1.16 prints its version once per process, past Python's standard output."""
+    code = (
+        "import numpy as np; from baton.planner.integer import maximise; print('before'); "
+        "maximise(np.ones(1), np.ones((1, 1)), np.ones(1)); print('after')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("before\nafter\n", "")
