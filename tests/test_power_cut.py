@@ -34,6 +34,7 @@ from baton.run.evaluation import Evaluator
 from baton.run.loop import Loop
 from baton.run.resume import ResumePoint, checkpoint_writer, open_run, resume_point
 from baton.run.tokenization import PromptEncoder
+from baton.trainer import trainer as trainers
 from baton.trainer.trainer import PublishedWeights
 from baton.types import Batch, Group, PolicyVersion, SamplingParams
 from tests.power_cut import KEEPS, Remains, recorded
@@ -47,7 +48,7 @@ MODES = {
 }
 
 
-class Trainer:
+class Trainer(trainers.Trainer):
     """Remembers the groups that it was trained on; its checkpoint is that list."""
 
     def __init__(self) -> None:

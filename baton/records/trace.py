@@ -205,7 +205,7 @@ def _read(path: Path) -> Iterator[Span]:
 class StageTimer:
     """Measures the seconds of each stage since the last `take`, and writes each stage to the trace as a span."""
 
-    trace: TraceWriter = field(default_factory=TraceWriter)
+    trace: Tracer = field(default_factory=TraceWriter)
     seconds: dict[str, float] = field(default_factory=dict)
     now_s: Clock = time.monotonic
 

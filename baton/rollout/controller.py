@@ -87,7 +87,7 @@ class _Group:
 
 
 class RolloutController:
-    """The rollouts of training on one `WorkerTransport`. Call `begin` before any other method."""
+    """The rollouts of training on one `WorkerTransport`. Before `begin` or `resume`, only call `load_weights`."""
 
     def __init__(
         self,
@@ -157,16 +157,15 @@ class RolloutController:
     ) -> list[OpenGroup]:
         """Start at `version` with the journal's cursor and open groups; return the open groups. cursor: the
         checkpoint's cursor. newest_group_id: largest id in a recorded batch. Both replace the journal's last entries if
-        these are lost."""
-        assert self._journal is not None, "a controller without a journal cannot resume"
-        place = self._journal.place()
+        these are lost, or if there is no journal."""
+        place = None if self._journal is None else self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:
             place = cursor
         self._prompts.position.update(place.position)
         for _ in range(place.next_group_id, newest_group_id + 1):
             self._prompts.take()
         place = StreamCursor(max(place.next_group_id, newest_group_id + 1), dict(self._prompts.position))
-        carried = self._journal.open_groups(version)
+        carried = [] if self._journal is None else self._journal.open_groups(version)
         self.begin(version, place, carried, num_batches=num_batches)
         return carried
 
@@ -174,6 +173,10 @@ class RolloutController:
     def cursor(self) -> StreamCursor:
         """The next group id and the position of the prompt source, from which a resumed run continues."""
         return StreamCursor(self._next_group_id, dict(self._prompts.position))
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Load a version into the worker before `begin`. Raises Stopped."""
+        self._worker.load_weights(tensors, version)
 
     def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
         """Load a new version into the worker, and return when the transport has loaded it. Raises DeadlineExceeded if

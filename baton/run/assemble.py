@@ -33,7 +33,7 @@ from baton.records.metrics import MetricsWriter
 from baton.records.predictions import Predictions, RunPredictions, read_predictions
 from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
-from baton.records.trace import BEGIN, StageTimer, TraceWriter
+from baton.records.trace import BEGIN, TraceWriter
 from baton.rewards.functions import PASSED
 from baton.rewards.scorer import RewardScorer, require_judged
 from baton.rewards.settings import RewardSettings
@@ -285,7 +285,7 @@ def _build_loop(
         stop=stop,
         peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
         turns=_turns(recipe, port, trainer),
-        clock=StageTimer(trace),
+        trace=trace,
     )
 
 

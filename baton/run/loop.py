@@ -1,12 +1,13 @@
-"""The loop over the train steps of a live run. The scheduler decides what the workers generate, and when."""
+"""A live run: its train steps (`train_steps.py`), evaluations, checkpoints and metrics. The scheduler decides what the
+workers generate, and when."""
 
 from __future__ import annotations
 
 import errno
 import gc
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -25,26 +26,28 @@ from baton.errors import (
 from baton.files import STORAGE_ERRORS
 from baton.recipe.sections import CheckpointSettings, EvalSettings
 from baton.records.evaluation import Evaluation, evaluation_metrics
-from baton.records.journal import Journal, StreamCursor
+from baton.records.journal import Journal, OpenGroup, StreamCursor
 from baton.records.metrics import MetricsWriter
 from baton.records.predictions import RunPredictions, ratios
 from baton.records.run_directory import RunDirectory, Source
 from baton.records.run_lock import RunLock
-from baton.records.trace import StageTimer
-from baton.rewards.scorer import RewardScorer, failure_metrics, require_judged
+from baton.records.trace import StageTimer, TraceWriter
+from baton.rewards.scorer import RewardScorer, failure_metrics
 from baton.rewards.warnings import first_impression
 from baton.rollout.controller import RolloutController
 from baton.rollout.engine import EngineStats
 from baton.rollout.episodes import EpisodeSetup
+from baton.rollout.scheduler_state import StepCounts
 from baton.rollout.settings import RolloutSettings
 from baton.rollout.transport import WorkerTransport
 from baton.run.device_sharing import DeviceSharing
 from baton.run.evaluation import Evaluator
+from baton.run.train_steps import BatchRecords, TrainSteps
 from baton.stop import Stopped, StopRequest
 from baton.swarm.serial_executor import SerialExecutor
 from baton.tasks.stream import PromptStream
 from baton.trainer.trainer import Trainer
-from baton.types import Batch, Group, SamplingParams
+from baton.types import Group, SamplingParams
 
 PUT_DOWN_S = 5.0
 """Maximum time in seconds that a run, at its end, waits for the workers to report their remaining tokens."""
@@ -95,6 +98,39 @@ class Observer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RunBatches(BatchRecords):
+    """The batches of a live run, in the run's directory, and their metrics, in the journal."""
+
+    run: RunDirectory
+    journal: Journal
+    stream: PromptStream
+    controller: RolloutController
+    say: Callable[[str], None]
+
+    def read(self, step: int) -> Sequence[Group] | None:
+        if not self.run.has_groups(step):
+            return None
+        self.say(f"step {step}: the recorded batch is used again")
+        return self.run.groups(step)
+
+    def write(self, step: int, groups: Sequence[Group], counts: StepCounts) -> None:
+        rules = self.controller.rules
+        in_batch = sum(m.num_policy_tokens for g in groups for m in g.members)
+        metrics = counts.metrics() | self.stream.take_counts() | self.controller.take_episode_metrics()
+        metrics["tokens/generated"] = float(in_batch if rules.mode == "sync" else counts.generated_tokens)
+        if rules.is_adaptive:
+            metrics["rollout/overprovision"] = self.controller.scheduler.overprovision
+        # the metrics are written before the batch, so a recorded batch has its metrics even after a kill
+        self.journal.counted(step, metrics)
+        self.run.write_groups(step, groups)
+
+    def resumed(self, carried: Sequence[OpenGroup]) -> None:
+        if carried:
+            finished = sum(t.finish_reason is not None for g in carried for t in g.members)
+            self.say(f"{len(carried)} open groups continue; {finished} of their trajectories are finished")
+
+
 @dataclass(slots=True)
 class Loop:
     """The parts of a run, and the run's state between train steps."""
@@ -129,17 +165,15 @@ class Loop:
     last_checkpoint: Path | None = None
     turns: DeviceSharing | None = None
     """Object that switches the device between trainer and engine; None if they do not share a device."""
-    clock: StageTimer = field(default_factory=StageTimer)
+    trace: TraceWriter = field(default_factory=TraceWriter)
     stats: EngineStats = field(default_factory=EngineStats)
     """The engine's counters at the end of the last train step."""
     peak_memory: Callable[[], dict[str, float]] = dict
     """Function that returns this process's peak memory as a metric."""
-    has_begun: bool = False
-    """True if the controller has started. Until then the loop trains on recorded batches."""
     has_failed: bool = False
     """True if `train` has raised."""
-    newest_group_id: int = -1
-    """Largest group id in the batches that this process has recorded or replayed."""
+    clock: StageTimer = field(init=False)
+    steps: TrainSteps = field(init=False)
     saved_step: int = field(init=False)
     """Train step of the last checkpoint. The checkpoint may still be waiting to be written (`unwritten`)."""
     writer: SerialExecutor = field(default_factory=lambda: SerialExecutor("checkpoint"))
@@ -148,7 +182,22 @@ class Loop:
     """Train step and result of the checkpoint that is being written in the background."""
 
     def __post_init__(self) -> None:
-        self.saved_step = self.state.step
+        state = self.state
+        self.saved_step, self.clock = state.step, StageTimer(self.trace)
+        self.steps = TrainSteps(
+            controller=self.controller,
+            port=self.port,
+            trainer=self.trainer,
+            journal=self.journal,
+            records=RunBatches(self.run, self.journal, self.stream, self.controller, self.observer.said),
+            num_steps=self.num_steps,
+            publishes=lambda step: step % self.publish_every == 0 or self._is_evaluated(step),
+            step=state.step,
+            cursor=StreamCursor(state.next_group_id, state.position),
+            clock=self.clock,
+            turns=self.turns,
+            phase=self.observer.phase,
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -200,7 +249,7 @@ class Loop:
             with self.stop.interrupting():
                 isolation = self.judge.start()
             self._warn([isolation] if isolation else [])
-            self._publish()
+            self.steps.publish()
             if self._lacks_evaluation():
                 results = self._evaluated()
             while self.state.step < self.num_steps:
@@ -215,7 +264,7 @@ class Loop:
         except Stopped:
             self._save()
         self._finish_saving()
-        if self.has_begun:
+        if self.steps.has_begun:
             try:
                 # the workers report their last tokens, and the journal stores them
                 self.controller.abort_all(PUT_DOWN_S)
@@ -244,7 +293,7 @@ class Loop:
                 parts.callback(self.lock.release, outcome)
                 parts.callback(self.journal.close)
                 parts.callback(self.metrics.close)
-                parts.callback(self.clock.trace.flush)
+                parts.callback(self.trace.flush)
                 parts.callback(self.trainer.close)
                 parts.callback(self.port.close, is_over=self.is_complete)
                 parts.callback(self._finish_saving)  # if `train` has raised
@@ -262,36 +311,28 @@ class Loop:
 
     def _step(self) -> None:
         begin_s = self.clock.now_s()
-        step = self.state.step + 1
-        groups, counted = self._recorded(step) or self._next_batch(step)
-        if self.turns is not None:
-            with self.clock.stage("turns", step):
-                self.turns.to_trainer()
-        with self.clock.stage("train", step), self.observer.phase("train", 0):
-            values = self._train_on(Batch(step, tuple(groups)))
-        if self.turns is not None:
-            with self.clock.stage("turns", step):
-                self.turns.to_engine()
-        self.port.consumed(step, groups)
-        with self.clock.stage("weight_sync", step, "publish"):
-            if step % self.publish_every == 0 or self._is_evaluated(step) or not self.has_begun:
-                self._publish()
-            else:
-                self.controller.version_trained(step)
-        place = (
-            self.controller.cursor if self.has_begun else StreamCursor(self.state.next_group_id, self.state.position)
-        )
+        try:
+            trained = self.steps.next()
+        except (TrainingDiverged, UserError) as error:
+            if (batch := self.steps.in_training) is None:
+                raise
+            raise type(error)(
+                f"{error}; its batch is in {self.run.path}, step {batch.step}; {self._way_back()}; to replace "
+                f"the batch by a new one: --resume --skip-batch {batch.step}"
+            ) from error
+        step, cursor, groups = self.steps.step, self.steps.cursor, trained.groups
         self.state = msgspec.structs.replace(
-            self.state, step=step, next_group_id=place.next_group_id, position=place.position
+            self.state, step=step, next_group_id=cursor.next_group_id, position=cursor.position
         )
-        values |= counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
+        counted = self.journal.metrics(step)
+        values = trained.metrics | counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
         values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
         # the values of a sharded trainer, which measures its ranks, replace those of this process
         values = self.peak_memory() | values
         if (predictions := self.predictions.current) is not None:  # a new plan replaces them
             values |= ratios(predictions, values)
         self.metrics.write(step, values)
-        self.clock.trace.flush()
+        self.trace.flush()
         self.observer.stepped(step, values)
         self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
 
@@ -306,42 +347,6 @@ class Loop:
         is_due = step == self.num_steps or bool(self.eval.every and step % self.eval.every == 0)
         return self.eval.enabled and is_due
 
-    def _recorded(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
-        """Return the batch and the counts that an earlier process recorded for a step; None if no batch is recorded."""
-        if self.has_begun or not self.run.has_groups(step):
-            return None
-        groups = self.run.groups(step)
-        counted = self.journal.metrics(step)
-        self._consumed(step, groups)
-        self.observer.said(f"step {step}: the recorded batch is used again")
-        return groups, counted
-
-    def _next_batch(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        """Generate, score and record the next batch; return its groups and the counts of the step."""
-        if not self.has_begun:
-            self._begin_rollout()
-        total = self.rollout.batch_groups * self.rollout.group_size
-        with self.clock.stage("wait_for_batch", step), self.observer.phase("generate", total) as done:
-            groups = self.controller.next_batch(done)
-        counts = self.controller.scheduler.take_step_counts()
-        counted = counts.metrics()
-        is_sync = self.rollout.mode == "sync"
-        in_batch = sum(m.num_policy_tokens for g in groups for m in g.members)
-        counted |= self.stream.take_counts() | self.controller.take_episode_metrics()
-        counted["tokens/generated"] = float(in_batch if is_sync else counts.generated_tokens)
-        if self.controller.rules.is_adaptive:
-            counted["rollout/overprovision"] = self.controller.scheduler.overprovision
-        # the counts are written before the batch, so a recorded batch has its counts even after a kill
-        self.journal.counted(step, counted)
-        self.run.write_groups(step, groups)
-        self._consumed(step, groups)
-        return groups, counted
-
-    def _consumed(self, step: int, groups: Sequence[Group]) -> None:
-        group_ids = [group.group_id for group in groups]
-        self.newest_group_id = max(self.newest_group_id, *group_ids)
-        self.journal.consumed(step, group_ids)
-
     def _catch_up(self) -> None:
         """Repair a journal whose last entries are lost: record the groups of the checkpoint's batches as consumed."""
         known, trained = self.journal.last_step(), self.state.step
@@ -354,36 +359,7 @@ class Loop:
         if self.journal.open_groups(trained):
             for step in range(known + 1, trained + 1):
                 if self.run.has_groups(step):
-                    self._consumed(step, self.run.groups(step))
-
-    def _begin_rollout(self) -> None:
-        """Start the controller from the journal's cursor and open groups."""
-        cursor = StreamCursor(self.state.next_group_id, self.state.position)
-        carried = self.controller.resume(self.state.step, cursor, self.newest_group_id, num_batches=self.num_steps)
-        if carried:
-            finished = sum(t.finish_reason is not None for g in carried for t in g.members)
-            self.observer.said(f"{len(carried)} open groups continue; {finished} of their trajectories are finished")
-        self.has_begun = True
-        self._publish()
-
-    def _train_on(self, batch: Batch) -> dict[str, float]:
-        try:
-            require_judged(batch.groups, f"train step {batch.step}")
-            return self._trained(batch)
-        except (TrainingDiverged, UserError) as error:
-            raise type(error)(
-                f"{error}; its batch is in {self.run.path}, step {batch.step}; {self._way_back()}; to replace "
-                f"the batch by a new one: --resume --skip-batch {batch.step}"
-            ) from error
-
-    def _trained(self, batch: Batch) -> dict[str, float]:
-        if self.rollout.mode != "async" or not self.has_begun:
-            return self.trainer.step(batch)
-        # the trainer runs in a second thread, while this thread drives the engine processes
-        with ThreadPoolExecutor(1, "trainer") as pool:
-            future = pool.submit(self.trainer.step, batch)
-            self.controller.run_until(lambda timeout_s: bool(wait([future], timeout_s).done))
-            return future.result()
+                    self.steps.consumed(step, self.run.groups(step))
 
     def _save(self) -> None:
         """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint. Flushes the journal
@@ -401,7 +377,7 @@ class Loop:
             self.unwritten = step, self.writer.submit(write)
         else:
             self._written(step, write())
-        self.clock.trace.span("checkpoint", "trainer", 0, begin_s, self.clock.now_s(), step=step)
+        self.trace.span("checkpoint", "trainer", 0, begin_s, self.clock.now_s(), step=step)
 
     def _finish_saving(self) -> None:
         """Wait until the unwritten checkpoint, if there is one, is on disk. If writing failed, raise the error."""
@@ -420,17 +396,6 @@ class Loop:
         """Delete from the journal the groups of batches that a checkpoint on disk contains."""
         self.last_checkpoint = saved.path
         self.journal.checkpointed(step, saved.oldest_step)
-
-    def _publish(self) -> None:
-        """Wait until the workers have loaded the trainer's version. A stop request ends the wait without an exception.
-        The caller's next check of `stop` raises Stopped."""
-        weights = self.trainer.publish()
-        with suppress(Stopped):
-            if self.has_begun:
-                self.controller.publish(weights.tensors, weights.version)
-            else:
-                with self.stop.interrupting():
-                    self.port.load_weights(weights.tensors, weights.version)
 
     def _performance(self, groups: Sequence[Group], counted: dict[str, float], step_time_s: float) -> dict[str, float]:
         waited = self.controller.take_seconds()
@@ -465,7 +430,10 @@ class Loop:
         results: list[Evaluation] = []
         impression: list[str] = []
         recorded: dict[Source, list[Group]] = {}
-        with self.clock.stage("eval", self.state.step), self.controller.paused() if self.has_begun else nullcontext():
+        with (
+            self.clock.stage("eval", self.state.step),
+            self.controller.paused() if self.steps.has_begun else nullcontext(),
+        ):
             for sampling in ways:
                 with self.observer.phase("evaluate", 0):
                     found, groups = self.evaluator.evaluate(sampling, version=self.trainer.version.number)
@@ -478,7 +446,7 @@ class Loop:
             values |= evaluation_metrics(result)
         self.metrics.write(self.state.step, values)
         self.run.write_evaluation(self.state.step, results, recorded)
-        self.clock.trace.flush()
+        self.trace.flush()
         self.stats = self.port.stats()
         sampled = [r.accuracy for r in results if r.temperature]
         # if one task has no scores, "all" would not cover the same tasks as in other evaluations

@@ -73,7 +73,7 @@ class Setting:
     publish_s: float = 0.0
     """Seconds from the end of a train step until engines serve the version or, in a swarm, can fetch it."""
     cycle_overhead_s: float = 0.0
-    """Seconds per train step before the publication, in which the controller is busy."""
+    """Seconds per train step after the publication, in which the controller is busy."""
     num_steps: int = 50
     publish_every: int = 1
     """Number of train steps from one published version to the next."""

@@ -25,7 +25,7 @@ class SimulatedEnginePool(SimulatedTransport):
     name = "the simulated pool"
 
     def __init__(self, setting: Setting, clock: VirtualClock, script: Script, tracer: Tracer | None = None) -> None:
-        self._setting, self._clock, self._script, self._tracer = setting, clock, script, tracer
+        self._setting, self._clock, self._script = setting, clock, script
         self.engines = [
             SimEngine(clock, spec, self, shares_prefill=setting.shares_prefill, tracer=tracer)
             for spec in setting.engines
@@ -68,12 +68,10 @@ class SimulatedEnginePool(SimulatedTransport):
         self._is_paused = False
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        begin_s, load_s = self._clock.now_s, self._setting.publish_s
+        load_s = self._setting.publish_s
         for engine in self.engines:
             self._after_handover(lambda engine=engine: engine.switch(version.number, resumes=False, load_s=load_s))
         self._end_pause()
-        if self._tracer is not None:
-            self._tracer.span("publish", "trainer", 0, begin_s, begin_s + load_s, version=version.number)
         self._clock.wait(load_s)
 
     def slow(self, factor: float) -> None:

@@ -21,24 +21,26 @@ STEADY_STEPS = 5
 """Minimum number of train steps after the pipeline is full. If a run has fewer steps, its result has a note."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One train step."""
+    """One train step. Steps that a restart of the controller interrupted are left out."""
 
-    wanted_s: float
-    """Time at which the batch was requested."""
+    wait_s: float
+    """Time from the request for the batch until the batch was complete."""
     begin_s: float
     """Time at which training began."""
+    end_s: float
+    """Time at which training ended."""
     tokens: int
     """Number of prompt and response tokens of the batch."""
     counts: StepCounts
     """Values that the scheduler has counted since the previous batch."""
     staleness: dict[int, int]
     """Staleness → number of tokens of the batch."""
-    end_s: float = 0.0
-    is_trained: bool = False
-    """False if a restart of the controller interrupted the step."""
-    train_s: float = 0.0
+
+    @property
+    def train_s(self) -> float:
+        return self.end_s - self.begin_s
 
 
 @dataclass(slots=True)
@@ -56,14 +58,8 @@ class RunRecord(Ledger):
     outcomes: Counter[str] = field(default_factory=Counter)
     """Name of a fault, or of a reaction to a fault → how often it occurred."""
 
-    def trained_step(self, now_s: float, train_s: float) -> None:
-        step = self.steps[-1]
-        step.end_s, step.train_s, step.is_trained = now_s, train_s, True
-
-    def restarted(self, now_s: float, ledger: Ledger) -> None:
+    def restarted(self, ledger: Ledger) -> None:
         """Add the ledger of a controller that has stopped."""
-        if self.steps and not self.steps[-1].is_trained:
-            self.steps[-1].end_s = now_s
         self._add(ledger)
         self.outcomes["controller restarted"] += 1
 
@@ -155,7 +151,7 @@ class Result(msgspec.Struct, frozen=True):
 def summarise(setting: Setting, record: RunRecord) -> Result:
     """Summarise the record of a run."""
     rules = setting.rules
-    done = [step for step in record.steps if step.is_trained]
+    done = record.steps
     warm = min(len(done) - 1, max(1, int(WARM_SHARE * len(done)), _first_full(rules))) if len(done) > 1 else 0
     steady = done[warm:]
     begin_s = done[warm - 1].end_s if warm else 0.0
@@ -163,7 +159,7 @@ def summarise(setting: Setting, record: RunRecord) -> Result:
     ends = [begin_s, *(step.end_s for step in steady)]
     each = [after - before for before, after in itertools.pairwise(ends)]
     size = rules.batch_groups * rules.group_size
-    wait_s, train_s = _mean([s.begin_s - s.wanted_s for s in steady]), _mean([s.train_s for s in steady])
+    wait_s, train_s = _mean([s.wait_s for s in steady]), _mean([s.train_s for s in steady])
     in_batches = sum(sum(s.staleness.values()) for s in steady)
     staleness = _staleness(steady)
     trained = sum(s.tokens for s in steady)

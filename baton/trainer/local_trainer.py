@@ -59,15 +59,15 @@ from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, batch_metrics, minibatches
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.step_metrics import Totals
-from baton.trainer.trainer import PublishedWeights
+from baton.trainer.trainer import PublishedWeights, Trainer
 from baton.trainer.update import Update, make_learners
 from baton.types import Batch, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
 
-class LocalTrainer:
-    """Updates a model, or adapters on it, on one device. Implements `Trainer`.
+class LocalTrainer(Trainer):
+    """Updates a model, or adapters on it, on one device.
 
     The trained parameters are float32 master weights. `trainer.dtype` sets autocast, the dtype in which ranks gather
     parameters, and (in `factory.py`) the dtype of frozen weights below adapters. The model stays in eval mode, because

@@ -1,8 +1,13 @@
-"""The interface between the training loop and the trainers."""
+"""The interface between the loop over train steps and the trainers.
+
+trainer.start(batch) ──▶ Pending ── wait(timeout_s), while the controller receives reports
+                                 └─ result() ──▶ metrics
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,22 +32,51 @@ class PublishedWeights:
         return cls(version, load_file(path))
 
 
-class Trainer(Protocol):
-    """Computes policy version v + 1 from version v and a batch."""
+class Pending(Protocol):
+    """A train step that has been started."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for the end of the step. Return whether the step has ended."""
+        ...
+
+    def result(self) -> dict[str, float]:
+        """Wait for the end of the step, and return its metrics by name. Raises the error that ended the step."""
+        ...
+
+    def close(self) -> None:
+        """Wait until the step no longer uses the trainer, also if it has failed."""
+        ...
+
+
+class StepTrainer(Protocol):
+    """The part of a trainer that the loop over train steps uses. The simulator has its own."""
 
     @property
     def version(self) -> PolicyVersion:
         """The version of the current weights. Its digest is empty until they are published or saved."""
         ...
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Run one train step and return its metrics by name. Raises TrainingDiverged before an update whose loss or
-        gradient is not finite. After an earlier update of the step, only `restore` may follow."""
+    def start(self, batch: Batch, *, in_background: bool) -> Pending:
+        """Start one train step, whose end makes the next version. in_background: return while the step runs; otherwise
+        the step may run before this method returns. Raises the errors of the step."""
         ...
 
     def publish(self) -> PublishedWeights:
         """Return a copy of the current weights for engines to load."""
         ...
+
+
+class Trainer(StepTrainer, Protocol):
+    """Computes policy version v + 1 from version v and a batch."""
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Run one train step and return its metrics by name. Raises TrainingDiverged before an update whose loss or
+        gradient is not finite. After an earlier update of the step, only `restore` may follow."""
+        ...
+
+    def start(self, batch: Batch, *, in_background: bool) -> Pending:
+        """Run one train step, in a new thread if `in_background`."""
+        return _StepInThread(lambda: self.step(batch)) if in_background else _EndedStep(self.step(batch))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that `AutoModelForCausalLM.from_pretrained` loads, with the state to resume from."""
@@ -55,3 +89,34 @@ class Trainer(Protocol):
     def close(self) -> None:
         """Release processes and other resources of this trainer. Idempotent."""
         ...
+
+
+class _EndedStep(Pending):
+    def __init__(self, metrics: dict[str, float]) -> None:
+        self._metrics = metrics
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def result(self) -> dict[str, float]:
+        return self._metrics
+
+    def close(self) -> None:
+        return
+
+
+class _StepInThread(Pending):
+    """The thread ends with the step, because a thread that has computed with torch keeps OpenMP's threads alive."""
+
+    def __init__(self, step: Callable[[], dict[str, float]]) -> None:
+        self._executor = ThreadPoolExecutor(1, "trainer")
+        self._future = self._executor.submit(step)
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(wait([self._future], timeout_s).done)
+
+    def result(self) -> dict[str, float]:
+        return self._future.result()
+
+    def close(self) -> None:
+        self._executor.shutdown()

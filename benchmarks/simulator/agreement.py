@@ -87,7 +87,7 @@ def simulated(path: Path, calibration: Path, changes: Sequence[str] = ()) -> Fig
     steps = steps[WARM:]
     return {
         "step_s": statistics.median(each),
-        "wait_s": statistics.median(step.begin_s - step.wanted_s for step in steps),
+        "wait_s": statistics.median(step.wait_s for step in steps),
         "train_s": statistics.median(step.train_s for step in steps),
         "occupancy": statistics.median(c.busy_slot_s / c.slot_s for c in counts if c.slot_s),
         "carried_groups": statistics.median(counts[i].carried_groups for i in range(WARM, len(counts))),

@@ -288,7 +288,7 @@ def test_leases_that_pause_generate_the_same_tokens_in_the_same_time_as_aborted_
         log = Log()
         options = RunOptions(0, log=log)  # type: ignore[arg-type]
         record = build(replace(setting, rules=replace(rules, may_pause=may_pause)), options).run()
-        times = [(step.wanted_s, step.begin_s, step.staleness) for step in record.steps]
+        times = [(step.wait_s, step.begin_s, step.staleness) for step in record.steps]
         found.append((log.ids, times, [step.counts.slot_s for step in record.steps]))
         aborted = sum(isinstance(message, ev.AbortTrajectory) for message in log.messages)
         assert bool(aborted) != may_pause
@@ -306,7 +306,7 @@ def test_groups_of_the_same_tick_beyond_the_batch_are_carried_and_come_first():
     record, log = plain(overprovision=2.0, steps=3, work=TrajectoryWork(constant(4), constant(20)))
     assert sorted(log.ids[0] + log.ids[1]) == list(range(16))
     assert record.steps[0].counts.carried_groups == 8
-    assert record.steps[1].begin_s == record.steps[1].wanted_s
+    assert record.steps[1].wait_s == 0
 
 
 def test_filtered_groups_are_replaced_one_by_one():

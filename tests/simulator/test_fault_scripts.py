@@ -98,4 +98,4 @@ def test_a_controller_that_dies_goes_back_to_its_checkpoint_and_trains_nothing_t
     record = simulate(swarm("partial"), RunOptions(0, [FaultSettings(kind="restart", at_s=20.0, for_s=5.0)], laws=True))
     assert record.outcomes["controller restarted"] == 1
     assert record.seconds > quiet.seconds + 5.0
-    assert len(record.steps) == 8
+    assert len(record.steps) == 7, "without the interrupted one, whose batch is trained again"

@@ -8,7 +8,7 @@ from typing import TypeVar
 from baton.errors import Fault, TrainingDiverged
 from baton.files import atomic_directory
 from baton.trainer.parallel import messages
-from baton.trainer.trainer import PublishedWeights
+from baton.trainer.trainer import PublishedWeights, Trainer
 from baton.types import Batch, PolicyVersion
 
 Answer = TypeVar("Answer")
@@ -16,9 +16,9 @@ REQUEST_TIMEOUT_S = 1800.0
 """Maximum seconds of a request to the ranks (start, step, publication, checkpoint), before all ranks are ended."""
 
 
-class RankedTrainer:
-    """Implements `Trainer` for a model sharded over ranks. Every request ends within `timeout_s` with an answer or an
-    error. RankLost means that all ranks were ended."""
+class RankedTrainer(Trainer):
+    """Trains a model sharded over ranks. Every request ends within `timeout_s` with an answer or an error. RankLost
+    means that all ranks were ended."""
 
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
         """Connect the ranks and construct their trainers. Raises UserError for invalid settings, and RankLost."""

@@ -1,0 +1,159 @@
+"""The loop over the train steps of a run. Live runs (`loop.py`) and the simulator run this class.
+
+recorded batch of an earlier process ─┐
+controller.next_batch ─▶ recorded ────┴─▶ trainer.start ─▶ Pending ─▶ publication of the version
+                                           in `async`, the controller receives reports until the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.records.journal import Journal, OpenGroup, StreamCursor
+from baton.records.trace import StageTimer
+from baton.rewards.scorer import require_judged
+from baton.rollout.controller import RolloutController
+from baton.rollout.scheduler_state import StepCounts
+from baton.rollout.transport import WorkerTransport
+from baton.run.device_sharing import DeviceSharing
+from baton.stop import Stopped
+from baton.trainer.trainer import StepTrainer
+from baton.types import Batch, Group
+
+Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Function (name, units of work) that returns the context of a phase, to show its progress. The context's value is a
+function that receives the number of units completed since its last call."""
+
+
+class BatchRecords(Protocol):
+    """The recorded batches of a run, which a resumed run trains again."""
+
+    def read(self, step: int) -> Sequence[Group] | None:
+        """Return the batch that an earlier process recorded for a step; None if no batch is recorded."""
+
+    def write(self, step: int, groups: Sequence[Group], counts: StepCounts) -> None:
+        """Record the batch of a step before it is trained. counts: values that the scheduler has counted since the
+        previous batch."""
+
+    def resumed(self, carried: Sequence[OpenGroup]) -> None:
+        """Called when the controller has started. carried: the open groups of an earlier process."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """A complete train step, whose version is published."""
+
+    groups: Sequence[Group]
+    counts: StepCounts | None
+    """Values that the scheduler has counted since the previous batch; None for a recorded batch."""
+    metrics: dict[str, float]
+    """The trainer's metrics."""
+
+
+@dataclass(slots=True)
+class TrainSteps:
+    """The train steps of a run. Its waits are those of the controller and the trainer."""
+
+    controller: RolloutController
+    port: WorkerTransport
+    trainer: StepTrainer
+    journal: Journal | None
+    """None if the run is never resumed."""
+    records: BatchRecords
+    num_steps: int
+    publishes: Callable[[int], bool]
+    """Whether the version of a train step is published."""
+    step: int
+    """Number of completed train steps."""
+    cursor: StreamCursor
+    """Position in the prompt stream after the last completed train step."""
+    clock: StageTimer
+    turns: DeviceSharing | None = None
+    """Object that switches the device between trainer and engine; None if they do not share a device."""
+    phase: Phase = lambda name, total: nullcontext(lambda done: None)
+    has_begun: bool = field(default=False, init=False)
+    """True if the controller has started. Until then the loop trains recorded batches."""
+    in_training: Batch | None = field(default=None, init=False)
+    """The batch that is being trained, or whose training has failed."""
+    newest_group_id: int = field(default=-1, init=False)
+    """Largest group id in the batches that this process has recorded or trained again."""
+
+    def next(self) -> TrainedStep:
+        """Run the next train step, and publish its version. If a stop is requested during the publication, the step is
+        complete, although the workers may not have loaded the version.
+
+        Raises the errors of the controller and of the trainer, and UserError for a batch that cannot be trained."""
+        step, counts = self.step + 1, None
+        groups = None if self.has_begun else self.records.read(step)
+        if groups is None:
+            groups, counts = self._next_batch(step)
+        self.consumed(step, groups)
+        metrics = self._trained_on(Batch(step, tuple(groups)))
+        self.port.consumed(step, groups)
+        with self.clock.stage("weight_sync", step, "publish"):
+            if not self.has_begun or self.publishes(step):
+                self.publish()
+            else:
+                self.controller.version_trained(step)
+        self.step = step
+        if self.has_begun:
+            self.cursor = self.controller.cursor
+        return TrainedStep(groups, counts, metrics)
+
+    def publish(self) -> None:
+        """Wait until the workers have loaded the trainer's version. A stop request ends the wait without an exception.
+        The caller's next check of the request raises Stopped."""
+        weights = self.trainer.publish()
+        load = self.controller.publish if self.has_begun else self.controller.load_weights
+        with suppress(Stopped):
+            load(weights.tensors, weights.version)
+
+    def consumed(self, step: int, groups: Sequence[Group]) -> None:
+        """Record in the journal that a train step consumes these groups."""
+        group_ids = [group.group_id for group in groups]
+        self.newest_group_id = max(self.newest_group_id, *group_ids)
+        if self.journal is not None:
+            self.journal.consumed(step, group_ids)
+
+    def _next_batch(self, step: int) -> tuple[Sequence[Group], StepCounts]:
+        """Generate, score and record the next batch."""
+        if not self.has_begun:
+            self._begin()
+        rules = self.controller.rules
+        total = rules.batch_groups * rules.group_size
+        with self.clock.stage("wait_for_batch", step), self.phase("generate", total) as done:
+            groups = self.controller.next_batch(done)
+        counts = self.controller.scheduler.take_step_counts()
+        self.records.write(step, groups, counts)
+        return groups, counts
+
+    def _begin(self) -> None:
+        """Start the controller from the journal's cursor and open groups."""
+        carried = self.controller.resume(self.step, self.cursor, self.newest_group_id, num_batches=self.num_steps)
+        self.has_begun = True
+        self.records.resumed(carried)
+        self.publish()
+
+    def _trained_on(self, batch: Batch) -> dict[str, float]:
+        if self.turns is not None:
+            with self.clock.stage("turns", batch.step):
+                self.turns.to_trainer()
+        self.in_training = batch
+        with self.clock.stage("train", batch.step), self.phase("train", 0):
+            metrics = self._trained(batch)
+        self.in_training = None
+        if self.turns is not None:
+            with self.clock.stage("turns", batch.step):
+                self.turns.to_engine()
+        return metrics
+
+    def _trained(self, batch: Batch) -> dict[str, float]:
+        require_judged(batch.groups, f"train step {batch.step}")
+        in_background = self.has_begun and self.controller.rules.mode == "async"
+        with closing(self.trainer.start(batch, in_background=in_background)) as pending:
+            if self.has_begun:
+                self.controller.run_until(pending.wait)
+            return pending.result()

@@ -1,0 +1,89 @@
+"""The trainer in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.simulator.clock import VirtualClock
+from baton.simulator.inputs import Setting
+from baton.simulator.transport import SimulatedTransport
+from baton.trainer.trainer import Pending, PublishedWeights, StepTrainer
+from baton.types import Batch, Group, PolicyVersion
+
+CLOSE = 1e-9
+"""Part of the virtual time by which a train step may end early, because of rounding errors."""
+
+
+class VirtualTrainer(StepTrainer):
+    """A trainer whose train steps only take time."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        clock: VirtualClock,
+        port: SimulatedTransport,
+        is_generating: Callable[[], bool],
+        version: PolicyVersion,
+    ) -> None:
+        """is_generating: whether a trajectory is leased."""
+        self.setting, self.clock, self.port, self.is_generating = setting, clock, port, is_generating
+        self._version = version
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def start(self, batch: Batch, *, in_background: bool) -> Pending:
+        return VirtualStep(self, batch, in_background=in_background)
+
+    def publish(self) -> PublishedWeights:
+        return PublishedWeights(self._version, {})
+
+    def trained(self, step: int) -> None:
+        lineage = self._version.lineage
+        self._version = PolicyVersion(lineage, step, f"digest {step}")
+
+
+class VirtualStep(Pending):
+    """A train step in virtual time. In the background, trainer and engines are slower while both are busy. The metrics
+    are the times of begin and end, `begin_s` and `end_s`."""
+
+    def __init__(self, trainer: VirtualTrainer, batch: Batch, *, in_background: bool) -> None:
+        self._trainer, self._clock, self._step = trainer, trainer.clock, batch.step
+        self._in_background = in_background
+        self._left_s = trainer.setting.train.step_s(token_counts(batch.groups))
+        """Remaining time of the step, if no trajectory runs."""
+        self._begin_s = self._last_s = self._clock.now_s
+        self._slowdown = 0.0
+        """Factor since `_last_s` by which the step is slower; 0 before the first call of `_has_ended`."""
+        if in_background:
+            trainer.port.slow(trainer.setting.engine_slowdown)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._clock.poll(timeout_s, self._has_ended)
+
+    def result(self) -> dict[str, float]:
+        while not self.wait(1.0):
+            pass
+        self._trainer.trained(self._step)
+        return {"begin_s": self._begin_s, "end_s": self._clock.now_s}
+
+    def close(self) -> None:
+        self._trainer.port.slow(1.0)
+
+    def _has_ended(self) -> bool:
+        clock, trainer = self._clock, self._trainer
+        if self._slowdown:
+            self._left_s -= (clock.now_s - self._last_s) / self._slowdown
+        is_slow = self._in_background and trainer.is_generating()
+        self._last_s, slowdown = clock.now_s, trainer.setting.train_slowdown if is_slow else 1.0
+        if slowdown != self._slowdown and self._left_s > 0:
+            self._slowdown = slowdown
+            clock.after(self._left_s * slowdown, lambda: None)
+        return self._left_s <= CLOSE * max(1.0, clock.now_s)
+
+
+def token_counts(groups: Sequence[Group]) -> list[int]:
+    """Return each trajectory's number of tokens, with masked tokens, which the trainer computes too."""
+    members = [member.trajectory for group in groups for member in group.members]
+    return [len(trajectory.prompt_ids) + trajectory.num_tokens for trajectory in members]
