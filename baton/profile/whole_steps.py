@@ -9,7 +9,6 @@ slot instead of equal times of generation, because engines also wait for the tra
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import subprocess
 import sys
@@ -42,15 +41,17 @@ from baton.run.dry_run import trainer_bytes
 from baton.run.predictions import DECODE_SHARES, DECODE_TIMES, scaled
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.inputs import Setting
-from baton.simulator.request import run_request
-from baton.simulator.result import Result
-from baton.simulator.run import RunOptions
+from baton.simulator.result import Result, RunRecord, summarise
+from baton.simulator.run import RunOptions, simulate
 from baton.simulator.timing import TrainSpeed
 
 LONGEST_S = 3600.0
 """Maximum number of seconds of the measured run."""
-ROUNDS = 5
+ROUNDS = 8
 """Number of simulations with which the speed of the engines is fitted."""
+DAMPING = 0.6
+"""Exponent of the corrections of `engine_beside`. Slower engines also have more trajectories at a time, each of which is
+then slower again, so full corrections overshoot and oscillate."""
 IDLE = 0.02
 """Maximum share of a train step in which trajectories run, for a train step that counts as one without generation."""
 MOST_SLOWDOWN = 10.0
@@ -154,6 +155,14 @@ def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[f
     return slower, overlap_s / max(done_s, overlap_s / MOST_SLOWDOWN) if overlap_s else 1.0
 
 
+def _slot_rate(steps: Sequence[tuple[float, float]]) -> float:
+    """Return the number of tokens that an occupied slot generates per second; 0 if no slot was occupied. steps:
+    generated tokens and seconds of occupied slots of each train step; the first step, which includes the start of the
+    engines, does not count."""
+    slot_s = sum(seconds for _, seconds in steps[1:])
+    return sum(tokens for tokens, _ in steps[1:]) / slot_s if slot_s else 0.0
+
+
 def fit_run(
     recipe: Recipe, gpu: str, known: Efficiency, run: Path, rows: Sequence[Row]
 ) -> tuple[Efficiency, list[Measurement]]:
@@ -166,30 +175,30 @@ def fit_run(
         source = RecipeSource(recipe, Efficiencies(by_gpu={gpu: efficiency}), work, gpu)
         return source.setting(SimulationOptions(recorded=groups))
 
-    def simulated(efficiency: Efficiency) -> Result:
-        return run_request(setting(efficiency), RunOptions(recipe.run.seed), None, is_traced=False)[0]
+    def simulated(efficiency: Efficiency) -> tuple[Result, RunRecord]:
+        given = setting(efficiency)
+        record = simulate(given, RunOptions(recipe.run.seed))
+        return summarise(given, record), record
 
-    first = told = simulated(known)
+    first, _ = simulated(known)
     if recipe.rollout.mode == "async":
         given = setting(known)
         slower, beside = _train_factors(run, rows, given.train)
         # the slowdowns of a setting include the effect of fewer cores
         update = {"train_beside": known.train_beside * beside / given.train_slowdown}
         known = scaled(known, 1 / slower, ("train",), ("train_overhead_s",)).model_copy(update=update)
-        # the counts of a step end with the delivery of its batch, its times end with its train step
-        pairs = list(itertools.pairwise(steady_rows(rows)))
-        tokens = sum(row["tokens/generated"] for _, row in pairs)
-        slot_s = sum(row.get("perf/slot_occupancy", 0.0) * generation_s(before) for before, row in pairs)
-        for _ in range(ROUNDS if tokens else 0):
-            told = simulated(known)
-            told_tokens = told.generated_tokens_per_s * told.step_s / (told.rollout_occupancy * told.generate_s)
-            slower = told_tokens * slot_s / tokens
-            known = known.model_copy(update={"engine_beside": known.engine_beside * slower})
+        steps = [row for row in rows if "perf/step_time" in row]
+        measured = _slot_rate([(row["tokens/generated"], row.get("perf/slot_seconds", 0.0)) for row in steps])
+        for _ in range(ROUNDS if measured else 0):
+            _, record = simulated(known)
+            rate = _slot_rate([(step.counts.generated_tokens, step.counts.busy_slot_s) for step in record.steps])
+            known = known.model_copy(update={"engine_beside": known.engine_beside * (rate / measured) ** DAMPING})
     else:
-        known = scaled(known, told.train_s / terms["training"], ("train",), ("train_overhead_s",))
+        known = scaled(known, first.train_s / terms["training"], ("train",), ("train_overhead_s",))
+        told = first
         for _ in range(ROUNDS):
             known = scaled(known, told.generate_s / terms["generation"], DECODE_SHARES, DECODE_TIMES)
-            told = simulated(known)
+            told, _ = simulated(known)
     count = recipe.rollout.batch_groups * recipe.rollout.group_size
     mean = round(work.prompt.mean + work.output.mean)
     names = {"step": "step_s", "generation": "generate_s", "training": "train_s"}

@@ -187,6 +187,7 @@ class StepCounts:
             found["env/turns"] = self.turns
         if self.slot_s:
             found["perf/slot_occupancy"] = self.busy_slot_s / self.slot_s
+            found["perf/slot_seconds"] = self.busy_slot_s
         return {name: float(value) for name, value in (found | self._by_length()).items()}
 
     def _by_length(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ SLOW = {
 """Runs that start processes."""
 SOMETIMES = re.compile(
     r"staleness/length_q[1-4]|prompts/too_long|judge/(?!failed)\w+|kl/clamped_frac|policy/mismatch_kl"
-    r"|policy/logprob_diff_(mean|max)|perf/slot_occupancy"
+    r"|policy/logprob_diff_(mean|max)|perf/slot_(occupancy|seconds)"
     r"|swarm/(broadcast_s|trajectories_per_s|needed_trajectories_per_s|slack_s|version_density)"
 )
 """Those whose presence depends on what happens in a run."""
