@@ -113,11 +113,16 @@ def areal() -> list[dict[str, Any]]:
 
 
 def echo() -> list[dict[str, Any]]:
-    """The learner's idle share by the number of workers, simulated and by the provisioning rule."""
+    """The share of time in which the trainer waits, by the number of workers: simulated, and by the provisioning rule.
+
+    `max_lag` κ: workers get leases while they fetch a version, so T_broadcast is 0. `max_lag` 0: they get none until
+    they have fetched it (4 s, and 12 s on a slower link), which is T_broadcast.
+    """
     speed, found = FlatSpeed(0.02, 1e-4), []
-    for every in (1, 2, 4):
+    cases = [(every, lag, 4.0) for every in (1, 2, 4) for lag in (every, 0)]
+    for every, lag, fetch_s in [*cases, (2, 0, 12.0), (4, 0, 12.0)]:
         for workers in (2, 3, 4, 5, 6, 8):
-            own = replace(rules(mode="async", batch_groups=16, max_staleness=16), is_swarm=True, max_lag=every)
+            own = replace(rules(mode="async", batch_groups=16, max_staleness=16), is_swarm=True, max_lag=lag)
             setting = Setting(
                 own,
                 tuple(EngineSpec(f"w{i}", 16, speed) for i in range(workers)),
@@ -125,14 +130,16 @@ def echo() -> list[dict[str, Any]]:
                 TrainSpeed(12.0, 0.0, 0.0),
                 num_steps=60,
                 publish_every=every,
-                swarm=SwarmSpec(LeaseRules(backup_lease_factor=0.0), fetch_s=4.0, report_every_s=5.0),
+                swarm=SwarmSpec(LeaseRules(backup_lease_factor=0.0), fetch_s=fetch_s, report_every_s=5.0),
             )
             result = run(setting)
             per_s = workers * 16 / (300 * speed.step_s(16, 0.0))
-            rule = Provisioning(every, 12.0, 0.0, 128, per_s)
+            rule = Provisioning(every, 12.0, 0.0 if lag else fetch_s, 128, per_s)
             found.append(
                 {
                     "publish_every": every,
+                    "max_lag": lag,
+                    "fetch_s": fetch_s,
                     "workers": workers,
                     "supply_over_need": per_s * 12.0 / 128,
                     "idle": 1 - result.trainer_busy,
