@@ -18,6 +18,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from baton.rewards.patterns import last_match
+
 AnswerFormat = Literal["tags", "boxed", "last_line", "last_number", "letter", "regex"]
 
 INSTRUCTIONS: dict[str, str] = {
@@ -41,14 +43,19 @@ _STATED = re.compile(
 
 def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
     """Return the answer in a response, without whitespace around it, or None if the response does not follow the
-    format. `pattern`: regular expression, for the format `regex`."""
+    format. `pattern`: regular expression, for the format `regex`; a response for which matching takes longer than 5 s
+    has no answer."""
     if answer_format == "tags":
         found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
         return found[-1].strip() if found else None
     if answer_format == "boxed":
         return _last_boxed(response)
     if answer_format == "regex":
-        return _last_group(re.compile(pattern), response)
+        try:
+            match = last_match(pattern, response)
+        except TimeoutError:
+            return None
+        return None if match is None else next((group for group in match[1] if group is not None), match[0]).strip()
     final = response.rpartition("</think>")[2]
     if answer_format == "last_number":
         number = _last_group(_NUMBER, final)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.rewards.functions import malformed, number
+from baton.rewards.patterns import DEADLINE_S, last_match
 from baton.rewards.scorer_protocol import Call, CallFailure, Outcome
 from baton.types import FailureCause
 
@@ -34,9 +35,13 @@ class ChatFormat(msgspec.Struct, frozen=True):
             text = str(reply["choices"][0]["message"]["content"])
         except (KeyError, IndexError, TypeError):
             return malformed(reply, "has no choices[0].message.content")
-        matches = list(re.finditer(self.pattern, text))
+        shown = text if len(text) <= 80 else f"…{text[-80:]}"
         try:
-            return number(float(matches[-1][1]))
-        except (IndexError, TypeError, ValueError):
-            shown = text if len(text) <= 80 else f"…{text[-80:]}"
+            match = last_match(self.pattern, text)
+        except TimeoutError:
+            late = f"replied {shown!r}; the search for {self.pattern!r} in it took more than {DEADLINE_S:.0f} s"
+            return CallFailure(FailureCause.MALFORMED, late)
+        try:
+            return number(float((match[1][0] if match else None) or ""))
+        except ValueError:
             return CallFailure(FailureCause.MALFORMED, f"replied {shown!r}, in which {self.pattern!r} finds no number")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from baton.rewards.answer import AnswerFormat
+from baton.rewards.patterns import check_pattern
 from baton.rewards.scorer_protocol import Signature
 from baton.settings import Settings
 from baton.types import ENVIRONMENT
@@ -22,8 +22,8 @@ class AnswerSettings(Settings):
     format: AnswerFormat = "tags"
     """`tags`, `boxed`, `last_line`, `last_number`, `letter` or `regex`; see docs/tasks.md."""
     pattern: str = ""
-    """Regular expression for format = "regex". The answer is the first group of its last match. Matching has no
-    deadline, so avoid nested repetitions such as `(a+)+`."""
+    """Regular expression for format = "regex". The answer is the first group of its last match. A response for which
+    matching takes longer than 5 s has no answer."""
     instruct: bool = True
     """True: prompts begin with a system message that asks for the format. No message exists for `regex`."""
 
@@ -31,10 +31,7 @@ class AnswerSettings(Settings):
     def _has_its_pattern(self) -> AnswerSettings:
         if (self.format == "regex") != bool(self.pattern):
             raise ValueError('pattern belongs to format = "regex" and is required there')
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"pattern: got {self.pattern!r}, which is not a regular expression: {error}") from error
+        check_pattern(self.pattern)
         return self
 
 
@@ -98,11 +95,7 @@ class RewardSettings(Settings):
             raise ValueError('model = "name" belongs to kind = "model" or to template, and is required there')
         if self.template and self.kind != "http":
             raise ValueError('template belongs to kind = "http"')
-        try:
-            has_group = re.compile(self.pattern).groups > 0
-        except re.error as error:
-            raise ValueError(f"pattern: got {self.pattern!r}, which is not a regular expression: {error}") from error
-        if not has_group:
+        if not check_pattern(self.pattern):
             raise ValueError(f"pattern: got {self.pattern!r}, but the number must be in a group, such as ([0-9]+)")
         fields = type(self).model_fields  # the recipe of a run states defaults too, so these are allowed
         own = [name for name in ("batch_tokens", "devices", "dtype") if getattr(self, name) != fields[name].default]

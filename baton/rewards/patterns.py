@@ -1,0 +1,26 @@
+"""Regular expressions of a recipe, matched against text of a model.
+
+The matches have a deadline, because a pattern such as `(a|a)+$` takes exponential time on some texts. `re` has no
+deadlines; the package `regex` has them and accepts the same patterns.
+"""
+
+from __future__ import annotations
+
+import regex
+
+DEADLINE_S = 5.0
+
+
+def check_pattern(pattern: str) -> int:
+    """Return the number of groups of a regular expression. Raises ValueError, with a sentence, if it is none."""
+    try:
+        return int(regex.compile(pattern).groups)
+    except regex.error as error:
+        raise ValueError(f"pattern: got {pattern!r}, which is not a regular expression: {error}") from error
+
+
+def last_match(pattern: str, text: str) -> tuple[str, tuple[str | None, ...]] | None:
+    """Return the text of the last match and the texts of its groups; None without a match. Raises TimeoutError after
+    `DEADLINE_S`."""
+    found = list(regex.compile(pattern).finditer(text, timeout=DEADLINE_S))
+    return (found[-1][0], found[-1].groups()) if found else None
