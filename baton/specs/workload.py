@@ -249,7 +249,8 @@ class WorkRewardSettings(Settings):
 
     @model_validator(mode="after")
     def _states_the_time_once(self) -> WorkRewardSettings:
-        if self.model is not None and self.model_fields_set & {"latency_s", "concurrency"}:
+        fields = type(self).model_fields  # a workload that was written to a file states defaults too
+        if self.model and any(getattr(self, name) != fields[name].default for name in ("latency_s", "concurrency")):
             raise ValueError("with model, the time follows from the cost model: remove latency_s and concurrency")
         return self
 
