@@ -146,7 +146,8 @@ def open_swarm(
         VersionRetention(recipe.num_fetchable_versions, recipe.weights.keep, pinned),
         str(files.versions),
     )
-    progress = TrainingProgress(recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size)
+    every, size = recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size
+    progress = TrainingProgress(every, size, is_broadcast_hidden=recipe.rules().max_lag >= every)
     overview = HubOverview(hub, publication, progress, version.lineage)
     hub.start(HttpRoutes(hub, store, model.files, overview).routes())
     workers = _start_workers(recipe, files, hub, local_tokens, supervisor)

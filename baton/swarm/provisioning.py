@@ -24,7 +24,8 @@ class Provisioning:
     train_s: float
     """T_train: seconds of a train step."""
     broadcast_s: float
-    """T_broadcast: seconds from the end of a train step until the workers serve the new version."""
+    """T_broadcast: seconds from the end of a train step until the workers serve the new version; 0 if they get leases
+    meanwhile."""
     trajectories_per_step: int
     """R: number of trajectories that one train step consumes."""
     trajectories_per_s: float
@@ -77,6 +78,9 @@ class TrainingProgress:
 
     publish_every: int
     trajectories_per_step: int
+    is_broadcast_hidden: bool = False
+    """Whether workers get leases while they fetch a version (`swarm.max_lag` ≥ `publish_every`) and so never wait for
+    one."""
     step: int = 0
     train_s: float = 0.0
     """Duration of the last train step in seconds."""
@@ -90,6 +94,5 @@ class TrainingProgress:
         self.staleness = {str(age): num / max(1, ages.total()) for age, num in sorted(ages.items())}
 
     def provisioning(self, pace: ThroughputTracker) -> Provisioning:
-        return Provisioning(
-            self.publish_every, self.train_s, pace.broadcast_s, self.trajectories_per_step, pace.per_s()
-        )
+        broadcast_s = 0.0 if self.is_broadcast_hidden else pace.broadcast_s
+        return Provisioning(self.publish_every, self.train_s, broadcast_s, self.trajectories_per_step, pace.per_s())

@@ -122,7 +122,7 @@ class SwarmTransport:
         found: dict[str, float | None] = {
             "swarm/workers": float(sum(peer.is_connected for peer in list(members.peers.values()))),
             "swarm/slots": float(members.slots),
-            "swarm/broadcast_s": rule.broadcast_s,
+            "swarm/broadcast_s": members.broker.pace.broadcast_s,
             "swarm/trajectories_per_s": rule.trajectories_per_s,
             "swarm/needed_trajectories_per_s": rule.needed_per_s,
             "swarm/slack_s": rule.slack_s,

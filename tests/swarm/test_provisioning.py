@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.swarm.provisioning import Provisioning
+from baton.swarm.provisioning import Provisioning, TrainingProgress
 from baton.swarm.throughput import ThroughputTracker
 
 pytestmark = pytest.mark.timing
@@ -73,3 +73,11 @@ def test_a_version_has_arrived_when_the_last_connected_worker_serves_it():
     assert pace.broadcast_s == 15.0
     pace.serve(130.0, [])
     assert pace.announced == {}
+
+
+def test_a_version_that_workers_fetch_while_they_get_leases_takes_no_time_of_the_rule():
+    pace = ThroughputTracker(broadcast_s=4.0)
+    waits = TrainingProgress(2, 64, train_s=10.0).provisioning(pace)
+    hides = TrainingProgress(2, 64, is_broadcast_hidden=True, train_s=10.0).provisioning(pace)
+    assert waits.needed_per_s == pytest.approx(2 * 64 / (20.0 - 4.0))
+    assert hides.needed_per_s == pytest.approx(2 * 64 / 20.0)

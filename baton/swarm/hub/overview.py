@@ -26,7 +26,7 @@ class HubOverview:
         published = {} if last is None else {"bytes": last.bytes, "density": last.density, "seconds": last.seconds}
         numbers = {
             "trajectories_per_s": rule.trajectories_per_s,
-            "broadcast_s": rule.broadcast_s,
+            "broadcast_s": members.broker.pace.broadcast_s,
             "needed_per_s": rule.needed_per_s,
             "slack_s": rule.slack_s,
             "idle_share": rule.idle_share,
