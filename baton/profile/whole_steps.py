@@ -50,8 +50,8 @@ LONGEST_S = 3600.0
 ROUNDS = 8
 """Number of simulations with which the speed of the engines is fitted."""
 DAMPING = 0.6
-"""Exponent of the corrections of `engine_beside`. Slower engines also have more trajectories at a time, each of which is
-then slower again, so full corrections overshoot and oscillate."""
+"""Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a
+time, and each of these is then slower again, so full corrections overshoot and oscillate."""
 IDLE = 0.02
 """Maximum share of a train step in which trajectories run, for a train step that counts as one without generation."""
 MOST_SLOWDOWN = 10.0
