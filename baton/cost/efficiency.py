@@ -12,10 +12,16 @@ from baton.cost.memory import RUNTIME_BYTES
 from baton.settings import Settings
 
 
+def most_share(gpu: str) -> float:
+    """Return the largest share of the catalogue's peaks that a GPU type can have. For CPU cores it is above 1, because
+    the catalogue's peak is that of a core without matrix instructions."""
+    return 100.0 if gpu == "CPU" else 1.0
+
+
 class Efficiency(Settings):
     """The efficiency of one GPU type: a section of a calibration file. Shares refer to the catalogue's peaks."""
 
-    train: float = Field(default=0.4, gt=0, le=1)
+    train: float = Field(default=0.4, gt=0)
     """Achieved share of peak FLOP/s in training. AReaL (2505.24298) figure 6a: 388 to 455 of an H800's 989 TFLOP/s."""
     backward: float = Field(default=2.0, gt=0)
     """Time of a backward pass divided by the time of a forward pass. The default 2 is the ratio of their FLOPs."""
@@ -23,13 +29,13 @@ class Efficiency(Settings):
     """Factor by which a train step is slower while engines use the same cores, besides having fewer cores."""
     engine_beside: float = Field(default=1.0, gt=0)
     """Factor by which engines are slower while the trainer uses the same cores, besides having fewer cores."""
-    prefill: float = Field(default=0.5, gt=0, le=1)
+    prefill: float = Field(default=0.5, gt=0)
     """Achieved share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)
     """Fixed time of one prefill, independent of the number of sequences."""
-    decode_compute: float = Field(default=0.5, gt=0, le=1)
+    decode_compute: float = Field(default=0.5, gt=0)
     """Achieved share of peak FLOP/s when decode is compute-bound."""
-    decode: float = Field(default=0.7, gt=0, le=1)
+    decode: float = Field(default=0.7, gt=0)
     """Achieved share of peak memory bandwidth in decode and in the optimiser update."""
     step_overhead_s: float = Field(default=1e-3, ge=0)
     """Fixed time of a decode step of one pipeline stage, independent of the batch."""
@@ -81,6 +87,14 @@ class CalibrationSettings(Settings):
     """Origin of the figures. Baton does not read these notes."""
     measured: tuple[dict[str, str | float | int], ...] = ()
     """Measurements that the figures were fitted to. Baton does not read these measurements."""
+
+    @model_validator(mode="after")
+    def _has_possible_shares(self) -> CalibrationSettings:
+        for gpu, own in {"default": self.default, **self.efficiency}.items():
+            for key in ("train", "prefill", "decode_compute", "decode"):
+                if (share := getattr(own, key)) > (most := most_share(gpu)):
+                    raise ValueError(f"{gpu}.{key}: got {share:g}, but a share of the peak is at most {most:g}")
+        return self
 
     def build(self) -> Efficiencies:
         given = {name: own.model_dump(exclude_unset=True) for name, own in self.efficiency.items()}

@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.cost.efficiency import Efficiency
+from baton.cost.efficiency import Efficiency, most_share
 from baton.cost.generate import DeviceClass, decode_s, prefill_s, replica_cost
 from baton.cost.train import forward_passes, layer_flops
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload, constant
 
 ROUNDS = 400
-LEAST, MOST = 1e-6, 1.0
-"""Range of fitted shares."""
+LEAST = 1e-6
+"""Least fitted share; `most_share` is the largest."""
 BACKWARD = 0.5, 10.0
 """Range of the fitted `backward`."""
 
@@ -111,7 +111,8 @@ def fit(
         ("prefill", ("prefill", "prefill_overhead_s")),
     ):
         if any(point.phase == phase for point in points):
-            found = _descend(found, keys, lambda tried, phase=phase: errors(tried, phase))  # type: ignore[misc]
+            most = most_share(place.gpu.name)
+            found = _descend(found, keys, lambda tried, phase=phase: errors(tried, phase), most)  # type: ignore[misc]
     tried = msgspec.structs.replace(place, efficiency=found)
     shown = [
         msgspec.structs.replace(point, predicted_s=predicted_s(model, work, tried, devices, point)) for point in points
@@ -138,7 +139,7 @@ def _fit_train(
     columns = [times(0.0), times(1.0) - times(0.0)] if is_told else [times(given)]
     seconds = np.array([point.seconds for point in points])
     overhead_s, slower, *rest = _least_squares([np.ones(len(points)), *columns], seconds)
-    slower = max(1.0 / MOST, slower)
+    slower = max(1 / most_share(place.gpu.name), slower)
     backward = min(BACKWARD[1], max(BACKWARD[0], rest[0] / slower)) if is_told else given
     found = {"train": 1 / slower, "backward": backward, "train_overhead_s": max(0.0, overhead_s)}
     return place.efficiency.model_copy(update=found)
@@ -154,8 +155,9 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
     return found
 
 
-def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float]) -> Efficiency:
-    """Minimise `error` by coordinate descent, with a factor that is reduced when no change helps."""
+def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float], most: float) -> Efficiency:
+    """Minimise `error` by coordinate descent, with a factor that is reduced when no change helps. most: largest value
+    of a key."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0
@@ -163,7 +165,7 @@ def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency
         improved = False
         for key in keys:
             for change in (factor, 1 / factor):
-                tried = {**values, key: min(MOST, max(LEAST * 1e-3, values[key] * change))}
+                tried = {**values, key: min(most, max(LEAST * 1e-3, values[key] * change))}
                 now = error(start.model_copy(update=tried))
                 if now < best - 1e-12:
                     values, best, improved = tried, now, True

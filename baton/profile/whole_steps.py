@@ -186,7 +186,7 @@ def fit_run(
         slower, beside = _train_factors(run, rows, given.train)
         # the slowdowns of a setting include the effect of fewer cores
         update = {"train_beside": known.train_beside * beside / given.train_slowdown}
-        known = scaled(known, 1 / slower, ("train",), ("train_overhead_s",)).model_copy(update=update)
+        known = scaled(known, gpu, 1 / slower, ("train",), ("train_overhead_s",)).model_copy(update=update)
         steps = [row for row in rows if "perf/step_time" in row]
         measured = _slot_rate([(row["tokens/generated"], row.get("perf/slot_seconds", 0.0)) for row in steps])
         for _ in range(ROUNDS if measured else 0):
@@ -194,10 +194,10 @@ def fit_run(
             rate = _slot_rate([(step.counts.generated_tokens, step.counts.busy_slot_s) for step in record.steps])
             known = known.model_copy(update={"engine_beside": known.engine_beside * (rate / measured) ** DAMPING})
     else:
-        known = scaled(known, first.train_s / terms["training"], ("train",), ("train_overhead_s",))
+        known = scaled(known, gpu, first.train_s / terms["training"], ("train",), ("train_overhead_s",))
         told = first
         for _ in range(ROUNDS):
-            known = scaled(known, told.generate_s / terms["generation"], DECODE_SHARES, DECODE_TIMES)
+            known = scaled(known, gpu, told.generate_s / terms["generation"], DECODE_SHARES, DECODE_TIMES)
             told, _ = simulated(known)
     count = recipe.rollout.batch_groups * recipe.rollout.group_size
     mean = round(work.prompt.mean + work.output.mean)

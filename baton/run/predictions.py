@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from baton.cost.efficiency import Efficiencies, Efficiency
+from baton.cost.efficiency import Efficiencies, Efficiency, most_share
 from baton.records.metrics import read_metrics
 from baton.records.predictions import MEMORY, MemoryByTokens, Prediction, Predictions, compare
 from baton.specs.plan import Plan
@@ -77,12 +77,13 @@ def measured_rates(
             predicted, measured = values[term]
             faster = min(FACTORS[1], max(FACTORS[0], predicted * tokens / measured))
             lines.append(f"{term} on {', '.join(sorted(gpus))}: measured {faster:.2f} × the predicted rate")
-            own |= {gpu: scaled(own.get(gpu, known.default), faster, shares, times) for gpu in gpus}
+            own |= {gpu: scaled(own.get(gpu, known.default), gpu, faster, shares, times) for gpu in gpus}
     return msgspec.structs.replace(known, by_gpu=own), tuple(lines)
 
 
-def scaled(known: Efficiency, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
+def scaled(known: Efficiency, gpu: str, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
     """Return the efficiency of a GPU type that is `factor` times as fast: the keys in `shares` are multiplied by
     `factor`, those in `times` are divided."""
-    changed: dict[str, Any] = {key: min(1.0, getattr(known, key) * factor) for key in shares}
+    most = {key: 1.0 if key == "publish" else most_share(gpu) for key in shares}
+    changed: dict[str, Any] = {key: min(most[key], getattr(known, key) * factor) for key in shares}
     return known.model_copy(update=changed | {key: getattr(known, key) / factor for key in times})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from baton.cost.efficiency import CalibrationSettings
 from baton.cost.fit import (
     Measurement,
     fit,
@@ -29,6 +30,22 @@ def test_efficiencies_are_recovered_from_what_they_predict() -> None:
     found, shown = fit(MODEL, WORK, start, 2, points)
     assert (found.train, found.prefill) == (pytest.approx(0.3, rel=0.02), pytest.approx(0.4, rel=0.01))
     assert all(point.predicted_s == pytest.approx(point.seconds, rel=0.03) for point in shown)
+
+
+def test_a_core_with_matrix_instructions_is_faster_than_the_peak_of_the_catalogue() -> None:
+    """On an H100, such a share is at most 1, and in a calibration file it is refused."""
+    true = IDEAL.model_copy(update={"train": 4.0, "prefill": 3.0, "prefill_overhead_s": 0.001})
+    asked = [Measurement("train", 64, c, 1.0) for c in (20, 100, 400)]
+    asked += [Measurement("prefill", b, c, 1.0) for b in (1, 16) for c in (50, 400)]
+    for name, train, prefill in (("CPU", 4.0, 3.0), ("H100", 1.0, 1.0)):
+        place = msgspec.structs.replace(PLACE, gpu=msgspec.structs.replace(PLACE.gpu, name=name))
+        hidden = msgspec.structs.replace(place, efficiency=true)
+        points = [msgspec.structs.replace(p, seconds=predicted_s(MODEL, WORK, hidden, 2, p)) for p in asked]
+        found, _ = fit(MODEL, WORK, place, 2, points)
+        assert (found.train, found.prefill) == (pytest.approx(train, rel=0.05), pytest.approx(prefill, rel=0.05))
+    assert CalibrationSettings(efficiency={"CPU": true}).build().of("CPU").train == 4.0
+    with pytest.raises(ValueError, match=r"H100\.train: got 4, but a share of the peak is at most 1"):
+        CalibrationSettings(efficiency={"H100": true})
 
 
 def test_half_taught_batches_tell_a_backward_pass_from_a_forward_one() -> None:
