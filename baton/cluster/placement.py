@@ -7,6 +7,7 @@ one bundle of resources:
     trainer    one rank per GPU, stage by stage, tensor-parallel ranks side by side; on machines of type CPU, one rank
                per stage and machine with one thread per core
     workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
+    rewards    one process of the reward model per GPU of the reward stage; on machines of type CPU, one per machine
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from baton.cluster.inventory import CPU, Machine
 from baton.errors import UserError
 from baton.recipe.support import check_support
 from baton.rollout.engine import EngineSettings
-from baton.specs.plan import Plan, Replica, Stage
+from baton.specs.plan import Plan, Replica, RewardStage, Stage
 from baton.specs.trainer_shapes import can_train
 from baton.swarm.listen import is_loopback
 
+Role = Literal["rank", "worker", "reward"]
 MIN_SLOTS = 8
 """Minimum number of slots of a worker (`baton worker --slots`)."""
 
@@ -34,7 +36,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """The specification of a process, with its role, machine and resources."""
 
     name: str
-    role: Literal["rank", "worker"]
+    role: Role
     machine: str
     """Name of the machine in the plan."""
     gpu: str
@@ -67,6 +69,8 @@ class Placement(msgspec.Struct, frozen=True):
     workers: tuple[ProcessSpec, ...]
     names: dict[str, str]
     """Machine id → name in the plan, for all machines of the cluster."""
+    rewards: tuple[ProcessSpec, ...] = ()
+    """Processes of the reward model."""
     overrides: tuple[str, ...] = ()
     """Overrides of the recipe, such as `trainer.ranks=4`, for the keys that the plan determines."""
 
@@ -86,7 +90,7 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
     by_name = {names[machine.id]: machine for machine in machines}
-    stages = [_stage_ranks(stage) for stage in plan.training.stages]
+    stages = [_by_process(stage) for stage in plan.training.stages]
     if len({len(ranks) for ranks in stages}) > 1:
         numbers = ", ".join(str(len(ranks)) for ranks in stages)
         raise UserError(
@@ -97,7 +101,11 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     specs = [spec for ranks in stages for spec in (*ranks[first:], *ranks[:first])]
     ranks = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, by_name) for rank, (gpu, ids) in enumerate(specs))
     workers = _workers(plan, by_name, first_worker)
-    return Placement(ranks, workers, names, _overrides(plan, ranks))
+    scoring = [] if plan.reward is None else _by_process(plan.reward)
+    rewards = (
+        _process_spec(f"reward-{index}", "reward", gpu, ids, by_name) for index, (gpu, ids) in enumerate(scoring)
+    )
+    return Placement(ranks, workers, names, tuple(rewards), _overrides(plan, ranks))
 
 
 def _overrides(plan: Plan, ranks: Sequence[ProcessSpec]) -> tuple[str, ...]:
@@ -181,8 +189,8 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
     """Return, for each machine of a plan, its GPU type and the minimum number of GPUs that it must have."""
     wanted: dict[str, tuple[str, int]] = {}
     seen: set[str] = set()
-    parts = [(stage.gpu, stage.gpu_ids) for stage in plan.training.stages]
-    for gpu, gpu_ids in [*parts, *((replica.gpu, replica.gpu_ids) for replica in plan.replicas)]:
+    rewards = () if plan.reward is None else (plan.reward,)
+    for gpu, gpu_ids in ((part.gpu, part.gpu_ids) for part in (*plan.training.stages, *plan.replicas, *rewards)):
         for gpu_id in gpu_ids:
             name, _, index = gpu_id.rpartition(":")
             if not name or not index.isdecimal():
@@ -197,8 +205,8 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
     return wanted
 
 
-def _stage_ranks(stage: Stage) -> list[tuple[str, list[str]]]:
-    """Return the GPU type and the GPUs of each rank of a stage. The ranks of one machine are consecutive."""
+def _by_process(stage: Stage | RewardStage) -> list[tuple[str, list[str]]]:
+    """Return the GPU type and the GPUs of each process of a stage. The processes of one machine are consecutive."""
     by_machine: dict[str, list[str]] = {}
     for gpu_id in stage.gpu_ids:
         by_machine.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
@@ -229,7 +237,7 @@ def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[P
 
 
 def _process_spec(
-    name: str, role: Literal["rank", "worker"], gpu: str, gpu_ids: Sequence[str], machines: Mapping[str, Machine]
+    name: str, role: Role, gpu: str, gpu_ids: Sequence[str], machines: Mapping[str, Machine]
 ) -> ProcessSpec:
     where = gpu_ids[0].rpartition(":")[0]
     machine, num = machines[where], len(gpu_ids)
@@ -292,8 +300,9 @@ def _shape(spec: ProcessSpec) -> tuple[object, ...]:
 
 
 def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
-    """Return the plan without the replicas on these machines. The shares of the other replicas are scaled so that their
-    sum is 1. Returns None if the trainer uses one of these machines, or if no replica is left."""
+    """Return the plan without the replicas and the reward models on these machines. The shares of the other replicas
+    are scaled so that their sum is 1. Returns None if the trainer uses one of these machines, or if no replica or no
+    reward model is left."""
 
     def is_left(replica: Replica) -> bool:
         return not machines & {gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids}
@@ -302,6 +311,11 @@ def without(plan: Plan, machines: frozenset[str]) -> Plan | None:
     if not left or machines & {gpu_id.rpartition(":")[0] for gpu_id in plan.training.gpu_ids}:
         return None
     total = sum(replica.share for replica in left) or 1.0
-    return msgspec.structs.replace(
-        plan, replicas=tuple(msgspec.structs.replace(replica, share=replica.share / total) for replica in left)
-    )
+    replicas = tuple(msgspec.structs.replace(replica, share=replica.share / total) for replica in left)
+    reward = plan.reward
+    if reward is not None:
+        gpu_ids = tuple(gpu_id for gpu_id in reward.gpu_ids if gpu_id.rpartition(":")[0] not in machines)
+        if not gpu_ids:
+            return None
+        reward = msgspec.structs.replace(reward, gpu_ids=gpu_ids)
+    return msgspec.structs.replace(plan, replicas=replicas, reward=reward)

@@ -61,11 +61,56 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple
         pairs.append(("engine.max_context_tokens", context, prompts, True))
     elif fixed := planned.engine_context_tokens:
         pairs.append(("engine.max_context_tokens", context, fixed, _is_far(context, fixed)))
+    pairs += _reward_differences(plan, recipe)
     if recipe.fleet.workload is not None:
         mean = read_workload(Path(recipe.fleet.workload)).output.mean
         far, of_plan = _is_far(mean, planned.mean_output_tokens), f"{planned.mean_output_tokens:.3g}"
         pairs.append(("response tokens of fleet.workload", f"{mean:.3g}", of_plan, far))
     return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def _reward_differences(plan: Plan, recipe: Recipe) -> list[tuple[str, object, object, bool]]:
+    """Compare the plan's reward model with the recipe's. Recipes whose number of reward models differs from the plan's
+    are the matter of `check_reward_places`."""
+    stage, own = plan.reward, next((each for each in recipe.reward if each.kind == "model"), None)
+    if stage is None or own is None or not stage.params:
+        return []
+    name, pairs = own.model or "", list[tuple[str, object, object, bool]]()
+    if Path(name).exists():  # a name on the Hugging Face hub is not compared
+        model = read_model(Path(name))
+        got, of_plan = (f"{x.params / 1e6:,.1f} M parameters in {x.num_layers} layers" for x in (model, stage))
+        matters = model.num_layers != stage.num_layers or _is_far(model.params, stage.params)
+        if matters or model.name != stage.model:
+            pairs.append(("[[reward]] model", f"{name} ({got})", f"{stage.model} ({of_plan})", matters))
+    most, planned = own.batch_tokens, stage.batch_tokens  # with fewer tokens than planned, the memory suffices
+    pairs.append(("[[reward]] batch_tokens", most, planned, most > planned and _is_far(most, planned)))
+    return pairs
+
+
+def check_reward_places(plan: Plan, recipe: Recipe, file: Path) -> None:
+    """Raise UserError if the reward models of the recipe cannot run where the plan has GPUs for a reward model."""
+    models = [each for each in recipe.reward if each.kind == "model"]
+    on_plan = [each for each in models if not each.devices]
+    if plan.reward is None and on_plan:
+        raise UserError(
+            f"{file} has no GPU for the reward model {on_plan[0].model!r} of [[reward]]: plan with `reward.model` in "
+            "the workload, or let it run on this machine by [[reward]] devices"
+        )
+    if plan.reward is None:
+        return
+    where = f"{file} has GPUs for the reward model {plan.reward.model!r}"
+    if not models:
+        raise UserError(
+            f'{where}, but the recipe has no [[reward]] of kind = "model": add it, or plan without `reward.model`; a '
+            'generative reward model (kind = "http") runs in a server that you start'
+        )
+    if len(models) > 1:
+        raise UserError(f'{where}, but the recipe has {len(models)} [[reward]] of kind = "model"; allowed is one')
+    if not on_plan:
+        raise UserError(
+            f"[[reward]] devices: got {list(models[0].devices)}, but {where} ({', '.join(plan.reward.gpu_ids)}); "
+            "remove the key"
+        )
 
 
 def _is_far(got: float, planned: float) -> bool:

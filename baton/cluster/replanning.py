@@ -15,6 +15,7 @@ from baton.cost.efficiency import CalibrationSettings, Efficiency
 from baton.errors import BatonError, UserError
 from baton.planner.instance import Inputs
 from baton.planner.replan import ReplanOption, least_moves, replan
+from baton.planner.reward_stage import beside
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload, recipe_workload, workload_of_run
@@ -103,7 +104,11 @@ class Replanner:
     def _options(self, machines: Sequence[Machine]) -> tuple[ReplanOption, ...]:
         types = {stage.gpu for stage in self.plan.training.stages} | {replica.gpu for replica in self.plan.replicas}
         described = describe(machines, name=self.plan.cluster, base=self._base, with_cpus=CPU in types)
-        recipe, cluster = self.recipe, described.settings.build()
+        recipe, cluster, work, reward = self.recipe, described.settings.build(), workload_of(self.recipe), None
+        if self.plan.reward is not None:  # the reward model stays where it is
+            cluster, reward = beside(cluster, self.plan.reward, {machine.name for machine in machines})
+            timing = {"reward_latency_s": reward.trajectory_s, "reward_concurrency": len(reward.gpu_ids)}
+            work = msgspec.structs.replace(work, reward_model=None, **timing)
         path = recipe.fleet.calibration
         calibration = None if path is None else load_recipe(CalibrationSettings, Path(path))
         known = calibrate((node.gpu for node in cluster.nodes), calibration).at()
@@ -114,10 +119,14 @@ class Replanner:
         inputs = Inputs(
             cluster=cluster,
             model=read_model(Path(recipe.model.path)),
-            work=workload_of(recipe),
+            work=work,
             efficiencies=efficiencies,
         )
-        return replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
+        options = replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
+        return tuple(
+            msgspec.structs.replace(option, plan=msgspec.structs.replace(option.plan, reward=reward))
+            for option in options
+        )
 
 
 def workload_of(recipe: Recipe) -> Workload:

@@ -9,7 +9,8 @@ begins at the smallest k that scores a batch within the step of a plan without s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -39,8 +40,7 @@ def plan_with_reward(inputs: Inputs, method: Method = "exact", *, time_limit_s: 
         raise search.refusals[0] if search.refusals else _too_large(inputs, model, costs)
     plan, own = search.best
     bound = Bound.of(plan.breakdown.step_s, min(search.bounds_s), plan.bound.note)
-    limits = (*plan.limits, "`baton train --plan` starts no reward models on a cluster, so it refuses this plan")
-    return msgspec.structs.replace(plan, bound=bound, limits=limits, price_per_h=inputs.cluster.price_per_h), own
+    return msgspec.structs.replace(plan, bound=bound, price_per_h=inputs.cluster.price_per_h), own
 
 
 class _Search:
@@ -86,7 +86,9 @@ class _Search:
         self.bounds_s.append(plan.bound.step_s)
         parts = plan.breakdown
         if self.best is None or parts.step_s < self.best[0].breakdown.step_s * (1 - 1e-9):
-            stage = RewardStage(self._model.name, gpu, gpu_ids, cost.trajectory_s, cost.memory_bytes, room)
+            model, tokens = self._model, self._plain.work.reward_batch_tokens
+            size = model.params, model.num_layers, tokens
+            stage = RewardStage(model.name, gpu, gpu_ids, cost.trajectory_s, cost.memory_bytes, room, *size)
             self.best = msgspec.structs.replace(plan, reward=stage), own
         is_hidden = parts.overlaps and parts.rollout_s + parts.reward_s <= parts.train_s
         return not is_hidden and parts.reward_s > cost.trajectory_s
@@ -109,6 +111,23 @@ def _costs(inputs: Inputs, model: ModelSpec) -> Iterator[tuple[DeviceClass, Scor
         link = node.link_bytes_per_s
         place = DeviceClass(node.gpu, link, link, inputs.cluster.latency_s, inputs.efficiencies.of(name))
         yield place, scoring_cost(model, inputs.work, place)
+
+
+def beside(cluster: Cluster, stage: RewardStage, machines: Collection[str]) -> tuple[Cluster, RewardStage]:
+    """Return the cluster without the GPUs of a reward stage, and the stage on those that are on `machines`. Raises
+    UserError if none is left."""
+    own = Counter(gpu_id.rpartition(":")[0] for gpu_id in stage.gpu_ids)
+    if not own.keys() & set(machines):
+        raise UserError("no GPU of the reward model is left; make a plan for the remaining machines, then use --resume")
+    nodes, gpu_ids = [], list[str]()
+    for node in cluster.nodes:
+        left = node.num_gpus - own.get(node.name, 0)
+        gpu_ids += node.gpu_ids[left:]
+        nodes.append(msgspec.structs.replace(node, num_gpus=left))
+    gpu_ids += (each for each in stage.gpu_ids if each.rpartition(":")[0] in set(machines) - {n.name for n in nodes})
+    rest = msgspec.structs.replace(cluster, nodes=tuple(nodes))
+    rest = restricted(rest, [place for place, node in enumerate(nodes) if node.num_gpus > 0])
+    return rest, msgspec.structs.replace(stage, gpu_ids=tuple(gpu_ids))
 
 
 def reserve(cluster: Cluster, gpu: str, count: int) -> tuple[Cluster, tuple[str, ...]]:

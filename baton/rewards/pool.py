@@ -18,12 +18,12 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import msgspec
 
-from baton.errors import UserError
+from baton.errors import EngineFault, UserError
 from baton.rewards import scorer_protocol as protocol
 from baton.rewards.isolation import environment
 from baton.rewards.settings import LOAD_TIMEOUT_S, JudgeSettings
@@ -37,57 +37,99 @@ GRACE_S = 1.0
 """Seconds after a call's deadline for a shared process to report the timeout, before it is killed."""
 
 
-class _WorkerExited(Exception):
-    """A worker process ended before it answered."""
+class WorkerExited(Exception):
+    """A worker process ended before it answered. The text is a verb phrase, such as `was killed by SIGKILL`."""
+
+
+class MachineGone(EngineFault):
+    """A process cannot start because its machine has left the cluster. The text names process and machine."""
+
+
+class ScorerProcess(Protocol):
+    """A process that executes calls of scorers, on this machine or on another one."""
+
+    is_alive: bool
+    """False after `kill`, and after the process has ended."""
+
+    def set_up(self, setup: protocol.ScorerSetup) -> Awaitable[protocol.ScorerReady]:
+        """Send the scorers to load. The awaitable raises WorkerExited if the process ends before it replies."""
+
+    async def ask(self, spec: int, calls: Calls, deadline_s: float, timeout_s: float) -> Outcomes:
+        """Make one call. Raises WorkerExited if the process ends, and TimeoutError if no answer arrives within
+        `timeout_s`. `deadline_s`: limit that the process itself enforces, but only for asynchronous scorers."""
+
+    def kill(self) -> None:
+        """Kill the process, without waiting for its end."""
+
+    async def ended(self) -> None:
+        """Wait for the end of a killed process."""
+
+
+Launch = Callable[[], Awaitable[ScorerProcess]]
+"""Function that starts a process. It raises UserError if the process cannot start, and MachineGone."""
 
 
 def _late(calls: Calls, deadline_s: float) -> Outcomes:
     return protocol.failed(calls, FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s and was killed")
 
 
-def _lost(calls: Calls, error: _WorkerExited) -> Outcomes:
+def _lost(calls: Calls, error: WorkerExited) -> Outcomes:
     return protocol.failed(calls, FailureCause.CRASHED, str(error))
 
 
 class WorkerPool:
     """The worker processes of a run, and the calls that they execute."""
 
-    def __init__(self, setup: protocol.ScorerSetup, settings: JudgeSettings, *, holds_model: bool = False) -> None:
-        """holds_model: the shared process holds a reward model, so calls never run in another process."""
+    def __init__(
+        self,
+        setup: protocol.ScorerSetup,
+        settings: JudgeSettings,
+        *,
+        holds_model: bool = False,
+        launch: Launch | None = None,
+    ) -> None:
+        """holds_model: the shared process holds a reward model, so calls never run in another process. launch: starts a
+        process; by default, on this machine."""
         self._setup, self._holds_model = setup, holds_model
-        self._settings = settings
+        self._is_here = launch is None
+        self._launch = launch or (lambda: _LocalProcess.launch(settings))
         self._slots = asyncio.Semaphore(settings.workers)
-        self._idle: list[_ScorerProcess] = []
-        self._launches: list[asyncio.Task[_ScorerProcess]] = []
-        self._shared: asyncio.Task[_ScorerProcess] | None = None
+        self._idle: list[ScorerProcess] = []
+        self._launches: list[asyncio.Future[ScorerProcess]] = []
+        self._shared: asyncio.Task[ScorerProcess] | None = None
         self._unloadable: str | None = None
         self._isolation = ""
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, *, may_share: bool) -> Outcomes:
-        """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers. `spec`: index in
-        `ScorerSetup.specs`. `may_share`: whether other calls may run in the same process at the same time."""
+        """Make one call of a scorer. Raises UserError if a worker process cannot load its scorers, and MachineGone.
+        `spec`: index in `ScorerSetup.specs`. `may_share`: whether other calls may run in the same process at the same
+        time."""
         if may_share:
-            worker = await self._shared_worker()
+            worker = await asyncio.shield(self._shared_worker())
             try:
                 return await worker.ask(spec, calls, deadline_s, deadline_s + GRACE_S)
-            except (_WorkerExited, TimeoutError) as error:
+            except (WorkerExited, TimeoutError) as error:
                 worker.kill()
                 if self._holds_model:
+                    self._shared_worker()  # begins to load the model again
                     return _late(calls, deadline_s) if isinstance(error, TimeoutError) else _lost(calls, error)
         return await self._ask_alone(spec, calls, deadline_s)
 
     async def start(self) -> str:
         """Start a worker process; return a line about its isolation. Raises UserError if it cannot load its scorers."""
         if self._holds_model:
-            await self._shared_worker()
+            await asyncio.shield(self._shared_worker())
         else:
             self._idle.append(await self._start_worker_process())
         return self._isolation
 
     async def close(self) -> None:
         """Kill every worker process and wait until all have ended."""
+        if not self._is_here:  # the start of a process on another machine may wait for the machine
+            for launch in self._launches:
+                launch.cancel()
         for worker in await asyncio.gather(*self._launches, return_exceptions=True):
-            if isinstance(worker, _ScorerProcess):
+            if not isinstance(worker, BaseException):
                 worker.kill()
                 await worker.ended()
         if self._shared is not None:
@@ -102,7 +144,7 @@ class WorkerPool:
             except TimeoutError:
                 worker.kill()
                 return _late(calls, deadline_s)
-            except _WorkerExited as error:
+            except WorkerExited as error:
                 return _lost(calls, error)
             except asyncio.CancelledError:
                 worker.kill()
@@ -110,19 +152,28 @@ class WorkerPool:
             self._idle.append(worker)
             return outcomes
 
-    async def _shared_worker(self) -> _ScorerProcess:
-        if self._shared is None or (self._shared.done() and not self._shared.result().is_alive):
-            before = None if self._shared is None else self._shared.result()
-            self._shared = asyncio.create_task(self._start_worker_process(before))
-        return await asyncio.shield(self._shared)
+    @property
+    def is_up(self) -> bool:
+        """Whether the shared process runs and has loaded its scorers."""
+        shared = self._shared
+        return shared is not None and shared.done() and shared.exception() is None and shared.result().is_alive
 
-    async def _start_worker_process(self, after: _ScorerProcess | None = None) -> _ScorerProcess:
+    def _shared_worker(self) -> asyncio.Task[ScorerProcess]:
+        before = self._shared
+        if before is None:
+            self._shared = asyncio.create_task(self._start_worker_process())
+        elif before.done() and before.exception() is None and not before.result().is_alive:
+            self._shared = asyncio.create_task(self._start_worker_process(before.result()))
+        assert self._shared is not None
+        return self._shared
+
+    async def _start_worker_process(self, after: ScorerProcess | None = None) -> ScorerProcess:
         """after: a process that was killed, whose memory must be free before the new process starts."""
         if after is not None:
             await after.ended()
         if self._unloadable:
             raise UserError(self._unloadable)
-        launch = asyncio.create_task(_ScorerProcess.launch(self._settings))
+        launch = asyncio.ensure_future(self._launch())
         running = [one for one in self._launches if not one.done() or (not one.exception() and one.result().is_alive)]
         self._launches = [*running, launch]
         # shielded because asyncio may hang if the start of a process is cancelled; `close` waits for it
@@ -133,7 +184,7 @@ class WorkerPool:
         except TimeoutError:
             names = ", ".join(map(str, self._setup.specs))
             self._unloadable = f"a worker process did not load {names} within {LOAD_TIMEOUT_S:g} s"
-        except _WorkerExited as lost:
+        except WorkerExited as lost:
             self._unloadable = f"a worker process that loads {', '.join(map(str, self._setup.specs))} {lost}"
         if self._unloadable:
             worker.kill()
@@ -141,7 +192,9 @@ class WorkerPool:
         return worker
 
 
-class _ScorerProcess:
+class _LocalProcess:
+    """Implements `ScorerProcess` with a child process."""
+
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.is_alive = True
@@ -151,7 +204,7 @@ class _ScorerProcess:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def launch(cls, settings: JudgeSettings) -> _ScorerProcess:
+    async def launch(cls, settings: JudgeSettings) -> _LocalProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -165,15 +218,12 @@ class _ScorerProcess:
         return cls(process)
 
     def set_up(self, setup: protocol.ScorerSetup) -> Awaitable[protocol.ScorerReady]:
-        """Send the scorers to load. The awaitable raises _WorkerExited if the process ends before it replies."""
         self._send(setup)
         return self._ready
 
     async def ask(self, spec: int, calls: Calls, deadline_s: float, timeout_s: float) -> Outcomes:
-        """Make one call. Raises _WorkerExited if the process ends, and TimeoutError if no answer arrives within
-        `timeout_s`. `deadline_s`: limit that the worker process itself enforces, but only for asynchronous scorers."""
         if not self.is_alive:
-            raise _WorkerExited("has ended")
+            raise WorkerExited("has ended")
         self._next_id += 1
         call_id = self._next_id
         future: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
@@ -223,7 +273,7 @@ class _ScorerProcess:
         unanswered: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]
         for future in unanswered:
             if not future.done():
-                future.set_exception(_WorkerExited(how))
+                future.set_exception(WorkerExited(how))
 
     def _on_reply(self, message: protocol.FromWorker) -> None:
         if isinstance(message, protocol.ScorerReady):

@@ -55,6 +55,7 @@ from baton.rewards.warnings import RewardWarnings
 from baton.types import FailureCause, Group, Message, Prompt, RewardResult, ScoredTrajectory, Trajectory
 
 if TYPE_CHECKING:
+    from baton.rewards.pool import Launch
     from baton.rewards.scoring_thread import ScoringThread
 
 NEEDS_SCORER = ("correct", "score")
@@ -108,9 +109,11 @@ class RewardScorer:
         rewards: Sequence[RewardSettings],
         answers: Mapping[str, AnswerSettings],
         settings: JudgeSettings | None = None,
+        places: Sequence[tuple[str, Launch]] = (),
     ) -> None:
         """Import the reward functions. Raises UserError if an import fails, there is no reward part, or a part applies
-        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name."""
+        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: device and start of
+        each process of a reward model without `devices`; by default, one process on this machine."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]
@@ -125,9 +128,9 @@ class RewardScorer:
         self._tasks, self._rewards, self._answers = tasks, rewards, answers
         self.scores_episodes = any(r.kind in OF_EPISODES for r in rewards)
         """Whether multi-turn episodes are submitted. If not, the environment's reward is the whole reward."""
-        self._settings = settings or JudgeSettings()
+        self._settings, self._places = settings or JudgeSettings(), places
         self._specs: list[Spec] = []
-        self._models: dict[str, list[RewardModelSpec]] = {}
+        self._models: dict[str, list[tuple[RewardModelSpec, Launch | None]]] = {}
         self._thread: ScoringThread | None = None
         self._finished: queue.SimpleQueue[tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]] = (
             queue.SimpleQueue()
@@ -410,8 +413,10 @@ class RewardScorer:
 
     def _model(self, reward: RewardSettings) -> _BackgroundScorer:
         path, deadline_s = reward.model or "", reward.deadline_s or MODEL_DEADLINE_S
+        here: list[tuple[str, Launch | None]] = [(device, None) for device in reward.devices]
         self._models[reward.name] = [
-            RewardModelSpec(path, device, reward.dtype, reward.batch_tokens) for device in reward.devices or ("auto",)
+            (RewardModelSpec(path, device, reward.dtype, reward.batch_tokens), launch)
+            for device, launch in here or self._places or [("auto", None)]
         ]
 
         async def call_model(calls: Calls) -> Outcomes:

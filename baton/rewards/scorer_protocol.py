@@ -177,5 +177,9 @@ HEADER_BYTES = 4
 
 def frame(message: msgspec.Struct) -> bytes:
     """Return a frame: the length of the encoded message in bytes, then the encoded message."""
-    body = msgspec.msgpack.encode(message, enc_hook=plain)
+    body = encode(message)
     return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message, enc_hook=plain)

@@ -22,10 +22,10 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_random_exponential
 
 from baton.clock import in_thread
-from baton.errors import DeadlineExceeded, UserError
+from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rewards.chat import ChatFormat
 from baton.rewards.functions import RewardFunction, call_sync
-from baton.rewards.pool import Calls, Outcomes, WorkerPool
+from baton.rewards.pool import Calls, Launch, MachineGone, Outcomes, WorkerPool
 from baton.rewards.remote import call_remote_scorer
 from baton.rewards.scorer_protocol import Call, CallFailure, FunctionSpec, RewardModelSpec, ScorerSetup
 from baton.rewards.settings import JudgeSettings
@@ -44,21 +44,29 @@ class ScoringThread:
     """Makes calls of reward scorers in its own thread. Its coroutines must run in this thread's event loop (`run`)."""
 
     def __init__(
-        self, setup: ScorerSetup, settings: JudgeSettings, models: Mapping[str, Sequence[RewardModelSpec]]
+        self,
+        setup: ScorerSetup,
+        settings: JudgeSettings,
+        models: Mapping[str, Sequence[tuple[RewardModelSpec, Launch | None]]],
     ) -> None:
         """Start the thread. Worker processes and connections start when a call first needs them. models: name of a
-        reward part → its reward model on each of its devices."""
+        reward part → its reward model on each of its devices, and what starts the process there; None: this machine.
+        """
         self._settings, self._has_specs = settings, bool(setup.specs)
         self._loop = asyncio.new_event_loop()
         self._pool = WorkerPool(setup, settings)
         self._models = {
             name: [
-                WorkerPool(ScorerSetup((spec,), setup.sys_path, memory_bytes=0), settings, holds_model=True)
-                for spec in specs
+                WorkerPool(
+                    ScorerSetup((spec,), setup.sys_path, memory_bytes=0), settings, holds_model=True, launch=launch
+                )
+                for spec, launch in placed
             ]
-            for name, specs in models.items()
+            for name, placed in models.items()
         }
         self._num_calls: Counter[WorkerPool] = Counter()
+        self._gone: dict[str, str] = {}
+        """Name of a reward part → why a process of its reward model cannot start on its machine."""
         self._session: aiohttp.ClientSession | None = None
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._running: set[asyncio.Task[Any]] = set()
@@ -76,16 +84,24 @@ class ScoringThread:
         return await self._retried(call, {FailureCause.CRASHED}, f"spec {spec}", concurrency)
 
     async def call_model(self, name: str, calls: Calls, deadline_s: float, *, concurrency: int) -> Outcomes:
-        """Call the least busy process of a reward model, and repeat the call if the process crashes or hangs."""
+        """Call the least busy process of a reward model, and repeat the call if the process crashes or hangs. Other
+        processes are called while a process loads the model again. Raises EngineFault if no machine of the reward model
+        is left."""
         pools = self._models[name]
 
         async def ask() -> Outcomes:
-            pool = min(pools, key=lambda each: self._num_calls[each])
-            self._num_calls[pool] += 1
-            try:
-                return await pool.ask(0, calls, deadline_s, may_share=True)
-            finally:
-                self._num_calls[pool] -= 1
+            while pools:
+                pool = min(pools, key=lambda each: (not each.is_up, self._num_calls[each]))
+                self._num_calls[pool] += 1
+                try:
+                    return await pool.ask(0, calls, deadline_s, may_share=True)
+                except MachineGone as error:
+                    self._gone[name] = str(error)
+                    if pool in pools:  # another call may have removed it
+                        pools.remove(pool)
+                finally:
+                    self._num_calls[pool] -= 1
+            raise EngineFault(f"no process of the reward model of [[reward]] {name!r} is left: {self._gone[name]}")
 
         causes = {FailureCause.CRASHED, FailureCause.TIMEOUT}
         return await self._retried(ask, causes, f"model {name}", concurrency * len(pools))

@@ -38,13 +38,10 @@ def main() -> None:
     if setup is None:
         return
     import_from(setup.sys_path, setup.memory_bytes)
-    scorers: list[LoadedScorer] = []
-    for spec in setup.specs:
-        try:
-            scorers.append(_load(spec))
-        except BaseException as error:  # noqa: BLE001 - reported to the run, whatever the import raises
-            _send(outbox, protocol.ScorerReady(f"{spec} cannot be loaded in a worker process: {describe_error(error)}"))
-            return
+    scorers, error = load_scorers(setup)
+    if error is not None:
+        _send(outbox, protocol.ScorerReady(error))
+        return
     isolation.enter_scratch()
     _send(outbox, protocol.ScorerReady(isolation=isolation.description))
     asyncio.run(_serve(scorers, inbox, outbox))
@@ -55,7 +52,7 @@ async def _serve(scorers: list[LoadedScorer], inbox: Connection, outbox: Connect
     running: set[asyncio.Task[None]] = set()
 
     def start(request: protocol.ScoreRequest) -> None:
-        task = loop.create_task(_answer(scorers[request.spec], request, outbox))
+        task = loop.create_task(_answer(scorers, request, outbox))
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -67,17 +64,33 @@ async def _serve(scorers: list[LoadedScorer], inbox: Connection, outbox: Connect
     await asyncio.Event().wait()
 
 
-async def _answer(scorer: LoadedScorer, request: protocol.ScoreRequest, outbox: Connection) -> None:
+async def _answer(scorers: Sequence[LoadedScorer], request: protocol.ScoreRequest, outbox: Connection) -> None:
+    _send(outbox, await answer(scorers, request))
+
+
+def load_scorers(setup: protocol.ScorerSetup) -> tuple[list[LoadedScorer], str | None]:
+    """Load scorers; return them, and the reason why a scorer could not be loaded or None."""
+    scorers: list[LoadedScorer] = []
+    for spec in setup.specs:
+        try:
+            scorers.append(_load(spec))
+        except BaseException as error:  # noqa: BLE001 - reported to the run, whatever the import raises
+            return scorers, f"{spec} cannot be loaded in a worker process: {describe_error(error)}"
+    return scorers, None
+
+
+async def answer(scorers: Sequence[LoadedScorer], request: protocol.ScoreRequest) -> protocol.CallResult:
+    """Execute a call. A failure of the scorer is an outcome of the call."""
     # applies to asynchronous scorers only; the run kills the process of a synchronous scorer
     limit = asyncio.timeout(request.deadline_s)
     try:
         async with limit:
-            outcomes = await scorer(request.calls)
+            outcomes = await scorers[request.spec](request.calls)
     except TimeoutError:
         outcomes = protocol.failed(
             request.calls, FailureCause.TIMEOUT, f"gave no answer within {request.deadline_s:g} s"
         )
-    _send(outbox, protocol.CallResult(request.call_id, outcomes))
+    return protocol.CallResult(request.call_id, outcomes)
 
 
 def _load(spec: protocol.Spec) -> LoadedScorer:

@@ -35,6 +35,7 @@ from baton.records.run_directory import RunDirectory
 from baton.records.run_lock import RunLock
 from baton.records.trace import BEGIN, TraceWriter
 from baton.rewards.functions import PASSED
+from baton.rewards.pool import Launch
 from baton.rewards.scorer import RewardScorer, require_judged
 from baton.rewards.settings import RewardSettings
 from baton.rollout.controller import PromptSource, RolloutController, TrajectoryScorer
@@ -71,6 +72,8 @@ from baton.trainer.trainer import Trainer
 from baton.types import PolicyVersion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
+RewardPlaces = Sequence[tuple[str, Launch]]
+"""Device of each process of a reward model, and the function that starts the process."""
 StartRanks = Callable[[int, int], Ranks]
 """Function (number of ranks, torch threads per rank) that starts the ranks of a trainer and returns them."""
 
@@ -132,12 +135,13 @@ def build_loop(
     stop: StopRequest | None = None,
     supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
+    reward_places: RewardPlaces = (),
 ) -> Loop:
     """Construct all parts of a run. The run starts in its initial state or in the state of its latest checkpoint.
 
-    A request through `stop` ends the waits of the loop, except that for a train step. `supervisor` and `start_ranks`
-    start workers and trainer ranks on other machines. Raises UserError for mistakes that can be detected before the
-    first step. In this case the run's directory stays unchanged.
+    A request through `stop` ends the waits of the loop, except that for a train step. `supervisor`, `start_ranks` and
+    `reward_places` start workers, trainer ranks and reward models on other machines. Raises UserError for mistakes that
+    can be detected before the first step. In this case the run's directory stays unchanged.
     """
     path = recipe.run.path
     if not resume:
@@ -159,6 +163,7 @@ def build_loop(
             stop=stop or StopRequest(),
             supervisor=supervisor,
             start_ranks=start_ranks,
+            reward_places=reward_places,
         )
     except BaseException:
         lock.release()
@@ -214,6 +219,7 @@ def _build_loop(
     stop: StopRequest,
     supervisor: WorkerSupervisor | None,
     start_ranks: StartRanks | None,
+    reward_places: RewardPlaces,
 ) -> Loop:
     for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
         observer.said(note)
@@ -237,7 +243,7 @@ def _build_loop(
         mixture.stop_draws(stop.check)
         is_here = supervisor is None and start_ranks is None
         rewards = placed_rewards(recipe, layout_of(recipe)) if is_here else recipe.reward
-        judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge)
+        judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge, reward_places)
         held_out = _prompts(recipe, mixture, encoder, observer)
         place = resume_point(recipe, observer) if resume else ResumePoint(LoopState(), None)
         predictions = RunPredictions(recipe.run.path, None if place.is_new else read_predictions(recipe.run.path))

@@ -95,6 +95,11 @@ class RewardStage(msgspec.Struct, frozen=True):
     memory_bytes: float
     """Memory used on each GPU."""
     memory_limit_bytes: float
+    params: float = 0.0
+    """Size of the model; 0 in a plan that an earlier version of Baton wrote."""
+    num_layers: int = 0
+    batch_tokens: int = 0
+    """Maximum tokens of a batch, with padding."""
 
 
 class Idle(msgspec.Struct, frozen=True):

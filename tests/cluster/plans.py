@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from baton.specs.plan import Bound, Breakdown, Plan, Replica, Stage, Training
+from baton.specs.plan import Bound, Breakdown, Plan, Replica, RewardStage, Stage, Training
+
+SCORING = {"model": "judge", "trajectory_s": 0.01, "memory_bytes": 1.0, "memory_limit_bytes": 2.0}
 
 
 def stage(gpu: str, *gpu_ids: str, tp: int = 1, layers: tuple[int, int] = (0, 4)) -> Stage:
@@ -15,6 +18,11 @@ def stage(gpu: str, *gpu_ids: str, tp: int = 1, layers: tuple[int, int] = (0, 4)
 def replica(gpu: str, *gpu_ids: str, share: float, batch: int = 16, tp: int = 1) -> Replica:
     """One engine."""
     return Replica(gpu, gpu_ids, tp, len(gpu_ids) // tp, ((0, 4),), batch, 100.0, 0.0, share, 8, 1.0, 2.0)
+
+
+def scoring(gpu: str, *gpu_ids: str, **changes: Any) -> RewardStage:
+    """A reward model."""
+    return RewardStage(gpu=gpu, gpu_ids=gpu_ids, **{**SCORING, **changes})
 
 
 def plan_of(stages: Sequence[Stage], replicas: Sequence[Replica], **changes: object) -> Plan:

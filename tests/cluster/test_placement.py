@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plan_of, replica, stage
+from plans import plan_of, replica, scoring, stage
 from ray_rows import row
 
 from baton.cluster.inventory import machines
@@ -35,6 +35,24 @@ def test_a_rank_per_gpu_and_a_worker_per_replica_with_resources_of_their_type() 
     # equal shares on 32 and 16 slots: a slot of the second is to do twice as much; the mean is 1
     assert (one.weight, two.weight) == pytest.approx((2 / 3, 4 / 3))
     assert placed.training_machines == {"a"}
+
+
+def test_the_reward_model_has_a_process_on_each_of_its_gpus_and_one_on_a_machine_of_cores() -> None:
+    plan = plan_of(PLAN.training.stages, PLAN.replicas[:1], reward=scoring("L20", "b:1", "c:0"))
+    placed = place(plan, THREE)
+    assert [(p.name, p.machine, p.gpu_ids, p.resources) for p in placed.rewards] == [
+        ("reward-0", "b", ("b:1",), {"gpu_type_L20": 1, "CPU": 1}),
+        ("reward-1", "c", ("c:0",), {"gpu_type_L20": 1, "CPU": 1}),
+    ]
+    left = without(plan, frozenset({"c"}))
+    assert left is not None
+    assert left.reward == scoring("L20", "b:1")
+    assert without(plan_of(PLAN.training.stages, PLAN.replicas[:1], reward=scoring("L20", "c:0")), {"c"}) is None  # type: ignore[arg-type]
+    cores = machines([row("x", CPU=4), row("y", CPU=4)])
+    plan = plan_of([stage("CPU", "x:0")], [replica("CPU", "x:1", share=1.0)], reward=scoring("CPU", "y:0", "y:1"))
+    assert [(p.name, p.threads, p.resources) for p in place(plan, cores).rewards] == [("reward-0", 2, {"CPU": 2})]
+    with pytest.raises(UserError, match="used twice"):
+        place(plan_of(PLAN.training.stages, PLAN.replicas, reward=scoring("L20", "b:0")), THREE)
 
 
 def test_cores_of_a_machine_are_threads_of_one_process() -> None:

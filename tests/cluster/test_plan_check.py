@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from plans import plan_of, replica, stage
+from plans import plan_of, replica, scoring, stage
 from typer.testing import CliRunner
 
 from baton.cli import main as cli
-from baton.cluster.plan_check import check_plan
+from baton.cluster.plan_check import check_plan, check_reward_places
 from baton.errors import UserError
 from baton.plan import plan as make_plan
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
+from baton.rewards.settings import RewardSettings
 from baton.specs.model import read_model
 from baton.specs.plan import Plan, PlannedWork, write_plan
 from baton.specs.workload import LengthSettings
@@ -113,6 +115,59 @@ def test_the_lengths_of_fleet_workload_are_compared(tmp_path: Path) -> None:
     file.write_text("groups = 32\ngroup_size = 8\nprompt_tokens = { mean = 9 }\noutput_tokens = { mean = 80 }\n")
     words = refusal(planned(), f'fleet.workload="{file}"')
     assert "response tokens of fleet.workload: got 80, the plan has 40" in words
+
+
+def with_reward(model: str, **keys: Any) -> Recipe:
+    own = {"kind": "model", "model": model, **keys}
+    return recipe().model_copy(update={"reward": (RewardSettings.model_validate(own),)})
+
+
+def test_the_reward_model_of_the_plan_is_that_of_the_recipe() -> None:
+    directory = str(ROOT / "models" / "quickstart")
+    spec = read_model(Path(directory))
+    own = {"model": spec.name, "params": spec.params, "num_layers": spec.num_layers, "batch_tokens": 16384}
+
+    def differences(recipe: Recipe, **changes: Any) -> str:
+        plan = msgspec.structs.replace(planned(), reward=scoring("L20", "b:0", **{**own, **changes}))
+        try:
+            return " ".join(check_plan(plan, recipe, FILE))
+        except UserError as error:
+            return f"refused: {error}"
+
+    assert differences(with_reward(directory)) == ""
+    found = differences(with_reward(directory), num_layers=28)
+    assert re.search(r"refused: .*\[\[reward\]\] model: got .*in 4 layers.*the plan has .*in 28 layers", found)
+    found = differences(with_reward(directory, batch_tokens=32768))
+    assert "refused" in found
+    assert "[[reward]] batch_tokens: got 32768, the plan has 16384" in found
+    assert "plan.json is used, although" in differences(with_reward(directory, batch_tokens=8192))
+    assert "the plan has other (0.8 M" in differences(with_reward(directory), model="other")
+    assert differences(with_reward("someone/judge-of-the-hub")) == "", "not compared"
+
+
+@pytest.mark.parametrize(
+    ("reward", "recipe", "words"),
+    [
+        (False, with_reward("m"), "has no GPU for the reward model 'm' of [[reward]]"),
+        (False, with_reward("m", devices=["cpu"]), ""),
+        (True, with_reward("m"), ""),
+        (True, recipe(), 'the recipe has no [[reward]] of kind = "model"'),
+        (True, with_reward("m", devices=["cpu"]), "devices: got ['cpu'], but plan.json has GPUs for the reward model"),
+        (True, with_reward("m", kind="http", url="http://h", template="{prompt}"), "runs in a server that you start"),
+    ],
+)  # fmt: skip
+def test_a_reward_model_runs_either_where_the_plan_or_where_the_recipe_says(
+    reward: bool, recipe: Recipe, words: str
+) -> None:
+    plan = planned()
+    if reward:
+        plan = msgspec.structs.replace(plan, reward=scoring("L20", "b:0"))
+    with pytest.raises(UserError, match=re.escape(words)) if words else nullcontext():
+        check_reward_places(plan, recipe, FILE)
+    two = recipe.model_copy(update={"reward": recipe.reward * 2})
+    if reward and not words:
+        with pytest.raises(UserError, match="has 2 "):
+            check_reward_places(plan, two, FILE)
 
 
 def test_a_dry_run_compares_the_plan_too(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from plans import scoring
 from ray_rows import row
 
 from baton.cluster.inventory import Machine, describe, machines
@@ -69,6 +71,23 @@ def test_a_machine_that_joins_gets_workers_under_names_that_nobody_had(tmp_path:
     made = change(now, answer.workers)
     assert "l1" in {post.machine for post in made.begun}
     assert not {post.name for post in made.begun} & {post.name for post in now}
+
+
+def test_the_reward_model_stays_on_the_gpus_that_are_left(tmp_path: Path) -> None:
+    of, before = recipe(tmp_path), yard("h0", "l0", "l1", "l2")
+    plan = planned(yard("h0", "l0", "l1"), of)
+    plan = msgspec.structs.replace(plan, reward=scoring("L20", "l2:0", "l2:1"))
+    assert len(place(plan, before).rewards) == 2
+    planner, left = Replanner(of, plan), yard("h0", "l0", "l2")
+    answer = planner.replan_workers(left, names(left))
+    assert answer.workers is not None, answer.words
+    assert {post.machine for post in answer.workers} <= {"h0", "l0"}, "the reward model has l2"
+    assert planner.plan.reward is not None
+    assert planner.plan.reward.gpu_ids == ("l2:0", "l2:1")
+    fewer = yard("h0", "l0")
+    answer = planner.replan_workers(fewer, names(fewer))
+    assert answer.workers is None
+    assert "no GPU of the reward model is left" in answer.words
 
 
 def test_a_new_plan_replaces_the_predictions_of_the_run_also_if_their_file_is_damaged(tmp_path: Path) -> None:

@@ -29,31 +29,10 @@ from baton.run.memory import processes_of
 from baton.specs.model import read_model
 from baton.types import Episode, Exchange, FailureCause, Message, Prompt, RewardResult, ScoredTrajectory
 from baton.views.terminal.progress import TerminalObserver
+from tests.reward_models import make_reward_model
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 RESPONSES = ["2", "it is three, or so I think", "", "2 2 2 2 2 2"]
-
-
-def make_reward_model(directory: Path, policy: Path, *, labels: int = 1, positions: int = 256) -> Path:
-    """A classifier with random weights, and the policy's tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=48,
-        max_position_embeddings=positions,
-        initializer_range=0.5,
-        num_labels=labels,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForSequenceClassification(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")

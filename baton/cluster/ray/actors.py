@@ -152,6 +152,40 @@ class RankActor:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
+class RewardActor:
+    """An actor that holds a reward model. Its methods run in one event loop, which a batch blocks."""
+
+    def __init__(self, directory: str, gpu: int) -> None:
+        """directory: the controller's working directory, for a model with a relative path. gpu: index of its GPU among
+        those that the actor sees."""
+        import torch
+
+        if Path(directory).is_dir():
+            os.chdir(directory)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(gpu % torch.cuda.device_count())
+        self._scorers: list[Any] = []
+
+    async def set_up(self, setup: bytes) -> bytes:
+        """Load the model. Takes an encoded `ScorerSetup`; returns an encoded `ScorerReady`."""
+        from baton.rewards import scorer_protocol as protocol
+        from baton.rewards.worker import load_scorers
+
+        self._scorers, error = load_scorers(msgspec.msgpack.decode(setup, type=protocol.ScorerSetup))
+        return protocol.encode(protocol.ScorerReady(error))
+
+    async def ask(self, request: bytes) -> bytes:
+        """Score conversations. Takes an encoded `ScoreRequest`; returns an encoded `CallResult`."""
+        from baton.rewards import scorer_protocol as protocol
+        from baton.rewards.worker import answer
+
+        found = await answer(self._scorers, msgspec.msgpack.decode(request, type=protocol.ScoreRequest))
+        return protocol.encode(found)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
 def interface_of(address: str) -> str:
     """Return the name of the network interface with this IPv4 address; empty if there is none."""
     import fcntl

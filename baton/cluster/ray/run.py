@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cluster.inventory import CPU, Machine, machines
 from baton.cluster.placement import Placement, check_engines, machines_of, place, without
-from baton.cluster.plan_check import check_plan
+from baton.cluster.plan_check import check_plan, check_reward_places
 from baton.cluster.ray.connection import RayCluster
 from baton.cluster.ray.ranks import RayRanks
+from baton.cluster.ray.rewards import RayRewards
 from baton.cluster.ray.supervisor import RayWorkerSupervisor
 from baton.cluster.replanning import Replanner
 from baton.cluster.supervision import SupervisionRules
@@ -58,7 +59,9 @@ def train_on_ray(order: RayRun, observer: Observer, stop: StopRequest) -> Loop:
     and the errors of `Loop.train`.
     """
     plan = read_plan(order.plan)
-    for note in check_plan(plan, order.load([]), order.plan):
+    recipe = order.load([])
+    check_reward_places(plan, recipe, order.plan)
+    for note in check_plan(plan, recipe, order.plan):
         observer.said(note)
     cluster = RayCluster(order.address)
     try:
@@ -125,6 +128,9 @@ class _RayAttempts:
         for spec in placement.ranks:
             self.observer.said(spec.words)
         own = self._own_trainer(placement, by_name)
+        rewards = RayRewards(
+            self.cluster, placement.rewards, by_name, recipe.model.device.partition(":")[0], self.observer.said
+        )
         ranks: list[RayRanks] = []
 
         def start_ranks(count: int, threads: int) -> RayRanks:
@@ -142,6 +148,7 @@ class _RayAttempts:
                     stop=self.stop,
                     supervisor=supervisor,
                     start_ranks=None if own is not None else start_ranks,
+                    reward_places=rewards.places,
                 )
             self.has_begun = True
             is_cpu = placement.ranks[0].gpu == CPU
@@ -158,6 +165,7 @@ class _RayAttempts:
             supervisor.close()
             for started in ranks:
                 started.close()
+            rewards.close()
             if own is not None:
                 with suppress(Exception):  # the connection to the cluster may be lost
                     self.cluster.release(own)
