@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,6 +26,9 @@ from baton.rollout.engine import EngineSettings
 from baton.specs.plan import Plan, Replica, RewardStage, Stage
 from baton.specs.trainer_shapes import can_train
 from baton.swarm.listen import is_loopback
+
+if TYPE_CHECKING:  # it imports aiohttp
+    from baton.rollout.engines.sglang.wire import ServerInfo
 
 Role = Literal["rank", "worker", "reward"]
 MIN_SLOTS = 8
@@ -257,20 +260,49 @@ def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec]) -> Non
             '--plan: a replica has several GPUs, but engine.kind = "embedded" uses one; allowed is '
             'engine.kind = "vllm", or a plan with one GPU for each replica'
         )
-    if engine.kind != "sglang":
-        return
+    if engine.kind != "sglang" or engine.sglang.urls:
+        return  # `servers_of` checks the URLs of servers
     url = engine.sglang.url
     if url is None or not is_loopback(urlsplit(url).hostname or ""):
         raise UserError(
             f"engine.sglang.url: got {url}, but with --ray each worker connects to the server on its own machine; "
-            "allowed is a URL such as http://127.0.0.1:30000, with a server at this port on each machine with a replica"
+            "allowed is a URL such as http://127.0.0.1:30000, with a server at this port on each machine with a "
+            "replica, or engine.sglang.urls with a URL for each replica"
         )
     machine, count = max(Counter(spec.machine for spec in workers).items(), key=lambda item: item[1], default=("", 0))
     if count > 1:
         raise UserError(
             f"--plan: machine {machine} has {count} replicas, but all its workers would use one SGLang server ({url}); "
-            'allowed is one replica on each machine, or engine.kind = "vllm"'
+            "allowed is one replica on each machine, engine.sglang.urls with a URL for each replica, or "
+            'engine.kind = "vllm"'
         )
+
+
+def servers_of(engine: EngineSettings, plan: Plan, infos: Sequence[ServerInfo | str]) -> dict[tuple[str, ...], str]:
+    """Return the GPUs of each replica → URL of its SGLang server. infos: what the server at each URL reports, or why it
+    did not answer. Raises UserError if the servers are not those of the plan."""
+    urls, key = engine.sglang.urls, "engine.sglang.urls"
+    if len(urls) != len(plan.replicas) or len(set(urls)) < len(urls):
+        raise UserError(
+            f"{key}: got {len(set(urls))} servers, but the plan has {len(plan.replicas)} replicas; give the URL of one "
+            "server for each replica, in the plan's order"
+        )
+    if engine.sglang.url is not None:
+        raise UserError(
+            f"{key}: got {len(urls)} URLs and engine.sglang.url = {engine.sglang.url}; remove one of the keys"
+        )
+    wrong = []
+    for url, replica, info in zip(urls, plan.replicas, infos, strict=True):
+        planned = f"the plan's replica on {', '.join(replica.gpu_ids)} has tp {replica.tp}, pp {replica.pp}"
+        if isinstance(info, str):
+            wrong.append(f"{url} does not answer ({info})")
+        elif (info.tp or replica.tp, info.pp or replica.pp) != (replica.tp, replica.pp):
+            wrong.append(f"{url} has tp {info.tp}, pp {info.pp or 'unknown'}, but {planned}")
+    if wrong:
+        raise UserError(
+            f"{key}: {'; '.join(wrong)}: start an SGLang server with the shape of its replica at each URL (--tp, --pp)"
+        )
+    return {replica.gpu_ids: url for url, replica in zip(urls, plan.replicas, strict=True)}
 
 
 class PlacementChange(msgspec.Struct, frozen=True):

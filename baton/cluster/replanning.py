@@ -53,6 +53,8 @@ class Replanner:
         self._known: dict[str, Efficiency] = {}
         """GPU type → efficiency that this run has measured. The current plan was made with these efficiencies."""
         self._measured = self._known
+        self.servers: dict[tuple[str, ...], str] = {}
+        """GPUs of a replica → URL of its SGLang server, if `engine.sglang.urls` is set."""
         self._next_worker = len(plan.replicas)
         """Number for the name of the next worker. Worker names are not reused while a hub runs."""
 
@@ -66,6 +68,10 @@ class Replanner:
         plan, the result says that the current workers continue; no error is raised."""
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the current workers continue")
+        if self.servers:
+            return ReplanResult(
+                None, "engine.sglang.urls has no servers for other replicas: the current workers continue"
+            )
         named = tuple(msgspec.structs.replace(machine, name=names[machine.id]) for machine in machines)
         try:
             options = self._options(named)
@@ -88,6 +94,8 @@ class Replanner:
 
     def replan_all(self, machines: Sequence[Machine]) -> str:
         """Make a plan for a trainer that restarts; return a line for the user. Raises UserError if there is no plan."""
+        if self.servers:
+            raise UserError("engine.sglang.urls has no servers for other replicas")
         chosen = least_moves(self._options(machines), SLACK)
         self._adopt(chosen.plan)
         self._next_worker = max(self._next_worker, len(chosen.plan.replicas))

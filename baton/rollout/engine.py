@@ -114,6 +114,9 @@ class SglangSettings(Settings):
 
     url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
     """URL of the server, such as http://127.0.0.1:30000."""
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")], ...] = ()
+    """URLs of the servers of a plan, one for each of its replicas, in the plan's order; for `baton train --plan
+    --ray`, instead of `url`."""
     key_variable: str | None = None
     """Name of the environment variable with the server's API key (--api-key), if the server has one."""
     weights_directory: str | None = None

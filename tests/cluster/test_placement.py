@@ -12,9 +12,10 @@ from plans import plan_of, replica, scoring, stage
 from ray_rows import row
 
 from baton.cluster.inventory import machines
-from baton.cluster.placement import change, check_engines, match, place, without
+from baton.cluster.placement import change, check_engines, match, place, servers_of, without
 from baton.errors import UserError
 from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.sglang.wire import ServerInfo
 
 THREE = machines([row("a", CPU=2, gpu_type_H100=2), row("b", CPU=2, gpu_type_L20=2), row("c", CPU=2, gpu_type_L20=2)])
 PLAN = plan_of(
@@ -139,6 +140,30 @@ def test_engines_that_cannot_execute_the_replicas_are_refused_in_a_sentence() ->
     check_engines(local, workers)
     with pytest.raises(UserError, match="machine b has 2 replicas, but all its workers would use one SGLang server"):
         check_engines(local, two.workers)
+
+
+def test_each_replica_of_the_plan_has_an_sglang_server_of_its_shape() -> None:
+    one, two = "http://10.0.0.1:30000", "http://10.0.0.1:30001"
+
+    def found(*infos: ServerInfo | str, urls: tuple[str, ...] = (one, two), url: str | None = None) -> object:
+        engine = EngineSettings(kind="sglang", sglang={"urls": urls, "url": url})  # type: ignore[arg-type]
+        check_engines(engine, place(PLAN, THREE).workers)
+        try:
+            return servers_of(engine, PLAN, infos)
+        except UserError as error:
+            return str(error)
+
+    expected = {("b:0",): one, ("c:0", "c:1"): two}
+    assert found(ServerInfo(tp=1, pp=1), ServerInfo(tp=2)) == expected
+    assert found(ServerInfo(), ServerInfo()) == expected, "servers that do not report their shape"
+    said = str(found(ServerInfo(tp=1, pp=2), "HTTP 404"))
+    assert (
+        f"{one} has tp 1, pp 2, but the plan's replica on b:0 has tp 1, pp 1; {two} does not answer (HTTP 404)" in said
+    )
+    assert f"{two} has tp 1, pp unknown, but" in str(found(ServerInfo(), ServerInfo(tp=1)))
+    assert "got 1 servers, but the plan has 2 replicas" in str(found(ServerInfo(), urls=(one,)))
+    assert "got 1 servers, but the plan has 2 replicas" in str(found(ServerInfo(), ServerInfo(), urls=(one, one)))
+    assert "remove one of the keys" in str(found(ServerInfo(), ServerInfo(), url=one))
 
 
 def test_stages_on_cores_have_one_rank_for_each_machine_and_equally_many_of_them() -> None:

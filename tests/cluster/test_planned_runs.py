@@ -1,9 +1,11 @@
 """What the planner answers by default is what the launcher starts: every plan is placed, its keys are those of a recipe
-that is accepted, and each rank fits by the memory law of the run itself."""
+that is accepted, and each rank and each reward model fits by the memory law of the run itself."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -15,14 +17,18 @@ from ray_rows import row
 
 from baton.cluster.inventory import machines
 from baton.cluster.placement import Placement, place
+from baton.cluster.plan_check import check_reward_places
 from baton.cost.memory import overhead, stage_bytes
 from baton.errors import UserError
 from baton.planner.instance import Inputs
+from baton.planner.reward_stage import plan_with_reward
 from baton.planner.solve import make_plan
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support
-from baton.run.memory import stages_of
+from baton.rewards.settings import RewardSettings
+from baton.run.devices import DeviceLayout
+from baton.run.memory import processes_of, stages_of
 from baton.specs.cluster import ClusterSettings, catalogue
 from baton.specs.model import ModelSpec, model_spec
 from baton.specs.plan import Plan
@@ -50,11 +56,15 @@ def model_of(name: str) -> ModelSpec:
 
 
 MODELS = {name: model_of(name) for name in SHAPES}
+REWARD_MODELS = ["0.5B", "7B"]
+CASES: Counter[str] = Counter()
+"""Number of questions by the shape of the plan, or by the reason why there is none."""
 
 
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[Inputs, dict[str, tuple[str, int]]]:
-    """One to five machines of one to three GPU types, a model, and a workload whose settings a recipe has, too."""
+    """One to five machines of one to three GPU types, a model, and a workload whose settings a recipe has, too; in one
+    of three with a reward model."""
     types = draw(st.lists(st.sampled_from(GPUS), min_size=1, max_size=3, unique=True))
     sizes = st.sampled_from([1, 2, 4, 8])
     nodes = draw(st.lists(st.tuples(st.sampled_from(types), sizes), min_size=1, max_size=5))
@@ -83,10 +93,14 @@ def questions(draw: st.DrawFn) -> tuple[Inputs, dict[str, tuple[str, int]]]:
             },
         }
     ).build()
+    judge = draw(st.sampled_from([None, None, *REWARD_MODELS]))
+    if judge is not None:
+        tokens = draw(st.sampled_from([2048, 16384]))
+        work = msgspec.structs.replace(work, reward_model=MODELS[judge], reward_batch_tokens=tokens)
     return Inputs(cluster, MODELS[draw(st.sampled_from(list(MODELS)))], work), there
 
 
-def recipe_of(work: Workload, placed: Placement) -> Recipe:
+def recipe_of(work: Workload, placed: Placement, judges: dict[str, str]) -> Recipe:
     """The recipe with the workload's settings, and with the keys that the placement sets."""
     given: list[str] = [
         f"rollout.batch_groups={work.groups}", f"rollout.group_size={work.group_size}",
@@ -100,7 +114,36 @@ def recipe_of(work: Workload, placed: Placement) -> Recipe:
         given += ["algorithm.kl_coef=0.01"]
     if work.has_critic:
         given += ["algorithm.advantage='gae'", "algorithm.critic='separate'"]
-    return load_recipe(Recipe, RECIPE, [*given, *placed.overrides])
+    recipe = load_recipe(Recipe, RECIPE, [*given, *placed.overrides])
+    if work.reward_model is None:
+        return recipe
+    batch = work.reward_batch_tokens
+    scorer = RewardSettings(kind="model", model=judges[work.reward_model.name], batch_tokens=batch)
+    return recipe.model_copy(update={"reward": (scorer,)})
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name of a reward model → directory with its configuration."""
+    found = {}
+    for name in REWARD_MODELS:
+        directory = tmp_path_factory.mktemp("judge") / name
+        directory.mkdir()
+        config = dict(zip(KEYS, SHAPES[name], strict=True))
+        (directory / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 151936, **config}))
+        found[name] = str(directory)
+    return found
+
+
+def check_reward_memory(plan: Plan, recipe: Recipe, model: ModelSpec) -> None:
+    """By the law of the run, which counts a reward model on a GPU of this machine, each process fits into its GPU."""
+    assert plan.reward is not None
+    layout = DeviceLayout((0,), (), (("model", ("cuda:0",)),))
+    *_, process = processes_of(recipe, model, on_cpu=False, layout=layout)
+    assert process.name == "the reward model 'model'"
+    assert process.num_bytes <= catalogue()[plan.reward.gpu].hbm_gb * 1e9, (plan.reward, process)
+    tensors = sum(part.num_bytes for part in process.parts if not part.is_assumed)
+    assert tensors <= plan.reward.memory_bytes + 2, "rounded up, once for each part"
 
 
 def check_memory(plan: Plan, recipe: Recipe, model: ModelSpec) -> None:
@@ -116,20 +159,28 @@ def check_memory(plan: Plan, recipe: Recipe, model: ModelSpec) -> None:
 @settings(max_examples=300)
 @given(questions())
 def test_the_default_plan_of_any_cluster_is_carried_out_and_each_rank_fits(
-    question: tuple[Inputs, dict[str, tuple[str, int]]],
+    judges: dict[str, str], question: tuple[Inputs, dict[str, tuple[str, int]]]
 ) -> None:
     inputs, nodes = question
     there = machines([row(name, CPU=8, **{f"gpu_type_{gpu}": size}) for name, (gpu, size) in nodes.items()])
     try:
-        plan = make_plan(inputs, time_limit_s=math.inf)
+        plan = plan_for(inputs)
     except UserError as error:
-        event(str(error).partition(".")[0])
+        count(f"no plan: {str(error).partition('.')[0].partition(',')[0]}")
         return
     placed = place(plan, there)
-    recipe = recipe_of(inputs.work, placed)
+    recipe = recipe_of(inputs.work, placed, judges)
     check_support(recipe.choices())
+    check_reward_places(plan, recipe, RECIPE)
     assert recipe.trainer.ranks == len(placed.ranks) == len(plan.training.gpu_ids)
     check_memory(plan, recipe, inputs.model)
+    everyone = (*placed.ranks, *placed.workers, *placed.rewards)
+    taken = [gpu_id for spec in everyone for gpu_id in spec.gpu_ids]
+    assert len(set(taken)) == len(taken), "no GPU is used twice"
+    assert len(placed.rewards) == (0 if plan.reward is None else len(plan.reward.gpu_ids))
+    assert all(nodes[spec.machine] == (spec.gpu, nodes[spec.machine][1]) for spec in everyone)
+    if plan.reward is not None:
+        check_reward_memory(plan, recipe, inputs.model)
     for worker, replica in zip(placed.workers, plan.replicas, strict=True):
         assert (worker.tp * worker.pp, worker.gpu_ids) == (len(replica.gpu_ids), replica.gpu_ids)
         assert replica.memory_bytes <= replica.memory_limit_bytes
@@ -142,8 +193,31 @@ def test_the_default_plan_of_any_cluster_is_carried_out_and_each_rank_fits(
     assert all(len({rank.machine for rank in copy}) == 1 for copy in copies), "a copy of the model is on one machine"
     shape = "stages" if trained.num_stages > 1 else "TP" if trained.tensor_parallel > 1 else "FSDP"
     shape += " with copies" if trained.shard_size else ""
-    event(shape if trained.ranks > 1 else "one process")
-    event(f"{len({stage.gpu for stage in plan.training.stages})} types train")
+    count(shape if trained.ranks > 1 else "one process")
+    count(f"{len({stage.gpu for stage in plan.training.stages})} types train")
+    if plan.reward is not None:
+        count("a reward stage")
+        count(f"a reward stage of {'one GPU' if len(placed.rewards) == 1 else 'several GPUs'}")
+
+
+def count(case: str) -> None:
+    CASES[case] += 1
+    event(case)
+
+
+def plan_for(inputs: Inputs) -> Plan:
+    if inputs.work.reward_model is None:
+        return make_plan(inputs, time_limit_s=math.inf)
+    return plan_with_reward(inputs, time_limit_s=math.inf)[0]
+
+
+def test_the_plans_had_all_shapes() -> None:
+    """What the test above has drawn. It says nothing if that test did not run."""
+    if not CASES:
+        pytest.skip("no plans were drawn")
+    print(json.dumps(dict(sorted(CASES.items())), indent=1))
+    rare = {"FSDP", "one process", "1 types train", "a reward stage of one GPU", "a reward stage of several GPUs"}
+    assert all(CASES[case] >= 3 for case in rare), CASES
 
 
 @settings(max_examples=50)
@@ -153,7 +227,7 @@ def test_a_plan_for_the_idealised_trainer_is_refused_by_the_launcher(
 ) -> None:
     inputs, nodes = question
     there = machines([row(name, CPU=8, **{f"gpu_type_{gpu}": size}) for name, (gpu, size) in nodes.items()])
-    work = msgspec.structs.replace(inputs.work, trainer="idealised")
+    work = msgspec.structs.replace(inputs.work, trainer="idealised", reward_model=None)
     try:
         plan = make_plan(msgspec.structs.replace(inputs, work=work), time_limit_s=math.inf)
     except UserError:

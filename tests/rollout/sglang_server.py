@@ -61,6 +61,8 @@ class SglangServer:
         """Requests to come that stay with the front end until an abort has missed them."""
         self.event_s = 0.0
         self.context_length = 128
+        self.shape: dict[str, int] = {}
+        """What it tells of its GPUs: tp_size, pp_size."""
         self.label = "default"
         self.faults: list[str] = []
         """To come, in order: refuse, break, cut, hang, error, junk, huge, shrink, impostor, early; and of weights:
@@ -192,7 +194,7 @@ class SglangServer:
         return web.Response()
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        info: dict[str, Any] = {"context_length": self.context_length, "version": "contract"}
+        info: dict[str, Any] = {"context_length": self.context_length, "version": "contract", **self.shape}
         info["stream_output" if self.is_old else "incremental_streaming_output"] = self.is_incremental
         return web.json_response(info)
 

@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from baton.cluster.inventory import CPU, Machine, machines
-from baton.cluster.placement import Placement, check_engines, machines_of, place, without
+from baton.cluster.placement import Placement, check_engines, machines_of, place, servers_of, without
 from baton.cluster.plan_check import check_plan, check_reward_places
 from baton.cluster.ray.connection import RayCluster
 from baton.cluster.ray.ranks import RayRanks
@@ -24,15 +25,19 @@ from baton.cluster.supervision import SupervisionRules
 from baton.errors import RankLost, UserError
 from baton.policy.settings import dtype_on
 from baton.recipe.recipe import Recipe
+from baton.rollout.engine import EngineSettings
 from baton.run.predictions import predictions_of_plan
 from baton.specs.plan import Plan, read_plan
 from baton.stop import StopRequest
+from baton.swarm.listen import is_loopback
 
 if TYPE_CHECKING:
     from baton.run.loop import Loop, Observer
 
 MAX_RESTARTS = 3
 """Maximum number of restarts of the trainer, from its last checkpoint, after the loss of a rank or a machine."""
+SERVER_ANSWER_S = 30.0
+"""Maximum seconds for an SGLang server to answer before the run starts."""
 NOTICE_S = 60.0
 """Maximum seconds for Ray to detect the loss of a machine after a rank on this machine was lost."""
 
@@ -188,7 +193,26 @@ class _RayAttempts:
             is_alone = all(machines[spec.machine].address == own for spec in placement.workers)
             overrides.append(f'swarm.serve="{"127.0.0.1" if is_alone else own}:0"')
         check_engines(recipe.engine, placement.workers)
+        if recipe.engine.kind == "sglang" and recipe.engine.sglang.urls and not self.planner.servers:
+            self.planner.servers = self._servers(recipe.engine, placement, machines)
         return self.order.load(overrides)
+
+    def _servers(
+        self, engine: EngineSettings, placement: Placement, machines: dict[str, Machine]
+    ) -> dict[tuple[str, ...], str]:
+        """Return the GPUs of each replica → URL of its SGLang server, which must answer."""
+        from baton.rollout.engines.sglang.engine import api_key
+        from baton.rollout.engines.sglang.servers import ask_servers
+
+        own = engine.sglang
+        for url, spec in zip(own.urls, placement.workers, strict=False):
+            if is_loopback(urlsplit(url).hostname or "") and machines[spec.machine].address != self.cluster.own_address:
+                raise UserError(
+                    f"engine.sglang.urls: got {url} for the replica on {spec.machine}, which is not the machine of "
+                    "this command; give the server's address on the network"
+                )
+        infos = ask_servers(own.urls, key=api_key(own), timeout_s=SERVER_ANSWER_S)
+        return servers_of(engine, self.planner.plan, infos)
 
     def _own_trainer(self, placement: Placement, machines: dict[str, Machine]) -> Any:
         """Reserve resources for a trainer in this process; return None if the ranks are actors. The trainer runs in

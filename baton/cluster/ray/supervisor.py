@@ -11,7 +11,7 @@ The threads of the hub and the controller only read worker weights (`WorkerJoine
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -187,7 +187,7 @@ class RayWorkerSupervisor:
             slots=spec.slots,
             threads=spec.threads,
             device=self._planner.recipe.model.device,
-            options=_engine_options(self._planner.recipe, spec),
+            options=_engine_options(self._planner.recipe, spec, self._planner.servers),
         )
 
     def _await_ends(self) -> None:
@@ -297,8 +297,11 @@ class RayWorkerSupervisor:
             self._handle(sv.Planned(time.monotonic(), result.workers, result.words))
 
 
-def _engine_options(recipe: Recipe, spec: ProcessSpec) -> tuple[str, ...]:
-    """Return engine options with the parallel shape of a replica; empty if the engine has no such options."""
+def _engine_options(recipe: Recipe, spec: ProcessSpec, servers: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
+    """Return engine options with the parallel shape of a replica, or with the URL of its server; empty if the engine
+    has no such options."""
+    if (url := servers.get(spec.gpu_ids)) is not None:
+        return (f"url={url}",)
     if recipe.engine.kind != "vllm" or spec.tp * spec.pp == 1 or spec.gpu == CPU:
         return ()
     return (f"tensor_parallel={spec.tp}", f"pipeline_parallel={spec.pp}")

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from baton.errors import EngineFault, UserError
 from baton.files import memory_directory
 from baton.policy.tensors import policy_tensors
-from baton.rollout.engine import EngineSettings
+from baton.rollout.engine import EngineSettings, SglangSettings
 from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest
 from baton.rollout.engines.sglang.client import SglangClient
@@ -125,6 +125,17 @@ def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion,
     return engine
 
 
+def api_key(settings: SglangSettings) -> str | None:
+    """Return the key of the server; None if it has none. Raises UserError if its environment variable is not set."""
+    key = None if settings.key_variable is None else os.environ.get(settings.key_variable)
+    if settings.key_variable is not None and not key:
+        raise UserError(
+            f"engine.sglang.key_variable: the environment variable {settings.key_variable} is not set; set it to the "
+            "server's API key"
+        )
+    return key
+
+
 def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
     """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
     read_base: reads the tensors of the base model; required if versions are adapters."""
@@ -134,12 +145,7 @@ def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: 
             "engine.sglang.url: got nothing, but engine.kind = 'sglang' requires the URL of a running server, such as "
             "http://127.0.0.1:30000"
         )
-    key = None if own.key_variable is None else os.environ.get(own.key_variable)
-    if own.key_variable is not None and not key:
-        raise UserError(
-            f"engine.sglang.key_variable: the environment variable {own.key_variable} is not set; set it to the "
-            "server's API key"
-        )
+    key = api_key(own)
     skeleton = Skeleton(directory, settings)
     client = SglangClient(
         own.url,

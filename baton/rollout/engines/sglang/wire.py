@@ -33,6 +33,10 @@ class ServerInfo:
     """Whether the events of a stream contain only new tokens."""
     context_length: int | None = None
     """Maximum tokens of prompt and response together; None if the server does not report it."""
+    tp: int | None = None
+    """Number of tensor-parallel GPUs; None if the server does not report it."""
+    pp: int | None = None
+    """Number of pipeline stages; None if the server does not report it."""
 
 
 class _MetaInfo(msgspec.Struct):
@@ -82,11 +86,11 @@ def read_server(info: Any) -> ServerInfo:
     """Parse the response of `/server_info`. Raises EngineFault if it is not an object."""
     if not isinstance(info, dict):
         raise EngineFault(f"an SGLang server sent {str(info)[:100]!r} as /server_info, expected a JSON object")
-    length = info.get("context_length")
-    return ServerInfo(
-        is_incremental=bool(info.get("incremental_streaming_output") or info.get("stream_output")),
-        context_length=length if isinstance(length, int) else None,
+    length, tp, pp = (
+        value if isinstance(value := info.get(name), int) else None for name in ("context_length", "tp_size", "pp_size")
     )
+    is_incremental = bool(info.get("incremental_streaming_output") or info.get("stream_output"))
+    return ServerInfo(is_incremental, length, tp, pp)
 
 
 def load_of(answer: Any) -> int:
