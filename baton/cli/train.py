@@ -93,12 +93,14 @@ def train(
     console = err if as_json else out
     planned = None
     if plan is not None:
-        from baton.cluster.plan_check import check_plan
+        from baton.cluster.plan_check import check_plan, check_reward_places
         from baton.specs.plan import read_plan
 
         planned = read_plan(plan)
         if ray is None:
             console.print(f"{plan} is not carried out without --ray; the report compares its predictions with the run")
+        if ray is not None:
+            check_reward_places(planned, loaded, plan)
         if ray is None or dry_run:
             for note in check_plan(planned, loaded, plan):
                 console.print(note)

@@ -125,6 +125,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Kill every worker process and wait until all have ended."""
+        self._unloadable = self._unloadable or "the run has closed its worker processes"  # no further process starts
         if not self._is_here:  # the start of a process on another machine may wait for the machine
             for launch in self._launches:
                 launch.cancel()
@@ -155,16 +156,18 @@ class WorkerPool:
     @property
     def is_up(self) -> bool:
         """Whether the shared process runs and has loaded its scorers."""
+        started = self._started()
+        return started is not None and started.is_alive
+
+    def _started(self) -> ScorerProcess | None:
+        """Return the shared process, if it has started, also if it has ended."""
         shared = self._shared
-        return shared is not None and shared.done() and shared.exception() is None and shared.result().is_alive
+        return shared.result() if shared is not None and shared.done() and shared.exception() is None else None
 
     def _shared_worker(self) -> asyncio.Task[ScorerProcess]:
-        before = self._shared
-        if before is None:
-            self._shared = asyncio.create_task(self._start_worker_process())
-        elif before.done() and before.exception() is None and not before.result().is_alive:
-            self._shared = asyncio.create_task(self._start_worker_process(before.result()))
-        assert self._shared is not None
+        started = self._started()
+        if self._shared is None or (started is not None and not started.is_alive):
+            self._shared = asyncio.create_task(self._start_worker_process(started))
         return self._shared
 
     async def _start_worker_process(self, after: ScorerProcess | None = None) -> ScorerProcess:

@@ -182,4 +182,5 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def encode(message: msgspec.Struct) -> bytes:
+    """Return a message as msgpack."""
     return msgspec.msgpack.encode(message, enc_hook=plain)

@@ -176,6 +176,8 @@ def test_a_dry_run_compares_the_plan_too(tmp_path: Path) -> None:
     start = ["train", str(ROOT / "recipes" / "quickstart.toml"), "--dry-run", "--plan", str(file), "--ray", "auto"]
     with pytest.raises(UserError, match=r"plan.json was made for another run: .*got 32 × 4"):
         CliRunner().invoke(cli.app, [*start, "rollout.group_size=4"], catch_exceptions=False)
+    with pytest.raises(UserError, match=r"plan.json has no GPU for the reward model 'm'"):
+        CliRunner().invoke(cli.app, [*start, 'reward=[{kind = "model", model = "m"}]'], catch_exceptions=False)
 
 
 def test_the_planner_records_the_work_of_its_inputs(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class RayRewards:
                     f"cluster holds its {amounts}"
                 )
         try:
-            started.result()
+            await started
         except self._cluster.ray.exceptions.RayError as error:
             if self._machines[spec.machine].id not in self._cluster.alive():
                 raise self._gone(spec) from error
