@@ -9,7 +9,6 @@ from baton.rollout.settings import Rules
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.timing import Speed, TrainSpeed
 from baton.swarm.leases import LeaseRules
-from baton.swarm.version_sync import VersionSyncRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +46,13 @@ class SwarmSpec:
     """The numbers of a hub and its workers; times are in seconds."""
 
     rules: LeaseRules = field(default_factory=LeaseRules)
-    have_want: VersionSyncRules = field(default_factory=VersionSyncRules)
     link_s: float = 0.02
     """Latency of a message."""
     fetch_s: float = 1.0
-    """Time from the announcement of a version until a worker has fetched and verified it."""
-    activate_s: float = 0.0
-    """Time to load a fetched version into the engine."""
+    """Time from the announcement of a version until a worker has fetched, verified and loaded it."""
     heartbeat_s: float = 5.0
     tick_s: float = 1.0
     report_every_s: float = 2.0
-    reconnect_s: float = 0.5
-    """Wait before the first attempt to reconnect. The wait doubles after each failed attempt, up to 30 s."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,13 +122,12 @@ class Simulation(BatchRecords):
         return self._steps.trainer.version.number
 
     @property
-    def controller(self) -> RolloutController | None:
-        """None while no controller runs."""
-        return self._steps.controller if self._steps.has_begun else None
+    def controller(self) -> RolloutController:
+        return self._steps.controller
 
     @property
     def scheduler(self) -> RolloutScheduler:
-        return self._steps.controller.scheduler
+        return self.controller.scheduler
 
     def run(self) -> RunRecord:
         """Run until the last train step. Raises NoProgress if the run stops making progress."""

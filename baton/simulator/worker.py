@@ -50,7 +50,7 @@ class SimWorker:
         """Messages to the hub."""
         self.down: SimulatedConnection
         """Messages from the hub."""
-        self.session = WorkerSession(setting.swarm.have_want, first_wait_s=setting.swarm.reconnect_s)
+        self.session = WorkerSession()
         self.engine = SimEngine(
             clock,
             spec,
@@ -190,9 +190,8 @@ class SimWorker:
                     self._fetching_s = self._clock.now_s
                     self._clock.after(self._swarm.fetch_s * self.slowness, self._fetched, version)
                 case vs.Activate(version=version):
-                    load_s = self._swarm.activate_s
-                    self.engine.switch(version.number, resumes=self._resumes, load_s=load_s)
-                    self._clock.after(load_s, self._activated, version)
+                    self.engine.switch(version.number, resumes=self._resumes)
+                    self._clock.after(0.0, self._activated, version)
                 case vs.SetTimer(at_s=at_s):
                     self._clock.at(at_s, self._consider, vs.TimerFired(at_s))
                 case RunOver():

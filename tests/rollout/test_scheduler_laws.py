@@ -157,7 +157,7 @@ class Pauses(Log):
         self.world, self.choose = world, random.Random(seed).randrange
 
     def on_batch(self, groups: Sequence[Group]) -> None:
-        if self.world.controller is not None and not self.choose(3):
+        if not self.choose(3):
             with self.world.controller.paused():
                 self.world.clock.wait(1.0)
 

@@ -132,7 +132,7 @@ def test_a_refusal_ends_the_connection_or_the_worker() -> None:
 
 
 def test_waits_between_attempts_double_until_a_hub_serves_the_worker() -> None:
-    session = WorkerSession(first_wait_s=0.5, jitter=lambda: 0.5)
+    session = WorkerSession(jitter=lambda: 0.5)
     assert [session.lost(0.0) for _ in range(9)] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
     session.receive(welcome(), 0.0)
     assert session.lost(0.0) == 15.0, "Welcome is no service"

@@ -28,8 +28,8 @@ from baton.types import Abort, Lease, Report
 from baton.types import FromWorker as FromEngine
 
 CONNECT_DEADLINE_S = 30.0
-LONGEST_WAIT_S = 30.0
-"""Maximum seconds between two attempts to connect."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+"""Seconds between the first two attempts to connect, and maximum seconds between two attempts."""
 
 
 class ConnectionLost(Exception):
@@ -58,12 +58,11 @@ class WorkerSession:
         rules: vs.VersionSyncRules | None = None,
         *,
         url: str = "",
-        first_wait_s: float = 0.5,
         reconnect_timeout_s: float | None = None,
         jitter: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """url: address of the hub. first_wait_s: delay before the first attempt to reconnect. reconnect_timeout_s: as
-        in `WorkerOptions`. jitter: function that returns a random factor; each delay is multiplied by it."""
+        """url: address of the hub. reconnect_timeout_s: as in `WorkerOptions`. jitter: function that returns a random
+        factor; each delay before an attempt to reconnect is multiplied by it."""
         self.key = ""
         """Key that the hub has issued; kept in memory until the process ends."""
         self.welcome: messages.Welcome | None = None
@@ -81,9 +80,7 @@ class WorkerSession:
         self._incarnation: str | None = None
         """Incarnation of the hub that granted the engine's leases."""
         self._outbox, self._sync, self._failures = Outbox(), vs.VersionSync(rules), 0
-        self._url, self._first_wait_s, self._reconnect_timeout_s, self._jitter = (
-            url, first_wait_s, reconnect_timeout_s, jitter,
-        )  # fmt: skip
+        self._url, self._reconnect_timeout_s, self._jitter = url, reconnect_timeout_s, jitter
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -104,7 +101,7 @@ class WorkerSession:
         if self._reconnect_timeout_s is not None and silent_s >= self._reconnect_timeout_s:
             raise DeadlineExceeded(f"no hub has answered at {self._url} for {silent_s:.0f} s; the worker ends")
         self._failures += 1
-        wait_s = retry_wait_s(self._failures, first_s=self._first_wait_s, longest_s=LONGEST_WAIT_S)
+        wait_s = retry_wait_s(self._failures, first_s=FIRST_WAIT_S, longest_s=LONGEST_WAIT_S)
         return wait_s * self._jitter()
 
     def ready(self, worker_class: WorkerClass, slots: int) -> list[messages.FromWorker]:
