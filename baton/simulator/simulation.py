@@ -182,11 +182,12 @@ class Simulation(BatchRecords):
             controller.watches = self.watches
         step, cursor = self._checkpoint
         version = PolicyVersion(f"lineage {self.lineage}", step, f"digest {step}")
-        is_generating = lambda: controller.scheduler.num_leased > 0  # noqa: E731
         return TrainSteps(
             controller=controller,
             port=self.port,
-            trainer=VirtualTrainer(self.setting, self.clock, self.port, is_generating, version),
+            trainer=VirtualTrainer(
+                self.setting, self.clock, self.port, lambda: controller.scheduler.num_leased > 0, version
+            ),
             journal=self._journal,
             records=self,
             num_steps=self.setting.num_steps,

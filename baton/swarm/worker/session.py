@@ -55,7 +55,6 @@ class WorkerSession:
 
     def __init__(
         self,
-        rules: vs.VersionSyncRules | None = None,
         *,
         url: str = "",
         reconnect_timeout_s: float | None = None,
@@ -79,7 +78,7 @@ class WorkerSession:
         """Whether Welcome has arrived on this connection."""
         self._incarnation: str | None = None
         """Incarnation of the hub that granted the engine's leases."""
-        self._outbox, self._sync, self._failures = Outbox(), vs.VersionSync(rules), 0
+        self._outbox, self._sync, self._failures = Outbox(), vs.VersionSync(), 0
         self._url, self._reconnect_timeout_s, self._jitter = url, reconnect_timeout_s, jitter
 
     # ---- connections -------------------------------------------------------------------------------------------------
