@@ -21,7 +21,7 @@ def export(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16 or float16; default: that of the model with which the run started.",
+            help="float32, bfloat16 or float16; default: the dtype of the model with which the run started.",
             show_default=False,
         ),
     ] = None,

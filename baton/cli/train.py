@@ -59,7 +59,7 @@ def train(
         Path | None,
         typer.Option(
             "--plan",
-            help="Plan, written by `baton plan --out`: carried out with --ray, otherwise compared with the run.",
+            help="Plan, written by `baton plan --out`: executed with --ray, otherwise compared with the run.",
         ),
     ] = None,
     ray: Annotated[

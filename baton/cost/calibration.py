@@ -28,7 +28,8 @@ class AchievedSettings(Settings):
     """A value of the catalogue of achieved rates."""
 
     value: float
-    """The value that plans use. For a GPU type, the efficiencies in `PEAKS` are absolute rates."""
+    """The value that plans use. In the table of a GPU type, the efficiencies in `PEAKS` are absolute rates, not
+    shares."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]
@@ -104,7 +105,7 @@ def achieved() -> dict[str, dict[str, AchievedSettings]]:
 
 def calibrate(extra: Iterable[Gpu], own: CalibrationSettings | None = None) -> GpuCalibration:
     """Return the calibration of the catalogue's GPU types and of `extra` (the GPUs of the cluster or of the offers,
-    which may have other peaks).
+    whose peaks may differ from the catalogue's).
 
     For a GPU type that `own` names, no published values are used. For all other GPU types, the keys in the [default]
     section of `own` replace the published values.

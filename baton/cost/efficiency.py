@@ -26,9 +26,11 @@ class Efficiency(Settings):
     backward: float = Field(default=2.0, gt=0)
     """Time of a backward pass divided by the time of a forward pass. The default 2 is the ratio of their FLOPs."""
     train_beside: float = Field(default=1.0, gt=0)
-    """Factor by which a train step is slower while engines use the same cores, besides having fewer cores."""
+    """Factor by which a train step is slower while engines use the same cores, in addition to the effect of fewer
+    cores."""
     engine_beside: float = Field(default=1.0, gt=0)
-    """Factor by which engines are slower while the trainer uses the same cores, besides having fewer cores."""
+    """Factor by which engines are slower while the trainer uses the same cores, in addition to the effect of fewer
+    cores."""
     prefill: float = Field(default=0.5, gt=0)
     """Achieved share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)
@@ -59,7 +61,7 @@ class Efficiency(Settings):
     train_overhead_s: float = Field(default=0.0, ge=0)
     """Fixed time of one train step, independent of the batch."""
     cycle_overhead_s: float = Field(default=0.0, ge=0)
-    """Time of a train step outside generation, scoring, training and publication, such as that of journal and
+    """Time of a train step outside generation, scoring, training and publication, such as the time for journal and
     metrics."""
     runtime_gb: float = Field(default=RUNTIME_BYTES / 1e9, gt=0)
     """Memory of a trainer on a CPU outside of the tensors that the memory law counts, 10^9 bytes. Only the predictions

@@ -156,8 +156,8 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float], most: float) -> Efficiency:
-    """Minimise `error` by coordinate descent, with a factor that is reduced when no change helps. most: largest value
-    of a key."""
+    """Minimise `error` by coordinate descent. Each value is multiplied or divided by a factor, which is reduced when no
+    such change lowers the error. most: largest value of a key."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0

@@ -26,8 +26,8 @@ from baton.specs.workload import Workload
 DRAIN_POINTS = 48
 """Number of points of the numerical integrals over positions."""
 CLASS_VALUES = 2**16
-"""Cost of one more length class in a decode step of the embedded engine on a CPU: about 30 µs per layer. It is stated
-as the number of key values that are scanned in this time."""
+"""On a CPU, the embedded engine may divide the rows of a decode step into classes of similar length. This constant is
+the cost of one more class, about 30 µs per layer, as the number of key values that are scanned in this time."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):
@@ -147,7 +147,7 @@ def decode_s(
 def prefill_s(
     model: ModelSpec, place: DeviceClass, tp: int, layers: tuple[int, ...], tokens: float, squared: float
 ) -> float:
-    """Return the prefill time of one sequence on the slowest stage. `squared`: mean square of the tokens."""
+    """Return the prefill time of one sequence on the slowest stage. `squared`: mean of the squared number of tokens."""
     window = model.seen(tokens) / tokens if tokens else 1.0
     flops = model.layer_flops_per_token * tokens + model.attention_flops_per_pair * squared / 2 * window
     return max(layers) * flops / tp / (place.gpu.flops * place.efficiency.prefill)

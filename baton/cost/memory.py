@@ -14,7 +14,7 @@ A checkpoint is written tensor by tensor, so it is not a phase.
 
 With several ranks, FSDP shards the state, and gathers one block while it fetches the next. Counts of bytes follow from
 the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares these counts with measurements. Memory
-that no count of tensors shows is marked by `Term.is_assumed`. All functions take numbers, or numpy arrays of equal
+outside of tensors is assumed, and marked by `Term.is_assumed`. All functions take numbers, or numpy arrays of equal
 length.
 """
 
@@ -90,7 +90,8 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     is_stage: Array = False
     """Whether the rank belongs to one of several pipeline stages. FSDP then gathers even a single rank's weights."""
     value_bytes: int = 2
-    """Bytes of a value in linear layers: 2 for bfloat16, from autocast (one process) or gathers (several ranks)."""
+    """Bytes of a value in linear layers: 2 for bfloat16, to which autocast (one process) or FSDP (several ranks)
+    casts."""
     recomputes: bool = True
     """Whether activations are recomputed in the backward pass."""
     whole_gradients: bool = False

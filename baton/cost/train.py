@@ -92,8 +92,8 @@ def stage_terms(
     """Return the coefficients of stages of width tp × dp on one GPU type.
 
     Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer, and
-    computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among so many
-    ranks, and gradients are also summed over the copies. The idealised trainer gathers weights once per update.
+    computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among this number
+    of ranks, and gradients are also summed over the copies. The idealised trainer gathers weights once per update.
     """
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu

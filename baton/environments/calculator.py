@@ -44,7 +44,8 @@ class Calculator(ToolEnvironment):
         max_turns: int | None = None,
         is_compact: bool = False,
     ) -> None:
-        """`is_compact`: a call is a turn like `12*34=`, and the prompt is only the expression. Raises UserError."""
+        """`is_compact`: a call is a turn like `12*34=`, and the prompt is only the expression. Raises UserError if
+        `num_operations` or `digits` is out of range."""
         if not 1 <= num_operations <= 50 or not 1 <= digits <= 9:
             raise UserError(
                 f"calculator: got num_operations {num_operations} and digits {digits}; allowed are 1 to 50 and 1 to 9"

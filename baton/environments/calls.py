@@ -76,7 +76,7 @@ class ActRequest(msgspec.Struct, frozen=True, tag="Act"):
     action: str | None = None
     """Text of the turn to execute. None: return the observation after the last turn of `log`, or after the reset."""
     first_digest: str = ""
-    """Digest of the first observation, which the prompt contains. If it is empty, it is not compared."""
+    """Digest of the first observation, which the prompt contains. If this field is empty, no digest is compared."""
     num_left_out: int = 0
     """Number of earlier turns of the episode that `log` does not contain."""
 
@@ -132,7 +132,8 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     """Reason, in one sentence."""
     blame: float = 1.0
     """Share of the failure that counts against this call. If the process ended and the episode cannot be replayed: 1
-    divided by the number of calls that were running in the process, or 0 if the episode had no running call."""
+    divided by the number of calls that were running in the process, or 0 if the episode had no running call, or if the
+    process was killed because of another call's deadline."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):

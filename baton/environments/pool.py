@@ -4,8 +4,8 @@
                         ▲                              │ process ended, or does not respond
                         └──────────────────────────────┘ at most `retries` times, then alone in its process
 
-An episode stays on one process. This module starts no thread. One thread calls `submit`, `collect` and `discard`, and
-these calls read, kill and restart the processes.
+An episode stays on one process. This module starts no thread. One thread calls `submit`, `collect` and `discard`. These
+calls also receive the messages of the processes, and kill and restart processes.
 
 If a process ends, each of its running calls may be the cause. These calls are retried one at a time, so that only the
 call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. Its

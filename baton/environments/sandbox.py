@@ -3,7 +3,8 @@
 The child is `python -I -S sandbox.py`. Before it executes the code, it permanently restricts itself:
 
 * rlimits limit memory, processor time, and the size and number of files;
-* Landlock (Linux 5.13) allows it to read Python's own files and to use its empty working directory, but no other file;
+* Landlock (Linux 5.13) allows it to read the files of Python and the system's libraries, and to use its empty working
+  directory, but no other file;
 * seccomp denies sockets, new programs and processes, signals to other processes, changes of permissions, and
   debugging calls;
 * as root, it drops its capabilities.
@@ -155,7 +156,7 @@ def _limit(timeout_s: float, memory_bytes: int) -> None:
 
 
 def _restrict_files() -> None:
-    """Deny access to all files except Python's own and the working directory."""
+    """Deny access to all files except those of Python, the system's libraries and the working directory."""
     abi = _landlock_abi()
     handled = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
     attributes = struct.pack("=QQQ", handled, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]

@@ -11,8 +11,8 @@ class EnvironmentSettings(Settings):
     """[environments] The processes that run environments. They start with the run."""
 
     processes: int = Field(default=2, ge=1)
-    """Number of environment processes. The calls of an episode run in one process; if this process is lost, in
-    another."""
+    """Number of environment processes. All calls of an episode run in one process, or in the process that replaces it
+    if it ends."""
     max_concurrent: int = Field(default=64, ge=1)
     """Maximum number of calls that run at once in all processes together; further calls wait in a queue."""
     timeout_s: float = Field(default=60.0, gt=0)

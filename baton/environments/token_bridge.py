@@ -2,9 +2,9 @@
 
     prompt ids ─▶ sampled ids of a turn ─▶ suffix ids: end of the turn, observation, start of the next turn ─▶ …
 
-Rendering a whole conversation again and tokenising it changes the ids of earlier turns (BPE merges, whitespace, JSON
-rewritten by the template), so the logprobs of sampled tokens would no longer belong to the ids that are trained. The
-bridge only appends. It derives the text around an observation from the template, once, when the run starts.
+Rendering and tokenising a whole conversation again can change the ids of earlier turns (BPE merges, whitespace, JSON
+rewritten by the template). The logprobs of sampled tokens would then not belong to the ids that are trained. The bridge
+only appends. It derives the text around an observation from the template, once, when the run starts.
 
 A template that removes earlier reasoning from the history cannot be continued by appending. When such a template
 removes reasoning, the whole history is rendered again, which begins a new path of the episode.
@@ -101,7 +101,7 @@ class TokenBridge:
         return text
 
     def begins_path(self, turns: Iterable[str], role: str) -> bool:
-        """Whether an observation of this role begins a new path, because it makes the template change earlier turns."""
+        """Return whether an observation of this role begins a new path, because the template changes earlier turns."""
         return self._roles[role].removes_thoughts and any(_CLOSE_THOUGHT in turn for turn in turns)
 
     def suffix(self, turn_ids: Sequence[int], observation: Message) -> tuple[int, ...]:
@@ -191,7 +191,8 @@ class TokenBridge:
         return _THOUGHT not in self._text(messages, is_open=True)
 
     def _derive_tool_format(self) -> ToolFormat | None:
-        """Find the tool family (`tools.py`) that reads this template's calls, and whether it renders schemas."""
+        """Find the tool family (`tools.py`) that reads this template's calls, and whether the template renders
+        schemas."""
         call = ToolCall(_TOOL, {"text": "a b", "number": 7})
         function = {"name": call.name, "arguments": call.arguments}
         calls = [{"id": "quokka777", "type": "function", "function": function}]
@@ -231,13 +232,15 @@ class TokenBridge:
 
 
 def _is_mark(token: str, template: str) -> bool:
-    """Whether an added token that is not special is a mark such as <think> or <|file_sep|>, not a word or HTML tag."""
+    """Return whether an added token is a mark: it has a form such as <think> or <|file_sep|>, or the template contains
+    it."""
     is_in_form = re.fullmatch(r"<[|｜].+[|｜]>|</?(think|tool_call|tool_response)>", token) is not None
     return bool(token.strip()) and (is_in_form or token in template)
 
 
 def _opens(prompt: str, shown: str) -> bool:
-    """Whether a generation prompt is the text before a reply in the history, except for tags of reasoning."""
+    """Return whether a generation prompt equals the text that the template writes before a reply in the history. Tags
+    of reasoning may differ."""
     num_equal = next((n for n, (a, b) in enumerate(zip(prompt, shown, strict=False)) if a != b), len(shown))
     return _THOUGHT_TAGS.fullmatch(prompt[num_equal:]) is not None
 

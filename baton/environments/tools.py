@@ -87,7 +87,8 @@ def _call(source: Any) -> ToolCall:
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the JSON schema of a function from its annotations and Google docstring. Raises UserError."""
+    """Return the JSON schema of a function, derived from its annotations and its docstring in Google's style. Raises
+    UserError if a part is missing."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     known = getattr(function, "__func__", function)  # each episode has its own bound method
@@ -138,8 +139,8 @@ class ToolEnvironment:
     ) -> None:
         """`tools`: functions or import paths. `family`: form of calls; by default that of the chat template. `reward`:
         import path of a function that scores the last turn. It receives the turn's text and columns of the row. Without
-        it, the reward is 0. `max_turns`: at most the task's `max_turns`, which is the default. Raises UserError for an
-        unknown family, or for a function that cannot be imported or has no schema."""
+        it, the reward is 0. `max_turns`: maximum number of turns; the task's `max_turns` is the default and the upper
+        limit. Raises UserError for an unknown family, or for a function that cannot be imported or has no schema."""
         if family not in (None, *FAMILIES):
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
         functions = [import_function(one, what="tool") if isinstance(one, str) else one for one in tools]

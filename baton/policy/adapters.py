@@ -79,7 +79,7 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of all linear layers except the head, such as "q_proj", without duplicates.
-    Fused experts are not linear layers."""
+    Fused experts are left out, because they are not `torch.nn.Linear`."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     found = {
         name.rpartition(".")[2]
@@ -113,7 +113,8 @@ def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return an adapter in the published form, with the scale in B: the tensors of `raw` or the model's."""
+    """Return an adapter in the published form, in which B is multiplied by the scale. `raw`: the adapter's tensors, as
+    `raw_tensors` returns them; None means those of the model."""
     raw = raw_tensors(model) if raw is None else raw
     config: Any = model.peft_config[_NAME]
     found = {}
@@ -126,7 +127,8 @@ def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | No
 
 
 def read_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the adapter of a checkpoint, with the names of `raw_tensors`. Raises UserError if there is none."""
+    """Read a checkpoint's adapter, with the tensor names of `raw_tensors`. Raises UserError if the checkpoint has
+    none."""
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise UserError(f"{directory} holds no adapter (adapter_model.safetensors), but this run trains one ([lora])")
@@ -200,18 +202,20 @@ def write_adapter(tensors: Mapping[str, Any], directory: Path) -> None:
 
 
 class BaseWeights:
-    """Copies of an engine's base weights. They are needed when another adapter replaces the merged adapter."""
+    """Copies, from before the merge, of the engine's weights that an adapter changes. They are needed when another
+    adapter replaces the merged adapter."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the copies, after a whole model was loaded, which is the base of the next adapter."""
+        """Drop the copies. Called after a whole model was loaded, because the next adapter changes that model."""
         self._kept.clear()
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Copy the base weights back to the engine's weights `own`, without the merged adapter; drop the copies."""
+        """Restore the base weights in the engine's weights `own`, which removes the merged adapter, and drop the
+        copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
         self._kept.clear()

@@ -31,8 +31,8 @@ _ENTROPY_ROWS = 4096
 """Maximum tokens whose probabilities [tokens, V] are in memory while the entropy is summed."""
 
 CACHED_LOGITS = 2**19
-"""Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). Beyond it, reading
-logits takes longer than computing with them. Matrix products process more rows at a time."""
+"""Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). With more logits,
+reading them takes longer than computing with them. The limit does not apply to matrix products."""
 
 PRODUCT_ROWS = 8192
 """In bfloat16, the head's gradient [V, H] is computed in blocks of this number of rows. Each block is stored in a
@@ -77,7 +77,8 @@ class Head:
 
 
 def use_float32_head(model: PreTrainedModel) -> None:
-    """Make a head compute float32 from bfloat16 inputs and weights, even under autocast. Call before `find_head`."""
+    """Make the head compute float32 logits from bfloat16 inputs and weights, even under autocast. Call this function
+    before `find_head`. Raises UserError if the head is not a linear layer."""
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     if type(head) is torch.nn.Linear:
         head.forward = partial(_float32_linear, head)  # type: ignore[method-assign]
@@ -102,8 +103,8 @@ def _float32_linear(head: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor
 
 
 def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 output of a linear layer. If `has_wide_products` is False for the device, bfloat16 inputs and
-    weights are first copied to float32."""
+    """Return the float32 output of a linear layer. If gradients are enabled, or if `has_wide_products` is False for the
+    device, bfloat16 inputs and weights are first copied to float32."""
     if states.dtype is torch.float32 or torch.is_grad_enabled() or not has_wide_products(states.device):
         return linear(states.float(), weight.float(), None if bias is None else bias.float())
     found = torch.mm(states.reshape(-1, states.shape[-1]), weight.T, out_dtype=torch.float32)
@@ -112,7 +113,8 @@ def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 @cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether a device multiplies bfloat16 matrices to float32. CPUs and some ROCm builds of torch do not."""
+    """Return whether a device can multiply bfloat16 matrices with a float32 result. CPUs and some ROCm builds of torch
+    cannot."""
     factor = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.mm(factor, factor, out_dtype=torch.float32)
@@ -210,8 +212,8 @@ def head_scores(
     logits are in memory at the same time.
 
     `kept_NK`: sampling masks (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole
-    vocabulary if `kept_NK` is None. N may stand for several dimensions. If the logits are computed in several pieces,
-    the backward pass recomputes each piece.
+    vocabulary if `kept_NK` is None. Instead of N, the tensors may have several dimensions, such as [B, K]. If the
+    logits are computed in several pieces, the backward pass recomputes each piece.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     kept_TK = None if kept_NK is None else kept_NK.view(-1, kept_NK.shape[-1])

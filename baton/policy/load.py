@@ -96,8 +96,9 @@ def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -
     """Return the tensors of a model's files, keyed by their names in `model`. With the returned object, a rank can read
     its own shards of a tensor without the other shards.
 
-    All tensors are loaded into host memory in four cases: `path` is an adapter; the files are not safetensors;
-    `file_layout` does not know their arrangement; `is_exact` is set and the files contain tensors that the model lacks.
+    All tensors are loaded into host memory in four cases: `path` is an adapter; the files are not safetensors; the
+    files do not contain the tensors that `file_layout` expects; `is_exact` is set and the files contain tensors that
+    the model lacks.
 
     Raises UserError when no model can be loaded from `path`.
     """
@@ -156,7 +157,8 @@ def _fit_head(model: PreTrainedModel, head_dtype: str) -> None:
 
 
 def supported_attention(config: PretrainedConfig, attention: str) -> str:
-    """Return `attention`; for "sdpa" and a model family without it, log a warning and return "eager"."""
+    """Return `attention`. If it is "sdpa" and the model family does not support SDPA, log a warning and return
+    "eager"."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention != "sdpa" or kind is None or kind._supports_sdpa:
         return attention
@@ -230,7 +232,8 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
 
 
 def dtype_of(path: str) -> str:
-    """Return the dtype in a model's configuration, or "float32", which loses no bits, if `EXPORT_DTYPES` lacks it."""
+    """Return the dtype that a model's configuration names. Return "float32" if the configuration cannot be read, or if
+    `EXPORT_DTYPES` lacks its dtype."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError):
@@ -271,7 +274,8 @@ def device_type(name: str) -> str:
 
 
 def torch_device(name: str, key: str = "model.device") -> torch.device:
-    """Return the torch device of a recipe's device name. Raises UserError naming `key` if it is unavailable."""
+    """Return the torch device of a recipe's device name. Raises UserError, which names `key`, if the name is invalid or
+    there is no CUDA GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -25,7 +25,7 @@ from baton.policy.sampling_masks import kept_logits, places_in
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of given tokens under a policy. N may stand for several dimensions."""
+    """Scores of given tokens under a policy. Instead of N, the tensors may have several dimensions, such as [B, K]."""
 
     logprobs: torch.Tensor
     """[N] float32 log π at the sampling temperature."""
@@ -94,8 +94,8 @@ def packed_scores(
 
 def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), *, has_head: bool = True) -> bool:
     """Return whether scoring rows packed in one pass gives the same scores as scoring them one after another. `shares`:
-    number of consecutive rows that share each prompt. If `has_head` is False, hidden states are compared instead of
-    scores, because the pipeline stage has no head."""
+    number of consecutive rows that share each prompt. If `has_head` is False, as for a pipeline stage without the head,
+    hidden states are compared instead of scores."""
     if has_head and find_head(model) is None:
         return False
     vocabulary: int = model.config.get_text_config().vocab_size

@@ -22,8 +22,8 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def release_free_memory() -> None:
-    """Return freed host memory to the system. glibc otherwise keeps freed blocks of up to 32 MiB in its heap, where the
-    next tensors, of other sizes, may not fit. Has no effect with other C libraries."""
+    """Return freed host memory to the system. Otherwise glibc keeps freed blocks of up to 32 MiB in its heap, and
+    tensors of other sizes may not fit into these blocks. Has no effect with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -27,8 +27,8 @@ class RewardModel:
         self._tokenizer, config, self.max_positions = check_reward_model(path)
         self._device = torch_device(device, "[[reward]] devices")
         self.batch_tokens = 0 if self._device.type == "cpu" else batch_tokens
-        """Maximum number of tokens of a batch with padding. 0: each sequence is a batch, as on a CPU, so that the bits
-        of a score do not depend on other sequences."""
+        """Maximum number of tokens of a batch with padding. 0 means that each sequence is a batch of its own. The value
+        is 0 on a CPU, so that other sequences do not change the bits of a score."""
         name, revision = split_revision(path)
         value_type = torch_dtype(dtype_here(self._device.type, dtype))
         try:
@@ -58,7 +58,8 @@ class RewardModel:
         self._model = model.to(self._device).eval()
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation that ends with a response. Raises an error of the chat template."""
+        """Return the ids of a conversation that ends with a response. Raises any error that the chat template
+        raises."""
         return conversation_ids(self._tokenizer, messages)
 
     @torch.inference_mode()

@@ -26,7 +26,8 @@ the router chooses this expert itself."""
 
 
 class _Choice(TorchFunctionMode):
-    """Replaces a router's top k of its E scores [T, E] by given experts, which the router weights as usual."""
+    """Records the top k of a router's E scores [T, E]. If experts are given, they replace the top k, with the router's
+    own scores of these experts."""
 
     def __init__(self, num_experts: int, given: torch.Tensor | None) -> None:
         super().__init__()
@@ -53,8 +54,9 @@ class RoutingReplay:
     def __init__(
         self, model: PreTrainedModel, run: Callable[[Any, Callable[[Any], Any]], Any] = lambda model, work: work(model)
     ) -> None:
-        """Wrap the model's routers. Raises UserError if the model has no router, or one that does not choose the top k.
-        `run`: calls a function with the model while the model's parameters are gathered (`SingleRank.run`)."""
+        """Wrap the model's routers. Raises UserError if the model has no router, or a router that does not choose the
+        experts with the highest scores. `run`: calls a function with the model while the model's parameters are
+        gathered (`SingleRank.run`)."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         self._routers = routers_of(model)
@@ -80,7 +82,8 @@ class RoutingReplay:
 
     @contextmanager
     def replayed(self, routing: Routing | None) -> Iterator[None]:
-        """Replay recorded choices within the context. Include the backward pass, which may recompute blocks."""
+        """Replay recorded choices within the context. The backward pass must run within the context too, because it may
+        recompute blocks."""
         self._replayed = routing
         try:
             yield
@@ -109,8 +112,8 @@ class RoutingReplay:
         return dict(zip(self._routers, parts, strict=True))
 
     def as_bytes(self, routing: Routing) -> list[bytes]:
-        """Return recorded choices as one bytes object per token, which contains the experts of one router after
-        another. `num_bytes` is its length."""
+        """Return recorded choices as one bytes object per token. It contains the experts of one router after another,
+        and its length is `num_bytes`."""
         chosen = torch.cat(tuple(routing.values()), dim=1).cpu().numpy().astype(_item(self._routers))
         return [row.tobytes() for row in chosen]
 

@@ -45,7 +45,8 @@ class LoraSettings(Settings):
     """Scale of the adapters: an adapter adds (alpha / rank) · B A to its weight."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers that get an adapter, given by the last part of their names, such as ["q_proj", "v_proj"].
-    `all-linear` selects all linear layers except the head. Fused experts are not linear layers."""
+    `all-linear` selects all linear layers except the head. Fused experts get no adapter, because they are not linear
+    layers."""
 
 
 class ScratchSettings(Settings):

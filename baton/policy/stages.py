@@ -26,7 +26,8 @@ class StageModel:
     """A model that has been cut to one stage."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], stage: int) -> None:
-        """Cut `model` in place. `layers`: layers of each stage. Raises UserError if the model has no pipeline plan."""
+        """Cut `model` in place. `layers`: number of layers of each stage. Raises UserError if the model has no pipeline
+        plan."""
         base: Any = model.base_model
         before, after = _plan_of(model)
         is_first, is_last = stage == 0, stage == len(layers) - 1
@@ -120,7 +121,8 @@ class _Entry(_Elsewhere):
 
 
 class _Embedding(_Elsewhere):
-    """Replaces the embedding of the first stage. With tied weights, it holds the last stage's copy."""
+    """Replaces the embedding of the first stage. On the last stage of a model with tied weights, it holds this stage's
+    copy of the weight."""
 
     def __init__(self, stage: StageModel, part: torch.nn.Embedding, tied: torch.nn.Parameter | None) -> None:
         super().__init__(part)

@@ -58,13 +58,14 @@ Spec = tuple[torch.dtype, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A part of a tensor, stored under its own name."""
+    """A part of a tensor, stored under a name of its own."""
 
     name: str
     """Name of the piece in its file."""
     box: Box
     kept: tuple[int, ...]
-    """Dimensions of the tensor that the piece has too. In the others, the piece covers a single index."""
+    """Dimensions of the tensor that are also dimensions of the piece. In each other dimension, the piece covers one
+    index."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,7 +107,8 @@ class StoredTensors:
         return cls(found)
 
     def fill(self, name: str, into: torch.Tensor, box: Box | None = None) -> None:
-        """Read a tensor, or its part `box`, into one of the same shape. Raises ValueError if values are missing."""
+        """Read a tensor, or its part `box`, into the tensor `into` of the same shape. Raises ValueError if the files
+        lack values."""
         box = box_of(into) if box is None else box
         num_read = 0
         for piece, source in self._pieces[name]:
@@ -121,7 +123,8 @@ class StoredTensors:
             raise ValueError(f"{name} is incomplete: the files have {num_read} of {into.numel()} numbers")
 
     def like(self, name: str, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor in the dtype, layout and (by default) device of `like`; if it is sharded, this rank's shard."""
+        """Read a tensor in the dtype, layout and (by default) device of `like`. If `like` is sharded, read only this
+        rank's shard."""
         own = torch.empty(local(like).shape, dtype=like.dtype, device=device or like.device)
         self.fill(name, own, box_of(like))
         if not isinstance(like, DTensor):
@@ -145,7 +148,7 @@ class StoredTensors:
 
 @dataclass(frozen=True)
 class ReadAtAccess(Mapping[str, torch.Tensor]):
-    """Stored tensors, each of which is read into host memory whenever it is accessed, so that none is kept."""
+    """A mapping that reads a stored tensor into host memory at each access, and keeps none of them."""
 
     stored: StoredTensors
     specs: Mapping[str, torch.Tensor]

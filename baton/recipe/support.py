@@ -25,7 +25,8 @@ class SupportAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     default: str
     crossed: bool = False
-    """Whether non-default values of this axis need tests with those of every other crossed axis."""
+    """Whether each non-default value of this axis needs a test with each non-default value of every other crossed
+    axis."""
 
 
 class SupportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -88,9 +88,9 @@ def share_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
     """Return the share of true outcomes with its 95 % interval. outcomes: one sequence per prompt, with one element per
     response.
 
-    With one response per prompt, the interval is Wilson's score interval. Several responses to the same prompt are not
-    independent. In this case the interval comes from 2000 bootstrap draws with a fixed seed, each of which resamples
-    the prompts.
+    With one response per prompt, the interval is Wilson's score interval. Several responses to one prompt are not
+    independent, so with several responses per prompt the interval comes from 2000 bootstrap draws with a fixed seed.
+    Each draw resamples the prompts.
     """
     shares = [sum(row) / len(row) for row in outcomes]
     count = len(shares)

@@ -175,7 +175,8 @@ class Journal:
             self._put(EntryKey("segments", group_id, sample_index, token_offset), segments)
 
     def finished(self, trajectory: Trajectory, episode: Episode | None = None) -> None:
-        """Record a complete trajectory; of a multi-turn task with its episode, until the reward is recorded."""
+        """Record a complete trajectory. `episode`: the episode of a multi-turn task, kept until the reward is
+        recorded."""
         key = (trajectory.group_id, trajectory.sample_index)
         self._remove(("segments", "judged", *_OF_AN_EPISODE), *key)
         self._put(EntryKey("finished", *key), trajectory)
@@ -188,8 +189,8 @@ class Journal:
             self._put(EntryKey("turn", trajectory.group_id, trajectory.sample_index), trajectory.num_tokens)
 
     def observed(self, trajectory: Trajectory, episode: Episode) -> None:
-        """Record the last exchange of an open episode. If its observation started a new path, record the path before
-        and the trajectory of the new one. Otherwise `grew` records the observation's tokens."""
+        """Record the last exchange of an open episode. If its observation started a new path, record the previous path
+        and the trajectory of the new path. Otherwise `grew` records the observation's tokens."""
         if not self._keeps_partials:
             return
         key = (trajectory.group_id, trajectory.sample_index)
@@ -242,7 +243,7 @@ class Journal:
 
     def checkpointed(self, step: int, oldest_step: int) -> None:
         """Delete the groups of all batches up to `step`, because a checkpoint now contains them. oldest_step: step of
-        the oldest checkpoint from which the run may resume. The metrics of batches after this step are kept."""
+        the oldest checkpoint from which the run may resume. The metrics of batches after `oldest_step` are kept."""
         for group_id in self._gone(step):
             self._remove(_GROUP_KINDS, group_id)
         for key, _ in self._find(("batch",)):

@@ -56,14 +56,16 @@ class Isolation:
     """Description of the isolation in one line for the user."""
 
     def enter_scratch(self) -> None:
-        """Make `scratch` the working directory, after all imports, whose paths are relative to the run's directory."""
+        """Make `scratch` the working directory. Call this method after all imports, because their paths are relative to
+        the run's directory."""
         os.chdir(self.scratch)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch)
 
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment variables of a scorer process. They let Python import this package, and limit it to one
-    thread. They include the variables of `run` (the run's environment) whose names `_ALLOWED` matches or `names` lists.
+    """Return the environment variables of a scorer process. They let Python import this package, and limit OpenMP to
+    one thread. They include the variables of `run` (the run's environment) whose names `_ALLOWED` matches or `names`
+    lists.
 
     Raises UserError if a variable of `names` is not set.
     """
@@ -116,8 +118,8 @@ def keep(*, network: bool, who: str = "reward scorers", network_key: str = "judg
 
 
 def detach_streams() -> None:
-    """Close standard input, and redirect standard output to standard error, so that output of user code does not mix
-    with messages. The caller must have duplicated both streams, to use the duplicates for messages."""
+    """Redirect standard input from /dev/null and standard output to standard error, so that output of user code does
+    not mix with messages. The caller must have duplicated both streams, to use the duplicates for messages."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1)  # by line, because a kill would lose the content of a larger buffer
@@ -228,7 +230,8 @@ def _exit_code(status: int) -> int:
 
 
 def _enter_namespaces(*, network: bool) -> str | None:
-    """Enter new namespaces, the PID namespace with the next fork; return None, or why they are not available."""
+    """Enter new namespaces. The next child process becomes the first process of the new PID namespace. Return None, or
+    the reason why namespaces are not available."""
     if sys.platform != "linux":
         return f"not on {sys.platform}"
     uid, gid = os.getuid(), os.getgid()

@@ -67,8 +67,9 @@ OF_ANSWERS = ("exact", "math", "format")
 MODEL_DEADLINE_S = 120.0
 """Default deadline of a call of a reward model, which waits for the calls before it."""
 MAX_UNANSWERED = 32
-"""After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested: a call
-that it has answered before is repeated. If it succeeds, the responses caused the failures and the run continues."""
+"""After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested with a
+call that it has answered before, or with the reference answer if there is no such call. If the test succeeds, the
+responses caused the failures and the run continues. Otherwise the run stops with an error."""
 
 Finished = Trajectory | ScoredTrajectory
 """A finished trajectory, or a multi-turn episode with the reward of its environment."""
@@ -191,8 +192,8 @@ class RewardScorer:
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         """Return the trajectories that have been scored. Wait at most `timeout_s` seconds for the first trajectory.
-        Raises UserError if a scorer does not answer any call. Raises DeadlineExceeded, which names the scorers, if no
-        result arrives for `self.timeout_s` seconds."""
+        Raises UserError if a worker process cannot load its scorers, or if a scorer fails the test of `MAX_UNANSWERED`.
+        Raises DeadlineExceeded, which names the scorers, if no result arrives for `self.timeout_s` seconds."""
         found: list[ScoredTrajectory] = []
         while self._waiting:
             try:
@@ -282,8 +283,8 @@ class RewardScorer:
         )
 
     async def _checked_call(self, scorer: _BackgroundScorer, calls: Calls) -> Outcomes:
-        """Call a scorer. After MAX_UNANSWERED calls without an answer, test the scorer with a call that it has answered
-        before. Raises UserError if the scorer does not answer the test."""
+        """Call a scorer. After MAX_UNANSWERED calls without an answer, test the scorer as described there. Raises
+        UserError if the scorer does not answer the test."""
         if scorer.needs_answer and calls[0].answer is None:
             return (CallValue(0.0),)
         outcomes = await scorer.call(calls)

@@ -30,7 +30,7 @@ class Call(msgspec.Struct, frozen=True):
     answer: str | None
     """Answer extracted from the response; None if the response does not follow the answer format."""
     token_ids: tuple[int, ...] = ()
-    """Token ids of the response as sampled, shape [L]; of an episode, of all paths, with observations."""
+    """Token ids of the response as sampled, [L]. For an episode: the ids of all its paths, including observations."""
     episode: Episode | None = None
     """The episode, without its earlier paths; None for a single-turn task."""
     turns: tuple[Message, ...] = ()

@@ -117,7 +117,8 @@ class JudgeSettings(Settings):
     them."""
 
     workers: int = Field(default=2, ge=1)
-    """Number of worker processes for scorers that may hang or crash. Each process executes one call at a time."""
+    """Maximum number of worker processes that each execute one scorer call at a time. Async functions share one further
+    process, and each reward model has one further process per device."""
     deadline_s: float = Field(default=10.0, gt=0)
     """Maximum seconds of one call, whose process is then killed; `deadline_s` of a [[reward]] overrides it."""
     retries: int = Field(default=2, ge=0)

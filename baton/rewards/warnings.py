@@ -60,7 +60,8 @@ class RewardWarnings:
         ]
 
     def stepped(self, step: int, groups: Sequence[Group]) -> list[str]:
-        """Return a warning if every group had equal rewards in the last `EQUAL_STEPS` steps; otherwise nothing."""
+        """Return a warning if the rewards within each group have been equal for `EQUAL_STEPS` consecutive steps, then
+        after 2, 4, … times as many such steps. Otherwise return an empty list."""
         self._equal_steps = self._equal_steps + 1 if have_equal_rewards(groups) else 0
         if not self._equal_steps:
             self._next_warning = EQUAL_STEPS

@@ -35,8 +35,8 @@ class _Sizes(Settings):
     max_terms: int = 6
     """Maximum number of numbers in an expression."""
     min_digits: int = Field(default=1, ge=1)
-    """Minimum number of digits. For each expression, a number of digits from `min_digits` to `max_digits` is drawn. No
-    number of the expression has more digits."""
+    """Minimum number of digits. For each expression, a number of digits from `min_digits` to `max_digits` is drawn. It
+    limits the numbers of the expression."""
     max_digits: int = 4
     """Maximum number of digits."""
 
@@ -51,7 +51,7 @@ class _Sizes(Settings):
 
 
 class ChainSum(_Sizes):
-    """Sums and differences of numbers with the same number of digits."""
+    """Sums and differences. Without negative numbers, all numbers of an expression have the same number of digits."""
 
     allow_negation: bool = False
     """Draw negative numbers too."""
@@ -86,7 +86,7 @@ class BasicArithmetic(_Sizes):
     allow_parentheses: bool = True
     """False: expressions have neither parentheses nor negative numbers."""
     allow_negation: bool = True
-    """Negate some of the parentheses."""
+    """Put a minus sign before some parentheses. With `allow_parentheses`, numbers may be negative in any case."""
     format_style: Literal["simple", "natural"] = "simple"
     """Wording of the question. natural: one of four wordings."""
     whitespace: Literal["no_space", "single", "random"] = "single"

@@ -25,7 +25,7 @@ SHIPPED = {
     "calculator": "baton.environments.calculator:Calculator",
     "code": "baton.environments.code:CodeTask",
 }
-"""Short name → import path of each environment of Baton. They are reset in the run's own process."""
+"""Short name → import path of each environment of Baton. The run resets these environments in its own process."""
 POLL_S = 1.0
 """Seconds between two checks for a stop request while an environment is reset."""
 
@@ -50,7 +50,8 @@ def import_path(given: Any) -> Any:
 
 
 class EnvironmentTask:
-    """A source of episodes. Draw `i` of a stream resets the environment with a seed from `i` and the stream's seed."""
+    """A source of episodes. Draw `i` of a stream resets the environment with a seed that is derived from `i` and the
+    stream's seed."""
 
     scorer: Scorer = None
     columns = ()

@@ -29,7 +29,8 @@ from baton.tasks.problem_forms import COMPACT_FORMS, canonical_problem
 from baton.tasks.task import Problem
 
 BLOCK = 500
-"""Items of each reasoning-gym dataset object: few, because some generators prepare all items in advance."""
+"""Number of items of each reasoning-gym dataset object. It is small, because some generators prepare all items in
+advance."""
 NARROW_SEEDS = frozenset({"pool_matrix"})
 """Tasks that pass their seed to numpy, which accepts only 32 bits."""
 QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
@@ -43,7 +44,7 @@ HOW_TO_INSTALL = (
     "`pip install --no-deps reasoning-gym==0.1.25`"
 )
 NEEDS_COMPILER = {"bfi": "bf", "pycosat": "zebra_puzzles"}
-"""Compiled module → the task that needs it. reasoning-gym imports these modules when it is imported itself."""
+"""Compiled module → the task that needs it. An import of reasoning-gym imports all of these modules."""
 
 
 class GymTask:

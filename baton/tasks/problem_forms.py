@@ -13,7 +13,8 @@ from typing import Any
 Entry = dict[str, Any]
 
 MAX_RENUMBERED = 6
-"""Maximum people in a puzzle for which all numberings are tried. Equal puzzles with more are very unlikely."""
+"""Maximum number of people in a puzzle for which all numberings are tried. With more people, equal puzzles are very
+unlikely."""
 
 
 def canonical_problem(gym_name: str, entry: Entry) -> str:

@@ -159,7 +159,7 @@ class TaskSettings(ProblemSettings):
     """hash: a hash selects a tenth of the problems, which are not trained on. none: the run trains on all problems of
     `path`, except those of an [[eval.task]]."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of this task in the training stream, relative to the others."""
+    """Share of this task in the training stream, relative to the weights of the other tasks."""
 
     @model_validator(mode="after")
     def _may_train_all(self) -> TaskSettings:
@@ -178,7 +178,8 @@ class EvalTaskSettings(ProblemSettings):
     """all: the rows of `path` are test problems. hash: only the tenth that a [[task]] with the same problems holds out.
     Without `path`, the value is always hash."""
     num_prompts: int | None = Field(default=None, ge=1)
-    """Maximum number of problems. The default is all rows of `path`, and eval.num_prompts for a task without `path`."""
+    """Maximum number of problems. The default is all rows of `path`. Without `path`, or with held_out = "hash", the
+    default is eval.num_prompts."""
     samples: int | None = Field(default=None, ge=1)
     """Number of sampled responses per prompt; the default is eval.samples."""
 
@@ -255,7 +256,8 @@ class TaskMixture:
         return [task for task in (*self.tasks.values(), *self.tests.values()) if isinstance(task, EnvironmentTask)]
 
     def limit(self, num_tokens: Callable[[Prompt], int], max_tokens: int) -> None:
-        """Skip prompts with more than `max_tokens` tokens, in the training stream and in the held-out set."""
+        """Skip prompts with more than `max_tokens` tokens, or with more than their task's `max_prompt_tokens`, in the
+        training stream and in the held-out set."""
         self.max_tokens = {name: min(max_tokens, own) for name, own in self._own_limits.items()}
         self.has_room = lambda prompt: num_tokens(prompt) <= self.max_tokens[prompt.task]
 
@@ -282,8 +284,8 @@ class TaskMixture:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
         If there are test sets, return their prompts instead. A test set then gives as many prompts as its own key
-        `num_prompts` states. Without this key, it gives all problems of its `path`, or `num_prompts` prompts if it has
-        no `path`. Unless `or_fewer` is set, no test set gives more than `num_prompts` prompts.
+        `num_prompts` states. Without this key, it gives all problems of its `path` if `uses_all` is True, else
+        `num_prompts` prompts. Unless `or_fewer` is set, no test set gives more than `num_prompts` prompts.
 
         Raises TaskExhausted if a task has fewer distinct held-out problems than its share; with `or_fewer`, only if the
         task has no held-out problem.

@@ -11,9 +11,8 @@ ROOT = Path(__file__).parent
 
 
 def shipped(path: str | Path) -> Path | None:
-    """Return the shipped file or directory that a relative path means. None if it means none, or if `path` exists.
-
-    `recipes/quickstart.toml` and `quickstart` mean the recipe, `models/quickstart` means the model.
+    """Return the shipped file or directory to which a relative path refers. Return None if there is none, or if `path`
+    exists. `recipes/quickstart.toml` and `quickstart` refer to the recipe, `models/quickstart` refers to the model.
     """
     given = Path(path)
     if given.exists() or given.is_absolute() or ".." in given.parts:
@@ -23,7 +22,7 @@ def shipped(path: str | Path) -> Path | None:
 
 
 def find(path: str | Path) -> Path:
-    """Return the shipped file or directory that a path means, or the path itself if it means none."""
+    """Return the shipped file or directory to which a path refers, or the path itself if there is none."""
     return shipped(path) or Path(path)
 
 

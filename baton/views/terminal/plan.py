@@ -150,15 +150,16 @@ def replicas_by_shape(plan: Plan) -> list[list[Replica]]:
 
 
 def memory(part: Stage | Replica | RewardStage) -> str:
-    """Return the needed and the available memory per GPU in GB; `as measured` for a plan from measured rates. Measured
-    rates (`--rates`) have no memory model."""
+    """Return the needed and the available memory per GPU in GB. Return `as measured` for a plan from measured rates
+    (`--rates`), which have no memory model."""
     if not part.memory_bytes:
         return "as measured"
     return f"{part.memory_bytes / 1e9:.3g} of {part.memory_limit_bytes / 1e9:.3g}"
 
 
 def gpu_names(gpu_ids: Sequence[str]) -> str:
-    """Return the names of the GPUs by node, with ranges such as `h800:0-7`, of at most four nodes."""
+    """Return the names of the GPUs by node, with ranges such as `h800:0-7`. Only the number of nodes after the fourth
+    is given."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpu_ids:
         node, _, index = gpu.rpartition(":")
