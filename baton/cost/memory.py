@@ -261,7 +261,8 @@ def _between(copies: Term, how: RankShape) -> tuple[Term, ...]:
 
 
 def _until_blocks(kept: Term) -> Term:
-    """Return the blocks' kept activations. Those of the last norm are freed before the blocks' backward pass."""
+    """Return the blocks' kept activations. The activations of the last norm are freed before the blocks' backward
+    pass."""
     return Term(kept.name, 0.0, kept.per_layer)
 
 

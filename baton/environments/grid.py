@@ -12,7 +12,7 @@ Cell = tuple[int, int]
 Form = Literal["ragen", "compact"]
 """`ragen`: answers like `<answer>Right || Up</answer>`. `compact`: letters like `RU`, short observations."""
 MOVES: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
-"""Name of a move → change of row and column. The order is that of gym-sokoban's generator."""
+"""Name of a move → change of row and column. gym-sokoban's generator uses the same order."""
 LETTERS = {name[0]: name for name in MOVES}
 
 

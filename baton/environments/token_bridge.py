@@ -113,7 +113,8 @@ class TokenBridge:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[int, ...]:
         """Return the ids of a history and of the schemas of tools. If messages or schemas contain the text of special
-        tokens, this text is encoded as plain text. Without such text, the ids are those of `Tokenizer.prompt_ids`."""
+        tokens, this text is encoded as plain text. Without such text, the ids equal the result of
+        `Tokenizer.prompt_ids`."""
         marked = [Message(m.role, self._marked(m)) for m in messages]
         rendered = self._text(marked, is_open=True, tools=self._marked_values(list(tools)))
         ids: list[int] = []

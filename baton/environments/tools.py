@@ -137,10 +137,11 @@ class ToolEnvironment:
         reward: str | None = None,
         max_turns: int | None = None,
     ) -> None:
-        """`tools`: functions or import paths. `family`: form of calls; by default that of the chat template. `reward`:
-        import path of a function that scores the last turn. It receives the turn's text and columns of the row. Without
-        it, the reward is 0. `max_turns`: maximum number of turns; the task's `max_turns` is the default and the upper
-        limit. Raises UserError for an unknown family, or for a function that cannot be imported or has no schema."""
+        """`tools`: functions or import paths. `family`: form of calls; the default is the form that the chat template
+        uses. `reward`: import path of a function that scores the last turn. It receives the turn's text and columns of
+        the row. Without it, the reward is 0. `max_turns`: maximum number of turns; the task's `max_turns` is the
+        default and the upper limit. Raises UserError for an unknown family, or for a function that cannot be imported
+        or has no schema."""
         if family not in (None, *FAMILIES):
             raise UserError(f"tools: got family {family!r}; allowed are {', '.join(FAMILIES)}")
         functions = [import_function(one, what="tool") if isinstance(one, str) else one for one in tools]

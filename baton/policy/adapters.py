@@ -29,8 +29,8 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
     """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
 
-    The adapters are float32 whatever the model's dtype. The adapters are initialised even if the model is on the meta
-    device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
+    The adapters are float32, even if the model has another dtype. The adapters are initialised even if the model is on
+    the meta device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
     """
     _check_peft()
     from peft import LoraConfig

@@ -26,7 +26,7 @@ def set_up_threads(threads: int, *, deterministic: bool | None = None) -> None:
 
 
 def set_deterministic(is_on: bool) -> None:
-    """Use torch's deterministic algorithms, or its fastest ones."""
+    """Enable or disable torch's deterministic algorithms, which are slower than the others."""
     # cuBLAS requires this setting for deterministic results; it is read once, at the first matrix product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(is_on)
@@ -36,7 +36,8 @@ def set_deterministic(is_on: bool) -> None:
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
     """Disable deterministic algorithms on CUDA during writes to indices that all differ. Such writes are deterministic
-    even then. An indexed write takes one kernel launch, instead of about fifteen with deterministic algorithms."""
+    even without these algorithms. An indexed write takes one kernel launch, instead of about fifteen with deterministic
+    algorithms."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -72,7 +72,7 @@ class OpenGroup(msgspec.Struct, frozen=True):
     """Sample indices of the episodes whose environment has not answered the last turn."""
 
     def has_begun(self, sample_index: int) -> bool:
-        """Whether an unfinished trajectory has tokens: its own, or those of earlier paths of its episode."""
+        """Return whether an unfinished trajectory, or an earlier path of its episode, has tokens."""
         trajectory = self.members[sample_index]
         return trajectory.finish_reason is None and (trajectory.num_tokens > 0 or sample_index in self.episodes)
 
@@ -343,13 +343,13 @@ class Journal:
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
-        """Remove the entries of these kinds with this number. sample: only those of this sample."""
+        """Remove the entries of these kinds with this number. sample: if given, remove only entries of this sample."""
         of_sample = () if sample is None else (sample,)
         where = f"kind IN ({', '.join('?' * len(kinds))}) AND number = ?{' AND sample = ?' * len(of_sample)}"
         self._execute(f"DELETE FROM entries WHERE {where}", *kinds, number, *of_sample)
 
     def _find(self, kinds: Sequence[str], number: int | None = None) -> list[tuple[EntryKey, Any]]:
-        """Return the entries of these kinds, ordered by key. number: only those with this number."""
+        """Return the entries of these kinds, ordered by key. number: if given, return only entries with this number."""
         of_number = () if number is None else (number,)
         where = f"kind IN ({', '.join('?' * len(kinds))}){' AND number = ?' * len(of_number)}"
         with self._faults():

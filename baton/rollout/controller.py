@@ -272,7 +272,7 @@ class RolloutController:
     def _pump(self, timeout_s: float, stage: str) -> None:
         """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived."""
         if self._journal is not None:
-            self._journal.commit()  # else, after a kill during the wait, ids of new groups were used again
+            self._journal.commit()  # otherwise a run resumed after a kill would use ids of new groups again
         if not self._slots or (self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting)):
             timeout_s = min(timeout_s, SHORT_WAIT_S)  # rewards and the first slots cannot end the wait for messages
         begin_s = self._now_s()

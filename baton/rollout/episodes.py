@@ -89,7 +89,8 @@ class EnvironmentInbox:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """The limits of a multi-turn task. Tokens are those that the policy writes, unless stated otherwise."""
+    """The limits of a multi-turn task. A limit counts only tokens that the policy writes, unless its name or docstring
+    says otherwise."""
 
     environment: str
     """Name of the environment in the client."""
@@ -103,7 +104,8 @@ class EpisodeRules:
     """Whether a resumed run repeats the recorded actions of an open episode to rebuild its environment. If not, the
     episode begins again, because it is unknown whether the environment executed the last action."""
     max_attempts: int = 3
-    """Maximum number of attempts at an episode whose environment fails. Then the episode has no reward."""
+    """Maximum number of attempts at an episode whose environment fails. After the last one, the episode has no
+    reward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,8 +99,8 @@ class RolloutScheduler:
         return commands
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """Apply one event and return the resulting commands in the order in which they must be executed. If the event's
-        time is earlier than that of the previous event, no time has passed between them."""
+        """Apply one event and return the resulting commands in the order in which they must be executed. An event whose
+        time is earlier than the previous event's is handled as if it had the same time."""
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
             if self._leased and (self._is_requested or not self.rules.pauses):
@@ -190,8 +190,7 @@ class RolloutScheduler:
                 assert_never(event)
 
     def _on_revoked(self, event: ev.Revoked) -> Iterator[ev.Command]:
-        """Restart a trajectory, whatever its state. If the trajectory is being scored, the controller ignores the
-        reward."""
+        """Restart a trajectory, in any state. If the trajectory is being scored, the controller ignores the reward."""
         trajectory = self._trajectory(event.group_id, event.sample_index)
         if trajectory.state is TrajectoryState.SCORED:
             group = self._groups[event.group_id]

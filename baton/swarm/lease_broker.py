@@ -375,8 +375,9 @@ class LeaseBroker:
             self._provenance.popitem(last=False)
 
     def _replace(self, number: int, progress: _LeaseProgress) -> BrokerCommand:
-        """Revoke the trajectory that the controller has, and store that of the finished lease, which `want` sends when
-        the controller requests it again. A later turn has no replacement: earlier turns are generated again."""
+        """Revoke the trajectory that the controller has, and store the trajectory of the finished lease. `want` sends
+        the stored trajectory when the controller requests it again. A later turn has no replacement: earlier turns are
+        generated again."""
         lease = self._tasks[number].lease
         key = key_of(lease)
         self._forget(number)

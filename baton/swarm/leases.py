@@ -51,7 +51,8 @@ class LeaseRules:
     heartbeat_timeout_s: float = 30.0
     """A worker that sends no message for this number of seconds is considered dead."""
     progress_timeout_s: float = 60.0
-    """Seconds without a change of its engine's token counter after which a worker with leases is stuck."""
+    """A worker with leases is considered stuck if its engine's token counter has not changed for this number of
+    seconds."""
     starve_s: float = 600.0
     """Seconds without new tokens after which a lease of an active worker ends, and its task is granted again."""
     backup_lease_factor: float = 2.0

@@ -33,7 +33,7 @@ class Provisioning:
 
     @property
     def needed_per_s(self) -> float | None:
-        """Trajectories per second that would keep the trainer busy; None if no number of workers could."""
+        """Trajectories per second that would keep the trainer busy; None if no number of workers could keep it busy."""
         window_s = self.publish_every * self.train_s - self.broadcast_s
         return self.publish_every * self.trajectories_per_step / window_s if window_s > 0 else None
 

@@ -238,7 +238,8 @@ def set_aside_checkpoints(root: Path, after_step: int) -> None:
 
 
 def prune_checkpoints(root: Path, keep_last: int, *, keep_step: int = 0) -> list[Path]:
-    """Remove all checkpoints except the newest `keep_last` and that of step `keep_step`. Return the removed paths."""
+    """Remove all checkpoints except the newest `keep_last` and the checkpoint of step `keep_step`. Return the removed
+    paths."""
     assert keep_last >= 1, "a run whose last checkpoint was removed cannot be resumed"
     kept = checkpoint_path(root, keep_step)
     removed = [path for path in list_checkpoints(root)[:-keep_last] if path != kept]

@@ -45,7 +45,7 @@ Responses that need a larger mask share no prompt."""
 ANY_SHAPE = (1, 1)
 """Numbers to whose multiples a microbatch's row count and width are rounded up. (1, 1) adds nothing."""
 FEW_SHAPES = (8, 16)
-"""The same numbers for devices on which each new shape is expensive."""
+"""As `ANY_SHAPE`, for devices on which each new shape is expensive."""
 
 PAD_ID = 0
 """Token id of padding. Any id works, because no token attends to padding and padding is not trained."""

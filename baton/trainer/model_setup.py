@@ -47,7 +47,7 @@ def fit_attention(
 ) -> bool:
     """Select the attention of the policy, a critic's trunk and the reference; return whether rows are packed.
 
-    `trainer.packing` asks for packed rows with 'always', and with 'auto' on CUDA. They are then packed if packed and
+    `trainer.packing` asks for packed rows with 'always', and with 'auto' on CUDA. Rows are then packed if packed and
     padded rows get equal scores. Otherwise 'always' raises UserError.
     """
     dtype = torch_dtype(settings.dtype, model.device)

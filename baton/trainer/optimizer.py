@@ -33,7 +33,8 @@ def learning_rate(
 
 
 def check_schedule(section: str, *, warmup_steps: int, decay: Decay, total_steps: int) -> None:
-    """Raise UserError when no step remains for the decay after the warm-up. `section`: that of the keys."""
+    """Raise UserError when no step remains for the decay after the warm-up. `section`: section of the keys, named in
+    the message."""
     if decay != "constant" and warmup_steps >= total_steps:
         raise UserError(
             f"{section}.warmup_steps: got {warmup_steps}, allowed are fewer than the {total_steps} steps of the run, "

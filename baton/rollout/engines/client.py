@@ -79,9 +79,9 @@ class EngineClient(ABC):
     """Base class of clients: sends requests from an event loop in a thread. One thread calls all public methods."""
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
-        """Start the thread of the event loop. name: the program in messages. answer_timeout_s: timeout of each call.
-        close_s: maximum number of seconds that `close` waits for `_stop`; afterwards it waits at most as long for the
-        thread."""
+        """Start the thread of the event loop. name: name of the program in messages. answer_timeout_s: timeout of each
+        call. close_s: maximum number of seconds that `close` waits for `_stop`; afterwards it waits at most as long for
+        the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()

@@ -212,7 +212,8 @@ class SlotTable:
             self._aborted.add(lease_id)
 
     def switch(self, version: PolicyVersion) -> None:
-        """Switch to a new version, and end all segments. Leases that accept only another one are aborted or refused."""
+        """Switch to a new version, and end all segments. Leases that do not accept this version are aborted if they
+        run, and refused if they wait."""
         for row in self.rows:
             if row is not None:
                 row.close_segment(self.version.number)

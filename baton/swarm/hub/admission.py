@@ -101,7 +101,8 @@ class Admission:
                 del self._per_token[key]
 
     def oldest_stranger(self) -> int | None:
-        """Return the stranger to close when no file descriptor is left, or None if there is no stranger."""
+        """Return the oldest connection without a valid token, to close it when no file descriptor is left. None: all
+        connections have presented one."""
         return min(self._addresses, key=lambda one: self._strangers[self._addresses[one]][one], default=None)
 
     def overdue(self, now_s: float) -> list[int]:

@@ -30,7 +30,8 @@ from baton.swarm.listen import ListenAddress
 KEEP_ALIVE_S = 30.0
 """Seconds until an idle connection with a valid token is closed; others are closed after each response."""
 ACCEPTED_AT_ONCE = 4
-"""Connections accepted before other tasks run: few, so that they can authenticate before later ones evict them."""
+"""Maximum number of connections accepted before other tasks run. The number is small, so that accepted connections can
+present a token before later connections displace them."""
 FAILED_ACCEPT_PAUSE_S = 0.1
 TLS_GOODBYE_S = 2.0
 SWEEP_S = 1.0

@@ -68,7 +68,8 @@ class Membership:
         say: Callable[[str], None],
         weight: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """weight: function from a token's name to the weight of the run's workers with it (`WorkerJoined.weight`)."""
+        """weight: function that returns the weight (`WorkerJoined.weight`) of the run's workers with a token of this
+        name."""
         self.welcome, self.broker, self.verifier, self.say = welcome, broker, verifier, say
         self._access, self._weight = access, weight
         self.counters = HubCounters()

@@ -360,8 +360,8 @@ class VerificationPolicy:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _concerns(self, grant: AccessGrant) -> bool:
-        """Return whether the trajectories of workers with this grant are checked. Those of the run's own workers are
-        checked only if the key `own` is set."""
+        """Return whether the trajectories of workers with this grant are checked. Trajectories of the run's own workers
+        are checked only if the key `own` is set."""
         return self._settings.own or not grant.is_own
 
     def _is_drawn(self, author: SegmentAuthor, name: str, turn: int) -> bool:

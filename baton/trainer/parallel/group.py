@@ -117,11 +117,11 @@ class RankGroup(SingleRank):
         """Create the device mesh over torch's process group.
 
         `stages`: number of pipeline stages, or the number of layers of each. A stage has consecutive ranks. The ranks
-        of a stage form a mesh of two dimensions. Along one, `tensor_parallel` consecutive ranks split the matrix
-        products of the same rows; along the other, FSDP shards parameters. `shard_size` consecutive ranks share one
-        copy of the stage's parameters; by default, all ranks of the stage share one copy. Any other `shard_size`
-        requires that `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered. `reduces_each`: reduce
-        gradients after each microbatch. `speeds`: `BatchShare.speeds`.
+        of a stage form a mesh of two dimensions. Along one dimension, `tensor_parallel` consecutive ranks split the
+        matrix products of the same rows. Along the other dimension, FSDP shards parameters. `shard_size` consecutive
+        ranks share one copy of the stage's parameters; by default, all ranks of the stage share one copy. Any other
+        `shard_size` requires that `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered.
+        `reduces_each`: reduce gradients after each microbatch. `speeds`: `BatchShare.speeds`.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
         self.rank = dist.get_rank()

@@ -29,7 +29,7 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
     head_dtype: str = "auto"
     trainer: dict[str, Any]
-    """Values of a `TrainerSettings`. `algorithm` has the values of an `AlgorithmSettings`, and `lora` those of a
+    """Values of a `TrainerSettings`. `algorithm` has the values of an `AlgorithmSettings`, and `lora` the values of a
     `LoraSettings`, or None without adapters."""
     algorithm: dict[str, Any]
     lora: dict[str, Any] | None

@@ -173,7 +173,8 @@ class SlotCache(Cache):
             layer.hold(*(t.new_zeros((self._num_slots, *t.shape[1:])) for t in (keys, values)))
 
     def focus(self, width: int, kv_length: int, positions_W: Tensor) -> None:
-        """Select the slots below `width` and the positions below `kv_length`. positions_W: of each row's new token."""
+        """Select the slots below `width` and the positions below `kv_length`. positions_W: position of each row's new
+        token."""
         window = self.window
         if window.width != width:
             window.width = width
@@ -244,7 +245,8 @@ def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tenso
 
 
 def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
-    """Return one `Prefix` per length: a copy of that many positions of a prefill cache's row, from `start` on."""
+    """Return one `Prefix` per row of a prefill cache: a copy of the row's positions from `start` on, as many as its
+    entry in `lengths`."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
     def cut(states: list[Tensor], row: int, length: int) -> list[Tensor]:

@@ -262,16 +262,16 @@ def _filtered_distance(
 ) -> tuple[Tensor, Tensor]:
     """Return the minimum of `_distance` over all sets of tokens that top-k and top-p may have kept.
 
-    Rounding may change the kept set near its border. Besides the exact n tokens, the engine may have kept n − 1 or n +
-    1, all up to the target, or the target (or token n + 1) instead of the last, if the tokens that differ are within
-    `_BORDER` of the border.
+    Rounding may change the kept set near its border. Exact arithmetic keeps the n most likely tokens. If the tokens
+    that differ are within `_BORDER` of the border, the engine may instead have kept n − 1 tokens, n + 1 tokens, all
+    tokens up to the target, or the target or token n + 1 in place of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
     top_FV = sorted_FV.masked_fill(rank_V >= top_k_F1, 0)
     total_F1 = top_FV.sum(-1, keepdim=True)
     share_FV = (sorted_FV.cumsum(-1) - sorted_FV) / total_F1
-    """For each token: mass of the tokens that are sorted before it, divided by that of the top-k tokens."""
+    """For each token: mass of the tokens sorted before it, divided by the mass of the top-k tokens."""
     rank_F1 = (order_FV == targets_F[:, None]).long().argmax(-1, keepdim=True)
     size_F1 = ((share_FV < top_p_F1) & (rank_V < top_k_F1)).sum(-1, keepdim=True).clamp(min=1)
     last = len(rank_V) - 1

@@ -60,7 +60,8 @@ def can_attend_by_class(model: PreTrainedModel) -> bool:
 
 
 def attend_by_row(model: PreTrainedModel) -> None:
-    """Replace a model's attention by that of this module. Its forward then accepts `rows`: `Rows` or slot ranges."""
+    """Replace a model's attention by the attention of this module. Its forward then accepts `rows`: `Rows` or slot
+    ranges."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # without it transformers builds no mask for plain forwards
     model.set_attn_implementation(NAME)
