@@ -1,4 +1,4 @@
-"""Baton trains language models with reinforcement learning on whatever hardware its users have.
+"""Baton trains language models with reinforcement learning on the hardware that its users have.
 
 The public names are imported when they are first used, so that `import baton` imports neither torch nor transformers.
 `__init__.pyi` declares them for type checkers.

@@ -380,7 +380,7 @@ class Run:
         """Write the model as a Hugging Face directory: merged, with tokenizer, generation config and model card.
 
         to: directory, empty or absent. step: the checkpoint's train step; default: the newest. dtype: float32, bfloat16
-        or float16; default: that of the model with which the run started.
+        or float16; default: the dtype of the model with which the run started.
         """
         from baton.run.export import export_run
 

@@ -550,7 +550,8 @@ class Report(msgspec.Struct, frozen=True, tag="Report"):
 
     lease_id: int
     token_offset: int
-    """Number of response tokens before `segments`. A receiver with another number does not append these."""
+    """Number of response tokens before `segments`. A receiver whose trajectory has another number of response tokens
+    does not append the segments."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None = None
     is_aborted: bool = False

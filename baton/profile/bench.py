@@ -111,8 +111,9 @@ class ModeResult(msgspec.Struct, frozen=True):
     mode: str
     steps: int
     tokens: int
-    """Number of response tokens that were generated for batches: those in the delivered batches, plus the growth of
-    those in open groups. In the long run, the growth is zero; over a few batches of long responses, it is not."""
+    """Number of response tokens that were generated for batches: the tokens of the delivered batches, plus the growth
+    of the tokens in open groups. In the long run, the growth is zero; over a few batches of long responses, it is
+    not."""
     delivered_tokens: int
     seconds: float
     """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
@@ -154,7 +155,7 @@ class BenchResult(msgspec.Struct, frozen=True):
     """Time of a decode step that the bound of decode steps assumes (all slots in use), averaged over the tokens of all
     modes."""
     full_step_ms_per_1k: float
-    """Additional time of such a step if the mean position of the rows is 1,000 higher."""
+    """Additional time of a decode step with all slots in use if the mean position of the rows is 1,000 higher."""
     step_ms_by_width: dict[int, float]
     """Number of rows in a decode step → mean time in ms of such steps without prefill, over all modes."""
     prefill_ms_per_token: float
@@ -417,8 +418,8 @@ def measure(
         return decode_s(side.work) + side.prompt_tokens * prefill_s
 
     def bound_s(side: ModeBench) -> float:
-        """Return the engine's own time for the side's tokens. Their mean position differs slightly from that of the
-        tokens that the engine generated alone."""
+        """Return the engine's own time for the side's tokens. Their mean position differs slightly from the mean
+        position of the tokens that the engine generated alone."""
         if alone is None:
             return step_bound_s(side)
         scale = side.work.tokens / alone.work.tokens

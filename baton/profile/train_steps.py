@@ -127,7 +127,7 @@ class _Rollouts:
 def measure_train_steps(recipe: Recipe, threads: int, say: Say) -> StepTimings:
     """Measure batches and train steps alternately, once per round for each of `TRAIN_KINDS`.
 
-    The first round warms up and is not counted, unless it takes so long that it is the only one.
+    The first round warms up and is not counted, unless it takes so long that no second round begins.
     """
     trainer = _trainer(recipe)
     with (

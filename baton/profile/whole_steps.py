@@ -53,7 +53,7 @@ DAMPING = 0.6
 """Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a
 time, and each of these is then slower again, so full corrections overshoot and oscillate."""
 IDLE = 0.02
-"""Maximum share of a train step in which trajectories run, for a train step that counts as one without generation."""
+"""A train step counts as one without generation if trajectories run during at most this share of its time."""
 MOST_SLOWDOWN = 10.0
 LEAST_RUNTIME_BYTES = 5e7
 
@@ -80,8 +80,8 @@ def with_whole_steps(
 
 
 def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
-    """Return the recipe of the measured run. Its seed differs from that of the recipe, so a run of the recipe has other
-    batches than those that its predictions are fitted to."""
+    """Return the recipe of the measured run. Its seed is not the recipe's, so predictions for the recipe are fitted to
+    other batches than a run of the recipe has."""
     changes = {
         "run": {"name": "run", "seed": recipe.run.seed + 1, "steps": num_steps},
         "eval": {"enabled": False, "task": ()},

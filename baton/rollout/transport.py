@@ -69,7 +69,7 @@ class WorkerTransport(Protocol):
 
 STEPS = 8
 """Maximum number of decode steps per call of `receive`. After a decode step, the processor's caches contain no data of
-the controller, so the controller handles the messages of several steps faster than those of each step."""
+the controller, so the controller handles the messages of several steps together faster than step by step."""
 STEPS_S = 0.05
 """In a call of `receive`, no step starts after this number of seconds."""
 

@@ -1,7 +1,7 @@
 """Divide this machine's GPUs between the trainer and the engines that a run starts here.
 
     ranks ─▶ GPUs 0 to ranks - 1 (one rank: the GPU of `model.device`)
-    engines ─▶ `engine.devices`; by default the GPUs that no rank uses, and the trainer's only if there are no others
+    engines ─▶ `engine.devices`; by default the GPUs that no rank uses, or all GPUs if these are too few
     reward models ─▶ `devices` of [[reward]]; by default a GPU that is left, and an engine's only if there is no other
 
 For an engine in a separate process, an environment variable of the CUDA or ROCm runtime hides all other GPUs.
@@ -45,8 +45,9 @@ def divide(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the GPUs of each engine. An engine gets `each` GPUs; if there are too few GPUs, engines share them.
 
-    chosen: GPUs that engines may use; by default, the GPUs that the trainer does not use. Raises UserError if a chosen
-    GPU does not exist, or if one engine needs more GPUs than exist.
+    chosen: GPUs that engines may use; by default, the GPUs that the trainer does not use, or all GPUs if those are
+    fewer than `each`. Raises UserError if a chosen GPU does not exist, or if `each` is larger than the number of GPUs
+    that engines may use.
     """
     if missing := [gpu for gpu in chosen if gpu >= num_gpus]:
         raise UserError(

@@ -56,7 +56,7 @@ class Footprint(msgspec.Struct, frozen=True):
     cache_bytes: int
     """Memory of the KV cache, which is part of `engine_bytes`."""
     processes: tuple[ProcessMemory, ...]
-    """The processes of trainer and embedded engines, and the memory of each."""
+    """The processes of the run and the memory of each, as `processes_of` returns them."""
     gpus: str
     """The GPUs of each trainer rank and engine on this machine; empty for a CPU and for other machines."""
     available_bytes: int | None
@@ -122,9 +122,9 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
 
 
 def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> tuple[tuple[int, float], ...]:
-    """Return (tokens of the largest microbatch, memory of the training process or of its largest rank), up to the most
-    tokens that a microbatch can have. A single trainer on this machine (`is_here`) runs in the process of the hub.
-    on_cpu: by default, as in `footprint`."""
+    """Return pairs (tokens of the largest microbatch, bytes of the training process or of the largest rank): for powers
+    of two, and for the most tokens that a microbatch can have. A single trainer on this machine (`is_here`) runs in the
+    process of the hub, whose memory is added. on_cpu: by default, determined from `model.device`."""
     config, model = check_room(recipe, is_here=is_here)
     spec = spec_of(config, sum(p.numel() for p in model.parameters()))
     on_cpu = _on_cpu(recipe, is_here=is_here) if on_cpu is None else on_cpu
@@ -146,8 +146,9 @@ def _on_cpu(recipe: Recipe, *, is_here: bool) -> bool:
 def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreTrainedModel]:
     """Return the configuration of a recipe's model, and the model without memory for its weights (meta device).
 
-    `is_here` states whether trainer and engine run on this machine. Raises UserError if the model's context or this
-    machine's memory is too small; the error names a change of the recipe that would make it fit.
+    `is_here` states whether trainer and engine run on this machine. Raises UserError if the model cannot be loaded, if
+    the combination of settings is refused, or if the context of the model or of a reward model or this machine's memory
+    is too small. An error about memory names a change of the recipe that would make it fit.
     """
     path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
     name, revision = split_revision(path)

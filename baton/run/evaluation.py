@@ -33,7 +33,8 @@ class Evaluator:
         self, sampling: SamplingParams, *, version: int, samples: int | None = None
     ) -> tuple[list[Evaluation], list[Group]]:
         """Generate and score responses to each prompt; return the results of each task, and the scored groups. samples:
-        responses per prompt, in place of those of this object. Greedy decoding generates one.
+        number of responses per prompt, in place of the numbers of this object. Greedy decoding generates one response
+        per prompt.
 
         With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is
         requested.

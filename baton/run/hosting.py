@@ -80,7 +80,8 @@ HEARTBEATS = 6
 
 def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> ListenAddress:
     """Check the swarm's settings before a run starts, and return the hub's address. Raises UserError for invalid
-    settings. With a worker supervisor, whose workers do not need it, the token file may be missing."""
+    settings. The token file may be missing if a worker supervisor starts the workers, because these workers do not need
+    it."""
     swarm = recipe.swarm
     address = swarm.serve or "127.0.0.1:0"
     certificate = Path(swarm.certificate) if swarm.certificate else None
@@ -327,7 +328,8 @@ def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: b
 
 
 def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
-    """Return a scorer in the engines' dtype, in which the logprobs of most correct tokens are bit-identical."""
+    """Return a scorer in the engines' dtype, so that most logprobs that correct engines report equal the scorer's
+    logprobs in every bit."""
     device, attention = torch_device(recipe.inspection.device), recipe.model.attention
     dtype = torch_dtype(recipe.engine.dtype, device)
     if recipe.lora is not None:

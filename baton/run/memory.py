@@ -56,7 +56,8 @@ class ProcessMemory(msgspec.Struct, frozen=True):
 
     name: str
     count: int
-    """Number of equal processes. On a CPU they share the memory; each GPU holds one of them."""
+    """Number of equal processes. On a CPU they share the memory. On a GPU with empty `gpus`, each is assumed to have
+    its own GPU."""
     phase: str
     """The phase in which the process needs most memory."""
     parts: tuple[MemoryPart, ...]
@@ -126,7 +127,8 @@ def _publishes_files(recipe: Recipe) -> bool:
 def stages_of(
     recipe: Recipe, model: ModelSpec, *, on_cpu: bool, most_tokens: float = math.inf
 ) -> list[tuple[tuple[Phase, ...], int]]:
-    """Return a rank's phases and number of layers for each pipeline stage. Raises UserError if these do not fit."""
+    """Return a rank's phases and number of layers for each pipeline stage. Raises UserError if `trainer.stages` does
+    not fit the model's number of layers."""
     layers = stage_layers(recipe.trainer.stages, model.num_layers)
     return [
         (rank_phases_of(recipe, model, on_cpu=on_cpu, stage=stage, most_tokens=most_tokens), count)
@@ -160,7 +162,8 @@ def processes_of(
     layout: DeviceLayout | None = None,
     most_tokens: float = math.inf,
 ) -> tuple[ProcessMemory, ...]:
-    """Return the processes of the recipe that run on this machine's devices, with their memory.
+    """Return the processes of a run with their memory. The published version and the unwritten checkpoint, which are
+    files in host memory, are listed as processes too.
 
     layout: this machine's GPUs; None on a CPU, and on other machines. On other machines, every process has its own GPU,
     except that the engine of a single trainer shares the trainer's GPU. An engine of kind `vllm`, which takes a fixed
@@ -314,7 +317,7 @@ def _on_gpu(processes: Sequence[ProcessMemory]) -> int:
 
 
 def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: str) -> str:
-    """Return a sentence that names the processes that do not fit into memory, and a change that would make them fit."""
+    """Return a sentence that names the processes, the three largest parts of each, the free memory, and `change`."""
     lines = []
     for process in sorted(processes, key=lambda process: -process.num_bytes):
         parts = sorted(process.parts, key=lambda part: -part.num_bytes)[:3]
@@ -324,7 +327,8 @@ def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: 
 
 
 def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
-    """Return a text with the changes that make the recipe fit into memory, cheapest first."""
+    """Return a text with the changes that make the recipe fit into memory, cheapest first, or with the advice that
+    remains if no key of the recipe makes it fit."""
     steps = [step for step in _steps(recipe) if step[2] is not None]
     taken: list[tuple[str, str, Any]] = []
     while steps and not fits(_with(recipe, taken)):

@@ -37,7 +37,8 @@ def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Pred
 
 
 def predictions(source: str, values: Mapping[str, float | None], memory: MemoryByTokens) -> Predictions:
-    """Return the predictions in `values` that are not None."""
+    """Return a prediction for each of the `values` that is not None, and one for the memory if `memory` is not
+    empty."""
     found = [Prediction(term, value) for term, value in values.items() if value is not None]
     if memory:
         found.append(Prediction(MEMORY, memory[-1][1], memory))
@@ -51,7 +52,8 @@ def measured_rates(
     this plan. Return the efficiencies, and a line for each correction.
 
     told: the run's predictions. Times per token are compared, because responses may be longer or shorter than planned.
-    All GPU types that train are corrected by one factor, and all that generate by another.
+    One factor corrects the training of all GPU types that train, a second one the generation, and a third one the
+    transfer of versions.
     """
     if told is None or told.of("step") != plan.breakdown.step_s:
         return known, ()

@@ -116,7 +116,8 @@ def checkpoint_writer(
 
     The second function writes a sealed checkpoint atomically and removes the checkpoints that are not kept. With
     `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory. The second function may then
-    run in another thread while the trainer continues. Raises UserError if this system has no host memory for files.
+    run in another thread while the trainer continues. Without it, the second function writes the state that the trainer
+    has during the call. Raises UserError if this system has no host memory for files.
     """
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 
@@ -170,7 +171,8 @@ def _copy_files(source: Path, directory: Path) -> None:
 
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
     """Return the state of the run's latest intact checkpoint, or the initial state if the run has no checkpoint. Raises
-    UserError if the run is complete, or if the recipe changes a key that must not change."""
+    UserError if the run is complete, if its checkpoint has more than `run.steps` train steps, or if the recipe changes
+    a key that must not change; Damaged if the checkpoint's loop state cannot be read."""
     path = recipe.run.path
     if not (path / "run.json").exists():
         observer.said(f"{path} does not exist yet: the run starts from the beginning")
@@ -215,8 +217,8 @@ def _recorded(run: RunDirectory) -> dict[str, Any]:
 def open_run(
     recipe: Recipe, lock: RunLock, trainer: Trainer, tokenizer: Tokenizer, place: ResumePoint, threads: int
 ) -> RunDirectory:
-    """Create the run's directory, or restore the directory and the trainer to the resume point. This is the last action
-    of a start, so that errors of earlier actions leave the directory unchanged."""
+    """Create the run's directory, or restore the directory and the trainer to the resume point. A start calls this
+    function after all checks, so that a failed check leaves the directory unchanged."""
     resolved = without_none(recipe.model_dump(mode="json"))
     if not place.is_new:
         run = RunDirectory.open(recipe.run.path, lock)

@@ -75,7 +75,8 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError if `output` is a model and not `overwrite`, or if it is a file or directory but no model."""
+    """Raise UserError if `output` is a model and `overwrite` is False, or if `output` is a file or directory but no
+    model."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():
@@ -178,7 +179,8 @@ def _conversations(recipe: WarmStart) -> Iterator[tuple[Prompt, tuple[str, ...]]
 
 
 def _corpus(recipe: WarmStart) -> list[str]:
-    """Return the texts for training a new tokenizer: demonstrations, and questions of the tasks in `original` form."""
+    """Return the texts for training a new tokenizer: demonstrations, and questions of the generated single-turn tasks
+    in `original` form."""
     shown = [
         "\n".join((*(m.content for m in prompt.messages), *texts))
         for prompt, texts in islice(_conversations(recipe), 2000)

@@ -17,7 +17,8 @@ from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
 
 WINDOW = 5
-"""Maximum train steps over which the reward is averaged, at start and end; a short run is halved."""
+"""Maximum number of train steps, at the start and at the end, over which the reward is averaged. A run shorter than
+twice this number is divided into two halves."""
 
 
 class Change(msgspec.Struct, frozen=True):

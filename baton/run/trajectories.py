@@ -156,8 +156,9 @@ def read_trajectories(
     limit: int,
     source: Source = "batch",
 ) -> list[ReadableTrajectory]:
-    """Return recorded trajectories of a train step, by default of the last recorded step. The list is empty if no
-    trajectory matches `is_correct`. Raises UserError if the step, group or task is not recorded."""
+    """Return recorded trajectories of a train step, by default of the last recorded step. order: one of `ORDERS`; by
+    default, trajectories are in recorded order. The list is empty if no trajectory matches `is_correct`. Raises
+    UserError if the step, group or task is not recorded."""
     run = RunDirectory.open(path)
     steps = run.recorded_steps(source)
     if step is None and not steps:
@@ -283,7 +284,8 @@ def _turn(
     places: tuple[int, int, int],
     exchange: Exchange | None,
 ) -> tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]:
-    """Decode a turn. places: indices in its path of the turn's start, and of the ends of turn and observation."""
+    """Decode a turn. places: indices, within the path, of the turn's start, of the turn's end, and of the observation's
+    end."""
     start, middle, end = places
     sampled = _by_policy(path.segments_between(start, middle))
     token_ids = [token for segment in sampled for token in segment.token_ids]

@@ -116,7 +116,8 @@ class MachineSettings(Settings):
     gpus: int = Field(default=8, ge=1)
     """GPUs per machine."""
     link_gb_per_s: float | None = Field(default=None, gt=0)
-    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; default: that of the GPU type."""
+    """Bandwidth between two GPUs of a machine, one direction, 10^9 bytes/s; the default is the bandwidth of the GPU
+    type."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
     """Price of one GPU per hour; the default is the price of the GPU type."""
 

@@ -234,8 +234,8 @@ def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, 
 
 
 def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple[float, float, int, int, float]:
-    """Return, for the feed-forward parts: mean parameters per layer, and those that a token uses; number of experts,
-    and experts per token; mean parameters per layer in routed experts."""
+    """Return, for the feed-forward parts: mean parameters per layer, and the number of them that a token uses; number
+    of experts, and experts per token; mean parameters per layer in routed experts."""
     matrices = 2 if kind in WITHOUT_GATE else 3
     width = reader.whole("intermediate_size", 4 * hidden)
     dense = float(matrices * hidden * width)

@@ -117,7 +117,8 @@ class Workload(msgspec.Struct, frozen=True):
     kv_bytes: float = 2.0
     max_batch: int = 1024
     engine_context_tokens: int = 0
-    """Positions that an engine allocates per slot (the embedded engine's cache); 0 if only used positions."""
+    """Positions that an engine allocates per slot (the embedded engine's cache); 0 if it allocates only positions in
+    use."""
     max_output_tokens: int = 0
     """Maximum response length in tokens; 0 if unknown."""
 
@@ -232,7 +233,8 @@ class WorkAlgorithmSettings(Settings):
     recompute: bool = True
     """Recompute activations in the backward pass to save memory."""
     microbatch_tokens: int = Field(default=8192, ge=0)
-    """Maximum tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory forms one."""
+    """Maximum tokens of a microbatch (`trainer.max_tokens_per_microbatch`). A longer trajectory forms a microbatch
+    alone."""
 
 
 class WorkRewardSettings(Settings):

@@ -48,7 +48,8 @@ class TrainerSettings(Settings):
     limit, the run warns. Above the second, a step ends with an error before its next update. Typical values: 1e-9 in
     float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """The same limits for the largest difference, in nats, of the engine's and the trainer's logprob of a token."""
+    """As `max_mismatch_kl`: two limits of the largest difference between the engine's and the trainer's logprob of a
+    token, in nats."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and
     changes the update only by rounding. A trajectory longer than this number forms a microbatch alone."""
@@ -82,11 +83,12 @@ class TrainerSettings(Settings):
     such as the network within a machine, but each rank needs more memory. Default: all ranks share one copy."""
     speeds: tuple[float, ...] = ()
     """Relative speeds of the ranks of a stage that train different rows, in rank order, such as [2, 1]. Each rank gets
-    rows in proportion to its speed, and its microbatches are at most that much shorter than those of the fastest rank.
-    Changes the update only by rounding. `baton train --plan` sets the key if ranks have different numbers of cores.
-    Default: all ranks are equally fast."""
+    rows in proportion to its speed. The maximum number of tokens of its microbatches is `max_tokens_per_microbatch`
+    times its speed divided by the largest speed. Changes the update only by rounding. `baton train --plan` sets the key
+    if ranks have different numbers of cores. Default: all ranks are equally fast."""
     shard_gradients: bool = False
-    """Reduce gradients after every microbatch, so that no rank holds all. Saves memory and takes more time."""
+    """Reduce gradients after every microbatch, so that no rank holds the gradients of all parameters. Saves memory and
+    takes more time."""
 
     @field_validator("max_mismatch_kl", "max_logprob_diff")
     @classmethod
