@@ -6,7 +6,7 @@ S stages, a step takes
 
     max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
 
-under a 1F1B schedule, which is as fast as its slowest stage. The number of tokens of a microbatch per data-parallel
+under a 1F1B schedule, whose speed is that of the slowest stage. The number of tokens of a microbatch per data-parallel
 rank is the length of the longest trajectory (AReaL, 2505.24298, table 3), or `microbatch_tokens` if that is larger.
 
 All functions take numpy arrays of equal length for tp, dp and layers, so a search evaluates many candidates at once.
@@ -92,8 +92,8 @@ def stage_terms(
     """Return the coefficients of stages of width tp × dp on one GPU type.
 
     Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer, and
-    computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among this number
-    of ranks, and gradients are also summed over the copies. The idealised trainer gathers weights once per update.
+    computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among so many
+    ranks, and gradients are also summed over the copies. The idealised trainer gathers weights once per update.
     """
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu

@@ -21,7 +21,7 @@ GB = 1e9
 
 
 def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise the UserError for a model that does not fit into the memory of any pool, whatever the replica shape."""
+    """Raise the UserError for a model that does not fit into the memory of any pool with any replica shape."""
     lines = []
     for pool in pools.pools:
         needs = [
@@ -47,7 +47,7 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
 
 
 def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise the UserError for a model that does not fit into the memory of any pool, whatever the training shape."""
+    """Raise the UserError for a model that does not fit into the memory of any pool with any training shape."""
     lines = [_training_need(model, work, pool) for pool in pools.pools]
     raise UserError(
         f"infeasible: training memory. {model.name} with microbatches of {work.longest_tokens:,.0f} tokens fits in no "

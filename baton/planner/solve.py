@@ -98,7 +98,8 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
 
     If the nodes of a GPU type have different links, several solutions are made: with pools of whole types at their
     slowest and at their fastest links, and with pools of nodes that are alike. Each is placed on nodes with fast links,
-    and the plan with the shortest step at the links that it uses is returned. Its bound is that for the fastest links.
+    and the plan with the shortest step at the links that it uses is returned. The bound of the returned plan is
+    computed with the fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)

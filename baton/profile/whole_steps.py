@@ -53,7 +53,7 @@ DAMPING = 0.6
 """Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a
 time, and each of these is then slower again, so full corrections overshoot and oscillate."""
 IDLE = 0.02
-"""A train step counts as one without generation if trajectories run during at most this share of its time."""
+"""Maximum share of a train step in which trajectories run, for a train step that counts as one without generation."""
 MOST_SLOWDOWN = 10.0
 LEAST_RUNTIME_BYTES = 5e7
 

@@ -1,6 +1,6 @@
 """Tokens of a simulated trajectory, which have a position and an origin. A simulated run therefore uses the leases,
 reports and trajectories of a live run, and a trajectory of any length takes the memory of a few numbers. The values are
-valid token ids, so messages and journal encode them as those of a live run."""
+valid token ids, so messages and journal encode them as in a live run."""
 
 from __future__ import annotations
 

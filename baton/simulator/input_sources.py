@@ -74,7 +74,7 @@ class PlanSource:
     work: Workload
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     cluster: Cluster | None = None
-    """Cluster file of the plan, for the bandwidths of links. If None, those of the catalogue are used."""
+    """Cluster file of the plan, for the bandwidths of links. If None, the bandwidths of the catalogue are used."""
 
     def setting(self, options: SimulationOptions) -> Setting:
         """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""

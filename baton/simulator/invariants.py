@@ -9,7 +9,7 @@
 * Version: tokens have the requested version, and that version is published. No trajectory runs while weights are
   loaded, unless the mode allows this.
 * Order: a trajectory that has tokens is leased before one that has none. No trajectory is leased during a pause.
-* Leases: those of `lease_invariants.py`.
+* Leases: the invariants of `lease_invariants.py`.
 * Workers: no worker is quarantined, because all simulated workers are correct.
 """
 

@@ -1,5 +1,5 @@
-"""The interface between the controller and simulated engines: that of a live run, and what a simulation needs in
-addition. The messages have counted tokens."""
+"""The interface between the controller and simulated engines: the interface of a live run, with further methods for a
+simulation. The messages have counted tokens."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
       gradients                      none: every update starts from zero gradients
 
 Only the storage of a tensor is replaced, so modules, optimisers and tied weights stay valid. Host memory is reused as
-long as shapes and dtypes stay equal. On a CPU, tensors do not move; the memory of the gradients is returned to the
-system.
+long as shapes and dtypes stay equal. On a CPU, tensors do not move; the gradients are freed, and the system gets their
+memory back.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Fetcher:
         return True
 
     def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
-        """Construct a version from chunks and hold it. If a manifest is wrong, try those of other sources."""
+        """Construct a version from chunks and hold it. If a manifest is wrong, try the manifests of other sources."""
         gather = ChunkFetcher(self.sources, record, avoided=self._avoided, deadline_s=deadline_s)
         misleading: set[str] = set()
         while True:

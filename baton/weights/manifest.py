@@ -88,7 +88,8 @@ class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One way to construct the flat buffer: from the encoding alone, or, for a delta, also from that of `base`."""
+    """One way to construct the flat buffer: from the encoding alone, or, for a delta, from the encoding and the flat
+    buffer of `base`."""
 
     base: PolicyVersion | None
     """The version that the delta requires; None for a whole encoding."""

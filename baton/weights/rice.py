@@ -27,7 +27,7 @@ _FEW: Final = 64
 
 
 def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
-    """Append the positions of the true elements, or those of the false elements if fewer are false."""
+    """Append the positions of the true elements, or the positions of the false elements if there are fewer of these."""
     if mask.size <= _FEW:
         writer.bits(mask.view(np.uint8))
         return

@@ -43,8 +43,8 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's words and their order: an int64 scalar on the tensor's device.
 
-    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. A change of one word always changes the
-    checksum. So does an exchange of two different words of at most 4 bytes that are less than 2^31 words apart.
+    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. The checksum always changes if one word changes, or if two
+    different words of at most 4 bytes are exchanged that are less than 2^31 words apart.
     """
     words, size = _words(tensor), _piece_words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
