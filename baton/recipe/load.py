@@ -106,7 +106,7 @@ def _checkpoint_of_run(run: Path) -> str:
 
 
 def key_and_value(override: str) -> tuple[str, Any]:
-    """Return the key and the value of an override such as `a.b=c`. Raises UserError for another text."""
+    """Return the key and the value of an override such as `a.b=c`. Raises UserError for a text of another form."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UserError(f"override {override!r}: write section.key=value, such as trainer.lr=3e-6")

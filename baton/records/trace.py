@@ -124,7 +124,8 @@ class TraceWriter:
         self.span(name, "trainer", 0, now_s, now_s, **facts)
 
     def flush(self) -> None:
-        """Write the recorded spans to the file, without waiting for the disk. For one thread only. Raises OSError."""
+        """Write the recorded spans to the file, without waiting for the disk. Only one thread may call this method.
+        Raises OSError."""
         with self._lock:
             spans, self._pending, self._is_overfull = self._pending, [], False
         if self._directory is None or not spans:

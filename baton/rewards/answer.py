@@ -86,8 +86,8 @@ def meets_format(response: str, answer_format: AnswerFormat, pattern: str = "") 
 
 
 def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the text of the first group that took part in the last match of a pattern. If no group took part, return
-    the whole match. Return None without a match."""
+    """Return the first group of the pattern's last match that is not None; the whole match if all groups are None; None
+    without a match."""
     found = list(pattern.finditer(text))
     return next((g for g in found[-1].groups() if g is not None), found[-1][0]).strip() if found else None
 

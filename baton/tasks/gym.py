@@ -36,8 +36,8 @@ NARROW_SEEDS = frozenset({"pool_matrix"})
 QUICK_SCORERS = frozenset({*OWN_TASKS, "decimal_chain_sum", "gsm_symbolic", "knights_knaves", "products"})
 """Tasks whose own scorer takes microseconds for any answer, because it compares only numbers or sets of words.
 
-The default scorer, which many tasks inherit, is as fast. All other scorers run in worker processes, which can be
-killed.
+The default scorer, which many tasks inherit, also takes microseconds. All other scorers run in worker processes, which
+can be killed.
 """
 HOW_TO_INSTALL = (
     "run `pip install 'baton-rl[gym]'`, or without a C compiler `pip install 'baton-rl[gym-pure]'` and then "

@@ -3,8 +3,9 @@
     chunks/3f09…                       a chunk, under its own digest; written once, never changed
     versions/<lineage>/000000012       a manifest; a version exists as soon as this file does
 
-One process writes to a store; any number read. Chunks without a manifest belong to a version that is being written, or
-were left by a process that died; `collect` removes the leftovers. `collect` never removes files with other names.
+One process writes to a store, and any number of processes may read it. Chunks without a manifest belong to a version
+that is being written, or were left by a process that died; `collect` removes the leftovers. `collect` never removes
+files with other names.
 """
 
 from __future__ import annotations
