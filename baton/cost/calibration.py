@@ -28,8 +28,7 @@ class AchievedSettings(Settings):
     """A value of the catalogue of achieved rates."""
 
     value: float
-    """The value that plans use. In the table of a GPU type, the efficiencies in `PEAKS` are absolute rates, not
-    shares."""
+    """The value that plans use. For a GPU type, the efficiencies in `PEAKS` are absolute rates."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]
@@ -105,7 +104,7 @@ def achieved() -> dict[str, dict[str, AchievedSettings]]:
 
 def calibrate(extra: Iterable[Gpu], own: CalibrationSettings | None = None) -> GpuCalibration:
     """Return the calibration of the catalogue's GPU types and of `extra` (the GPUs of the cluster or of the offers,
-    whose peaks may differ from the catalogue's).
+    which may have other peaks).
 
     For a GPU type that `own` names, no published values are used. For all other GPU types, the keys in the [default]
     section of `own` replace the published values.

@@ -185,8 +185,7 @@ def _parts(result: Mapping[str, Any]) -> Outcome:
 
 def number(result: Any) -> Outcome:
     """Convert a result to a value. Valid results are numbers of Python, numpy or torch, and bools, which count as 0 or
-    1. Any other object becomes a failure, and so does a number that is not finite or whose magnitude exceeds
-    `MAX_REWARD`.
+    1. Any other object becomes a failure, as does a number that is not finite or whose magnitude exceeds `MAX_REWARD`.
     """
     if not isinstance(result, Real) and getattr(result, "ndim", None) == 0:
         result = result.item()  # a scalar of numpy or torch
