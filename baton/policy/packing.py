@@ -134,8 +134,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
 
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
-    The backward pass recomputes blocks after the forward pass has reset the current `PackedTokens`, and on CUDA in
-    another thread. The second context therefore sets these tokens again.
+    When the backward pass recomputes a block, the forward pass has already reset the current `PackedTokens`. On CUDA,
+    the backward pass also runs in another thread. The second context therefore sets the tokens again.
     """
     return nullcontext(), _in_pass(_packed.get())
 

@@ -9,8 +9,8 @@ SIGTERM, when the run ends (the pipe closes) and when the scorer ends:
 * On Linux with user namespaces, the scorer runs in its own PID namespace. When the namespace's first process ends, the
   kernel kills every process in the namespace, also processes in other sessions. The scorer also gets user, mount and
   IPC namespaces, and a network namespace unless the recipe allows the network.
-* On Linux without user namespaces, the supervisor is the subreaper of its descendants. Orphans become its children, and
-  it kills children until none is left.
+* On Linux without user namespaces, the supervisor is the subreaper of its descendants. Orphans become children of the
+  supervisor, which kills children until none is left.
 * On other platforms, the supervisor kills the scorer's session.
 """
 

@@ -345,7 +345,7 @@ def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
     """Return the reason why untrusted workers of a class are refused, or None if they are accepted. They are refused if
     the draws of their engine cannot be checked.
 
-    kind: the recipe's engine.kind. If the recipe itself names such an engine, its draws are accepted unchecked.
+    kind: the recipe's `engine.kind`. Workers with this engine are accepted even if its draws cannot be checked.
     """
     if worker_class.engine not in OWN_NOISE or worker_class.engine == kind:
         return None

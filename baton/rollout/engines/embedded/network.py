@@ -135,7 +135,8 @@ class Network:
         self.widths: tuple[int, ...] = ()
         """Ascending numbers of rows with which a decode step computes identical bits. The last covers all slots."""
         self.kv_lengths: tuple[int, ...] = ()
-        """Ascending numbers of scanned positions of a decode step with identical bits. The last is the cache length."""
+        """Ascending numbers of scanned positions with which a decode step computes identical bits. The last is the
+        cache length."""
         self.classes: LengthClasses | None = None
         """Classes of rows that attend over different lengths. None: all rows attend over the same length."""
         self.prefill_rows: dict[PrefillShape, tuple[int, ...]] = {}

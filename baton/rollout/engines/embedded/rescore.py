@@ -47,7 +47,7 @@ _BORDER = 0.05
 _LEAST = 2.0**-48
 """Below this probability, a token may be missing in a sampling mask: `sample` computes in units of 2^-50."""
 _MAX_GAP = 1e3
-"""Upper bound of a gap, in nats. A token that the draw cannot select, whatever the rounding, has this gap."""
+"""Upper bound of a gap, in nats. A token that the draw cannot select with any rounding has this gap."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ class Rows:
 
     @classmethod
     def of(cls, position_W: Tensor, slot_length: int) -> Rows:
-        """Return the rows of a decode step over the slots 0 to W − 1, in order. position_W: of the new tokens."""
+        """Return the rows of a decode step over the slots 0 to W − 1, in order. position_W: positions of the new
+        tokens."""
         numbers = torch.arange(len(position_W) + 1, dtype=torch.int32, device=position_W.device)
         return cls(numbers, numbers * slot_length, (position_W + 1).to(torch.int32))
 
