@@ -102,8 +102,8 @@ def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
-    """Return the largest x² such that the mean of all x² that are not larger is at most `limit`; −1 if there is none.
-    `log_weights` are the x of all trained tokens of a minibatch, in any number of pieces."""
+    """Return the largest x² such that the mean of all x² that are not larger is at most `limit`; −1 if there is none,
+    infinity without tokens. `log_weights`: the x of all trained tokens of a minibatch, in any number of pieces."""
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values

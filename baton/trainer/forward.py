@@ -130,7 +130,8 @@ class Passes:
         return self.critic is not None and self.critic.trunk is None
 
     def hidden_shape(self, inputs: ModelInputs) -> tuple[int, ...]:
-        """Return the shape of the hidden states between two stages: [T, H], or [B, S − 1, H] in a padded pass."""
+        """Return the shape of the hidden states between two stages: [T, H], or [B, S − 1, H] in a padded pass; empty
+        with a single stage."""
         if self.parallel.pipeline.num_stages == 1:
             return ()
         width: int = self.model.config.get_text_config().hidden_size

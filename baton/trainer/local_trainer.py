@@ -188,9 +188,10 @@ class LocalTrainer(Trainer):
         tokens, these metrics are absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on
         the tokens that the trainer's own version sampled, if the batch has such tokens.
 
-        Raises TrainingDiverged before an update whose loss or gradient is not finite is applied. If the step had
-        already applied another update, the trainer can then only `restore` a checkpoint. Raises UserError for a group
-        that is too small for the algorithm, and EngineFault for a logprob that is not finite.
+        Raises TrainingDiverged before an update is applied whose loss or gradient is not finite, or whose mismatch of
+        engine and trainer exceeds its error limit. If the step had already applied another update, the trainer can then
+        only `restore` a checkpoint. Raises UserError for a group that is too small for the algorithm, and EngineFault
+        for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
         self._check_not_diverged()
@@ -325,7 +326,8 @@ class LocalTrainer(Trainer):
 
     def restore(self, directory: Path) -> None:
         """Load a checkpoint. Raises UserError, without changing anything, if it does not fit this trainer. The
-        version's number and digest come from the checkpoint. The lineage does not change: the run starts a new one."""
+        version's number and digest come from the checkpoint. The lineage stays that of this trainer, because a resumed
+        run has a lineage of its own."""
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})

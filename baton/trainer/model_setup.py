@@ -47,8 +47,8 @@ def fit_attention(
 ) -> bool:
     """Select the attention of the policy, a critic's trunk and the reference; return whether rows are packed.
 
-    `trainer.packing` asks for packed rows with 'always', and with 'auto' on CUDA. Rows are then packed if packed and
-    padded rows get equal scores. Otherwise 'always' raises UserError.
+    `trainer.packing` asks for packed rows with 'always', and with 'auto' on CUDA. Rows are then packed if the policy
+    gives packed and padded rows equal scores. Otherwise 'always' raises UserError.
     """
     dtype = torch_dtype(settings.dtype, model.device)
     if dtype is torch.bfloat16:
@@ -76,7 +76,8 @@ def fit_sharing(
     model: PreTrainedModel, trunk: PreTrainedModel | None, reference: PreTrainedModel | None, settings: TrainerSettings
 ) -> bool:
     """Return whether `trainer.share_prompts` is set. If so, set the models' attention for shared prompts. Raises
-    UserError if a model does not give responses to a shared prompt the same scores as separate trajectories."""
+    UserError if the policy or the reference gives responses to a shared prompt other scores than separate
+    trajectories."""
     if not settings.share_prompts:
         return False
     for each in (model, trunk, reference):
@@ -108,7 +109,8 @@ def check_critic(head: Head | None, model: PreTrainedModel, algorithm: Algorithm
 
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    """Enable activation checkpointing and compilation as configured. Raises UserError if unsupported."""
+    """Enable activation checkpointing and compilation as configured. Raises UserError if `trainer.compile` or
+    `adamw8bit` lacks a compiler or a package."""
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:

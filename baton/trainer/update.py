@@ -75,13 +75,14 @@ class Update:
     totals: Totals
     step: int
     longest: int
-    """Maximum response length in tokens."""
+    """Maximum length of an episode in policy tokens."""
     trouble: str | None = None
     """Description of the first number that is not finite, or of an excessive mismatch; None if there is none. The error
     is raised only after all passes, because a rank that stopped earlier would block the other ranks in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
-        """Perform one update. Raises TrainingDiverged before the weights change if loss or gradient is not finite."""
+        """Perform one update. Raises TrainingDiverged before the weights change if loss or gradient is not finite, or
+        if the mismatch of engine and trainer exceeds its error limit."""
         algorithm, critic, parallel = self.passes.algorithm, self.passes.critic, self.passes.parallel
         at_start = (each.micro.loss_inputs(p) for each in prepared if (p := each.fixed.proximal_logprobs) is not None)
         shape, correction = self._shape(part), correction_shape(algorithm, at_start, parallel.all_of)
