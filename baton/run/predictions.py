@@ -85,7 +85,7 @@ def measured_rates(
 
 def scaled(known: Efficiency, gpu: str, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
     """Return the efficiency of a GPU type that is `factor` times as fast: the keys in `shares` are multiplied by
-    `factor`, those in `times` are divided."""
+    `factor`, up to their largest values, and the keys in `times` are divided by it."""
     most = {key: 1.0 if key == "publish" else most_share(gpu) for key in shares}
     changed: dict[str, Any] = {key: min(most[key], getattr(known, key) * factor) for key in shares}
     return known.model_copy(update=changed | {key: getattr(known, key) / factor for key in times})
