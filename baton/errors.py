@@ -50,7 +50,7 @@ class DeadlineExceeded(BatonError):
 
 
 class TrainingDiverged(BatonError):
-    """A loss or a gradient is not finite."""
+    """A loss or a gradient is not finite, or engine and trainer differ by more than the error limits of `[trainer]`."""
 
 
 class RankLost(BatonError):
@@ -84,8 +84,8 @@ KINDS: Final[dict[str, type[BatonError]]] = {
     "TrainingDiverged": TrainingDiverged,
     "EngineFault": EngineFault,
 }
-"""Name of an error in a `Fault` → the class with which the receiving process raises the error again. For a name that is
-not listed, the receiver raises an error of its own that names the failed process."""
+"""Name of an error in a `Fault` → the class with which the receiving process raises the error again. OSError is raised
+again too. For any other name, the receiver raises an error of its own that names the failed process."""
 
 
 NAMES: Final[dict[type[BaseException], str]] = {kind: name for name, kind in KINDS.items()} | {

@@ -20,7 +20,7 @@ class Stopped(BaseException):
 class StopRequest:
     """A context manager that handles SIGINT and SIGTERM.
 
-    The first signal requests a clean stop, and a second Ctrl-C raises KeyboardInterrupt. Further SIGTERMs are ignored,
+    The first signal requests a clean stop, and a later Ctrl-C raises KeyboardInterrupt. Further SIGTERMs are ignored,
     because a cluster scheduler may send several before it kills the process. Outside the main thread, where Python
     allows no signal handlers, only `request` requests a stop.
     """

@@ -146,7 +146,8 @@ def _fit_train(
 
 
 def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.float64]) -> list[float]:
-    """Return the coefficients of the columns that minimise the squared relative errors. The first one is at least 0."""
+    """Return the coefficients of the columns that minimise the squared relative errors. The coefficient of the first
+    column is at least 0."""
     matrix = np.stack(columns, axis=1) / seconds[:, None]
     ones = np.ones(len(seconds))
     found = [float(value) for value in np.linalg.lstsq(matrix, ones, rcond=None)[0]]

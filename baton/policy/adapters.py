@@ -209,7 +209,8 @@ class BaseWeights:
         self._kept: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Drop the copies. Called after a whole model was loaded, because the next adapter changes that model."""
+        """Drop the copies. Called after a whole model was loaded, because its weights are the base of the next
+        adapter."""
         self._kept.clear()
 
     @torch.inference_mode()
