@@ -12,7 +12,8 @@ DEADLINE_S = 5.0
 
 
 def check_pattern(pattern: str) -> int:
-    """Return the number of groups of a regular expression. Raises ValueError, with a sentence, if it is none."""
+    """Return the number of groups of a pattern. Raises ValueError if the pattern is not a regular expression; the
+    error's text is a sentence for the user."""
     try:
         return int(regex.compile(pattern).groups)
     except regex.error as error:

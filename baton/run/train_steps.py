@@ -55,7 +55,7 @@ class TrainedStep:
 
 @dataclass(slots=True)
 class TrainSteps:
-    """The train steps of a run. Its waits are those of the controller and the trainer."""
+    """The train steps of a run. This class waits only within calls of the controller and the trainer."""
 
     controller: RolloutController
     port: WorkerTransport
