@@ -60,7 +60,8 @@ def model_card(run: RunDirectory, step: int, dtype: str) -> str:
 
 
 def _results(run: RunDirectory, step: int) -> Iterator[str]:
-    """Yield the lines of a table of accuracy, with a row per task and a column per evaluated step."""
+    """Yield the lines of a table of accuracy. Each task has a row for sampled and a row for greedy responses. The
+    columns are the first and the last evaluated step."""
     evaluations = [each for each in run.evaluations() if each.step <= step]
     if not evaluations:
         yield "The run has no evaluation."
