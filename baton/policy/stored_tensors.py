@@ -302,8 +302,8 @@ class TensorFile:
         self._path = path
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         end = 0
-        # Larger items first, so that each tensor is aligned.
-        for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
+        # Larger items first, so that each tensor is aligned; then by name, as in published versions.
+        for name, (dtype, shape) in sorted(specs.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
             begin, end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -70,6 +71,7 @@ from baton.trainer.parallel.messages import Ranks, TrainerSetup
 from baton.trainer.parallel.ranked_trainer import REQUEST_TIMEOUT_S, RankedTrainer
 from baton.trainer.trainer import Trainer
 from baton.types import PolicyVersion, Prompt, SamplingParams
+from baton.weights.version_files import TensorsOfFile
 
 logger = logging.getLogger(__name__)
 RewardPlaces = Sequence[tuple[str, Launch]]
@@ -121,9 +123,12 @@ def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTr
     return EnginePool(recipe.engine.processes, start, _save_tensors, timeout_s=timeout_s, trace=trace)
 
 
-def _save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
+def _save_tensors(tensors: Mapping[str, Any], path: Path) -> Path:
+    if isinstance(tensors, TensorsOfFile):
+        return tensors.path
     with writing(path):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    return path
 
 
 def build_loop(
@@ -428,6 +433,8 @@ def build_trainer(
         seed=recipe.run.seed,
         deterministic=recipe.deterministic,
     )
+    if publish_in is not None:
+        shutil.rmtree(publish_in, ignore_errors=True)  # an earlier process of this run may have been killed
     count = recipe.trainer.ranks
     if count == 1 and start_ranks is None:
         trainer = make_trainer(setup, tokenizer)

@@ -4,6 +4,7 @@ needs.
 controller's thread           publisher's thread                 hub's thread
   publish ───────────────────▶ the version's file ── call ──────▶ announce to the run's workers on this machine
                               chunks, manifest ──── call ──────▶ announce to all
+                              a keyframe's other chunks
                               collect ◀───────────────────────── versions that workers serve or may request
 """
 
@@ -69,8 +70,10 @@ class BackgroundPublisher:
             if self._shared:
                 self._hub.call(lambda: self._announce(version, since_s, True))
 
-        self.last = self._publisher.publish(tensors, version, when_shared=when_shared)
-        self._hub.call(lambda: self._announce(version, since_s, False))
+        def when_stored() -> None:
+            self._hub.call(lambda: self._announce(version, since_s, False))
+
+        self.last = self._publisher.publish(tensors, version, when_shared=when_shared, when_stored=when_stored)
         self._hub.call(self._remove_unused)
 
     def _announce(self, version: PolicyVersion, since_s: float, only_near: bool) -> None:

@@ -7,6 +7,7 @@ import platform
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -59,9 +60,12 @@ from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, batch_metrics, minibatches
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.step_metrics import Totals
-from baton.trainer.trainer import PublishedWeights, Trainer
+from baton.trainer.trainer import PublishedWeights, Trainer, new_version_path
 from baton.trainer.update import Update, make_learners
 from baton.types import Batch, PolicyVersion
+from baton.weights.flat_buffer import flattened
+from baton.weights.manifest import tensors_digest
+from baton.weights.version_files import FlatFile
 
 logger = logging.getLogger(__name__)
 
@@ -264,24 +268,28 @@ class LocalTrainer(Trainer):
     def publish(self) -> PublishedWeights:
         """Return a copy of the current weights, or of the adapter alone, on the trainer's device or mapped from a file
         (`publish_in`). Tensors are cast (`published_dtypes`) before the digest is taken, so the digest identifies the
-        tensors that engines hold. Raises OSError."""
+        tensors that engines hold. Raises OSError and StorageFault."""
         if self.publish_in is not None:
             self.publish_in.mkdir(exist_ok=True)
-            path = self.publish_in / f"{self._version.lineage}-{self._version.number}.safetensors"
+            path = new_version_path(self.publish_in, self._version)
             try:
                 return PublishedWeights.of_file(self.publish_to(path), path)
-            finally:
-                shutil.rmtree(self.publish_in, ignore_errors=True)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
         tensors, dtypes = self._published()
         tensors = as_published(tensors, dtypes)
         self._stamp(weights_digest(tensors))
         return PublishedWeights(self._version, tensors)
 
     def publish_to(self, path: Path) -> PolicyVersion:
-        """Write the tensors that `publish` returns to the file `path` on the first rank, one after another. Return the
-        version. Collective: all ranks must call it. Raises OSError."""
+        """Write the tensors that `publish` returns to the new file `path` on the first rank; several ranks gather one
+        tensor at a time. Return the version. Collective: all ranks must call it. Raises OSError and StorageFault."""
         tensors, dtypes = self._published()
-        if self._parallel.is_first:
+        if self._parallel.is_alone:
+            entries, _ = flattened(tensors, partial(FlatFile.of_tensors, path), dtypes)
+            self._stamp(tensors_digest(entries))
+        elif self._parallel.is_first:
             with TensorFile(path, {name: (dtypes[name], tensor.shape) for name, tensor in tensors.items()}) as file:
                 self._stamp(write_gathered(tensors, file.put, self._parallel.whole, dtypes))
         else:
@@ -366,7 +374,9 @@ class LocalTrainer(Trainer):
             _warn_of_other_bits(state, parallel.num_ranks)
 
     def close(self) -> None:
-        """Do nothing: this trainer holds no processes."""
+        """Remove the directory of versions that are being published."""
+        if self.publish_in is not None:
+            shutil.rmtree(self.publish_in, ignore_errors=True)
 
 
 def _libraries() -> dict[str, str]:

@@ -6,6 +6,7 @@ trainer.start(batch) ──▶ Pending ── wait(timeout_s), while the control
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -26,10 +27,16 @@ class PublishedWeights:
 
     @classmethod
     def of_file(cls, version: PolicyVersion, path: Path) -> PublishedWeights:
-        """Map the tensors of a safetensors file. Mapped memory stays valid when the file is deleted."""
-        from safetensors.torch import load_file  # imports torch, which a simulation does not need
+        """Map the tensors of a safetensors file, which is deleted with them. A publisher on this machine may take the
+        file over instead of copying it (`VersionFiles.adopt`)."""
+        from baton.weights.version_files import TensorsOfFile  # imports torch, which a simulation does not need
 
-        return cls(version, load_file(path))
+        return cls(version, TensorsOfFile(path))
+
+
+def new_version_path(directory: Path, version: PolicyVersion) -> Path:
+    """Return a path for the file of a version that no other publication uses, not even of the same version."""
+    return directory / f"{version.lineage}-{version.number}-{secrets.token_hex(4)}.safetensors"
 
 
 class Pending(Protocol):

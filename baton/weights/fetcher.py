@@ -47,7 +47,7 @@ class _Staged:
 
     version: PolicyVersion
     entries: tuple[TensorEntry, ...]
-    flat_buffer: Bytes
+    file: FlatFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,9 @@ class Fetcher:
         self._held: tuple[PolicyVersion, Mapping[str, torch.Tensor]] | None = None
         self._staged: _Staged | None = None
         """The held version as a flat buffer. None if it is mapped from `shared` or was passed to `hold`."""
+        self._free: FlatFile | None = None
+        """The file of the version before the held one. The next version is written into it, unless a tensor of it is
+        still in use, because the system need not allocate its pages again."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
 
@@ -95,7 +98,7 @@ class Fetcher:
         """Hold a version that the caller has. Raises WeightsFault unless `tensors` have its digest."""
         with self._lock:
             _check_digest(version, weights_digest(tensors))
-            self._held, self._staged = (version, tensors), None
+            self._held, self._staged, self._free = (version, tensors), None, None
 
     def fetch(self, want: PolicyVersion, *, deadline_s: float) -> Mapping[str, torch.Tensor]:
         """Fetch and verify a version, hold it, and return its tensors. The caller must not change these tensors. Raises
@@ -124,7 +127,7 @@ class Fetcher:
         except WeightsFault as error:
             record.faults.append(f"the versions in {self.shared.directory}: {error}")
             return False
-        self._held, self._staged = (want, tensors), None
+        self._held, self._staged, self._free = (want, tensors), None, None
         return True
 
     def _built(self, want: PolicyVersion, record: FetchStats, deadline_s: float) -> None:
@@ -142,7 +145,8 @@ class Fetcher:
                     misleading.add(source.name)
                 # the loop ends: each round excludes a source, and `_plan` raises WeightsFault when no source is left
                 continue
-            self._held, self._staged = (want, tensors_of(staged.entries, staged.flat_buffer)), staged
+            self._free = None if self._staged is None else self._staged.file
+            self._held, self._staged = (want, tensors_of(staged.entries, staged.file.lend())), staged
             return
 
     def _plan(self, want: PolicyVersion, gather: ChunkFetcher, misleading: set[str]) -> list[_Step]:
@@ -183,13 +187,15 @@ class Fetcher:
         sources = [step.source for step in plan]
         if any(layout_of(step.manifest.tensors) != layout_of(last.tensors) for step in plan):
             raise _BadPlan("the versions of the plan have different tensors", sources)
-        copy = _temporary(last.num_bytes)
+        free, self._free = self._free, None
+        is_usable = free is not None and free.bytes.size == last.num_bytes and not free.is_lent
+        copy = free if free is not None and is_usable else _temporary(last.num_bytes)
         before = None
         if plan[0].way.base is not None:
             base = self._base()
             if layout_of(base.entries) != layout_of(last.tensors):
                 raise _BadPlan("the version has other tensors than the held one", sources)
-            before = base.flat_buffer
+            before = base.file.bytes
         for step in plan:
             coded, ends = _CodedBytes(step.way, gather), accumulate(part.num_bytes for part in step.way.parts)
             taken = ((part, at, coded.take(part.size)) for part, at in zip(step.way.parts, ends, strict=True))
@@ -201,7 +207,7 @@ class Fetcher:
         digests = piece_digests(last.tensors, copy.bytes)
         if wrong := [entry.name for entry in last.tensors if digests[entry.name] != entry.digest]:
             raise _BadPlan(f"{len(wrong)} tensors have another digest, among them {wrong[0]}", sources)
-        return _Staged(last.version, last.tensors, copy.bytes)
+        return _Staged(last.version, last.tensors, copy)
 
     def _base(self) -> _Staged:
         """Return the held version as a flat buffer."""
@@ -210,7 +216,7 @@ class Fetcher:
             version, tensors = self._held
             entries, file = flattened(tensors, lambda entries: _temporary(sum(entry.num_bytes for entry in entries)))
             _check_digest(version, tensors_digest(entries))
-            self._staged = _Staged(version, entries, file.bytes)
+            self._staged = _Staged(version, entries, file)
         return self._staged
 
 

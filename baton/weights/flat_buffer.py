@@ -26,28 +26,55 @@ def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
     return tuple((entry.name, entry.dtype, entry.shape) for entry in entries)
 
 
-def flattened(
-    tensors: Mapping[str, torch.Tensor], create: Callable[[tuple[TensorEntry, ...]], FlatFile]
-) -> tuple[tuple[TensorEntry, ...], FlatFile]:
-    """Write tensors into a flat buffer, one after another and in pieces; return the manifest's entries and the buffer.
-    create: creates the buffer for entries without digests. Raises WeightsFault for a dtype that the manifest does not
-    support, and StorageFault."""
-    unsigned = [TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), "") for name, t in tensors.items()]
-    for entry in unsigned:
+def unsigned(
+    tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
+) -> tuple[TensorEntry, ...]:
+    """Return the entries of tensors, cast to `dtypes`, in the order of the flat buffer and without digests. Raises
+    WeightsFault for a dtype that the manifest does not support."""
+    entries = [
+        TensorEntry(name, dtype_name(t.dtype if dtypes is None else dtypes[name]), tuple(t.shape), "")
+        for name, t in tensors.items()
+    ]
+    for entry in entries:
         if entry.dtype not in WORD_BYTES:
             raise WeightsFault(
                 f"{entry.name} cannot be published: got dtype torch.{entry.dtype}, allowed are {', '.join(WORD_BYTES)}"
             )
-    ordered = tuple(sorted(unsigned, key=payload_order))
-    file, at = create(ordered), 0
-    for entry in ordered:
-        flat = tensors[entry.name].detach().reshape(-1)
-        for piece in torch.split(flat, MAX_PART_BYTES // flat.element_size()):
-            file.write(at, piece.cpu().view(torch.uint8).numpy())
-            at += piece.nbytes
-        del flat  # or it would still be held while the next tensor is read
-    digests = piece_digests(ordered, file.bytes)
-    return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in ordered), file
+    return tuple(sorted(entries, key=payload_order))
+
+
+def flattened(
+    tensors: Mapping[str, torch.Tensor],
+    create: Callable[[tuple[TensorEntry, ...]], FlatFile],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> tuple[tuple[TensorEntry, ...], FlatFile]:
+    """Write tensors into a flat buffer, several at a time and each in pieces; return the manifest's entries and the
+    buffer. create: creates the buffer for entries without digests. dtypes: the dtypes to cast to, piece by piece.
+    Raises WeightsFault for a dtype that the manifest does not support, and StorageFault."""
+    ordered = unsigned(tensors, dtypes)
+    file = create(ordered)
+
+    def write(place: tuple[TensorEntry, int]) -> TensorEntry:
+        entry, end = place
+        flat, digest, at = tensors[entry.name].detach().reshape(-1), blake3(), end - entry.num_bytes
+        dtype: Any = getattr(torch, entry.dtype)
+        for piece in torch.split(flat, MAX_PART_BYTES // max(flat.element_size(), dtype.itemsize)):
+            data = piece.to(dtype).cpu().view(torch.uint8).numpy()
+            file.write(at, data)
+            digest.update(data.data)
+            at += data.nbytes
+        return TensorEntry(entry.name, entry.dtype, entry.shape, digest.hexdigest())
+
+    places = zip(ordered, accumulate(entry.num_bytes for entry in ordered), strict=True)
+    # a mapping that is no dict may read a tensor into memory at each access: only one tensor at a time
+    threads = None if isinstance(tensors, dict) else 1
+    return tuple(in_order(write, places, lambda place: place[0].num_bytes, threads=threads)), file
+
+
+def signed(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[TensorEntry, ...]:
+    """Return entries with the digests of the tensors in a flat buffer."""
+    digests = piece_digests(entries, flat_buffer)
+    return tuple(TensorEntry(e.name, e.dtype, e.shape, digests[e.name]) for e in entries)
 
 
 def tensors_of(entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> dict[str, torch.Tensor]:

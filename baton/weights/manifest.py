@@ -113,6 +113,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_adapter: bool = False
     """Whether the tensors are an adapter, which engines merge into the model from which the run started."""
     format: int = FORMAT
+    expects_whole: bool | msgspec.UnsetType = msgspec.UNSET
+    """True while the whole encoding of a keyframe is still being stored. Another manifest then replaces this one."""
 
     @property
     def whole(self) -> Encoding | None:

@@ -26,7 +26,7 @@ from baton.policy.adapters import is_adapter
 from baton.types import PolicyVersion
 from baton.weights.bitstream import Bytes
 from baton.weights.delta import Coded, encode
-from baton.weights.flat_buffer import flattened, layout_of, pieces, tensors_of
+from baton.weights.flat_buffer import flattened, layout_of, pieces, signed, tensors_of, unsigned
 from baton.weights.manifest import (
     BufferPart,
     Encoding,
@@ -38,7 +38,7 @@ from baton.weights.manifest import (
 )
 from baton.weights.settings import WeightsSettings
 from baton.weights.store import Store
-from baton.weights.version_files import FlatFile, VersionFiles
+from baton.weights.version_files import FlatFile, TensorsOfFile, VersionFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,20 @@ class Publisher:
         version: PolicyVersion,
         *,
         when_shared: Callable[[Mapping[str, torch.Tensor]], object] = lambda mapped: None,
+        when_stored: Callable[[], object] = lambda: None,
     ) -> PublishedVersion:
         """Store a version and make it visible to readers. Publishing the same version again changes nothing.
 
         `when_shared`: called with the mapped tensors when the version's file is complete, before the version is encoded
-        and stored for other machines.
+        and stored for other machines. `when_stored`: called once when other machines can fetch the version. A keyframe
+        with a delta can be fetched before its whole encoding is stored.
 
         Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
-        number is already published. Raises StorageFault when a file cannot be written; the version is then not visible
-        and can be published again.
+        number is already published. Raises StorageFault when a file cannot be written; the version is then not visible,
+        or visible without its whole encoding, and can be published again.
         """
         begin = time.perf_counter()
-        entries, file = flattened(tensors, self._new_file)
+        entries, file = self._flattened(tensors)
         flat_buffer = file.bytes
         digest = tensors_digest(entries)
         version = msgspec.structs.replace(version, digest=version.digest or digest)
@@ -104,11 +106,15 @@ class Publisher:
         if self._files is not None:
             self._files.finish(version, file)
         when_shared(tensors_of(entries, flat_buffer))
-        density = None
-        manifest = there
-        if manifest is None:
-            manifest, density = self._written(version, entries, flat_buffer, adapter=is_adapter(tensors))
+        if there is None:
+            made = self._written(version, entries, flat_buffer, adapter=is_adapter(tensors))
+            manifest, density = next(made)
+        else:
+            made, manifest, density = iter(()), there, None
         self._store.put_manifest(manifest)
+        when_stored()
+        for manifest, density in made:  # noqa: B007  the last ones are returned
+            self._store.put_manifest(manifest)
         since = 0 if manifest.whole is not None or self._base is None else self._base.since_whole + 1
         self._base = _Base(version, entries, flat_buffer, since)
         way = manifest.delta or manifest.whole
@@ -120,6 +126,13 @@ class Publisher:
             is_new=there is None,
         )
 
+    def _flattened(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], FlatFile]:
+        if self._files is not None and isinstance(tensors, TensorsOfFile):
+            entries = unsigned(tensors)
+            if (file := self._files.adopt(tensors.path, entries)) is not None:
+                return signed(entries, file.bytes), file
+        return flattened(tensors, self._new_file)
+
     def _new_file(self, entries: tuple[TensorEntry, ...]) -> FlatFile:
         if self._files is not None:
             return self._files.create(entries)
@@ -127,8 +140,9 @@ class Publisher:
 
     def _written(
         self, version: PolicyVersion, entries: tuple[TensorEntry, ...], flat_buffer: Bytes, *, adapter: bool
-    ) -> tuple[Manifest, float | None]:
-        """Write the chunks of a version; return its manifest and the density. The manifest is not stored yet."""
+    ) -> Iterator[tuple[Manifest, float | None]]:
+        """Write the chunks of a version; yield its manifest, which must then be stored, and the density. A keyframe's
+        manifest is yielded twice: without the whole encoding, which takes longer than the delta, and with it."""
         base, ways, density = self._base, [], None
         if (
             base is not None
@@ -141,9 +155,12 @@ class Publisher:
             ways.append(way)
         is_due = base is None or base.since_whole + 1 >= self._settings.keyframe_every
         if all(way.base is not None for way in ways) and (is_due or not ways or ways[0].size > flat_buffer.size // 2):
+            is_short = all(way.size <= flat_buffer.size // 2 for way in ways)
+            if ways and is_short:
+                yield Manifest(version, entries, tuple(ways), expects_whole=True), density
             whole, _ = self._way(None, entries, flat_buffer)
-            ways = [way for way in ways if way.size < whole.size] + [whole]
-        return Manifest(version, entries, tuple(ways), is_adapter=adapter), density
+            ways = [way for way in ways if is_short or way.size < whole.size] + [whole]
+        yield Manifest(version, entries, tuple(ways), is_adapter=adapter), density
 
     def _way(self, base: _Base | None, entries: tuple[TensorEntry, ...], flat_buffer: Bytes) -> tuple[Encoding, float]:
         """Encode a flat buffer, as a delta with `base`, and write the chunks; return the encoding and the density."""

@@ -47,7 +47,7 @@ class Store:
         self._lineage: str | None = None
         """Lineage of the version that was published last."""
         self._manifests: dict[tuple[str, int], Manifest] = {}
-        """Manifests that `collect` has read, cached because manifests never change."""
+        """Manifests that `collect` has read, cached because they do not change: `expects_whole` is not true."""
 
     def put_chunk(self, data: bytes) -> Chunk:
         """Write a chunk unless the store has it already. Raises StorageFault if writing fails."""
@@ -71,15 +71,16 @@ class Store:
 
     def put_manifest(self, manifest: Manifest) -> None:
         """Store a version's manifest, which makes the version visible. All its chunks must have been stored before.
-        Storing the same manifest again changes nothing. Raises WeightsFault when a different version with the same
-        number is already published, and StorageFault when writing fails."""
+        Storing the same manifest again changes nothing; a manifest that `expects_whole` is replaced by one that does
+        not. Raises WeightsFault when a different version with the same number is already published, and StorageFault
+        when writing fails."""
         version = manifest.version
         data = encode_manifest(manifest)
         with self._lock:
             there = self.find(version.lineage, version.number)
             if there is not None and there.version != version:
                 raise WeightsFault(f"cannot publish {name_of(version)}: {name_of(there.version)} is already published")
-            if there is None:
+            if there is None or (there.expects_whole is True and manifest.expects_whole is not True):
                 self._place.settle()  # the chunks must survive a power failure before the manifest names them
                 self._place.write(_version_name(version), data)
                 self._place.settle()
@@ -135,7 +136,7 @@ class Store:
             doomed += [f.string for f in self._matches("chunks", _CHUNK) if f[2] or f[1] not in chunks]
             for name in doomed:
                 self._place.remove(name)
-            self._manifests = kept
+            self._manifests = {at: manifest for at, manifest in kept.items() if manifest.expects_whole is not True}
             return len(doomed)
 
     def _needed(self, live: list[PolicyVersion], keep: int) -> dict[tuple[str, int], Manifest]:

@@ -1,6 +1,7 @@
 """Files of policy versions on this machine, from which a process maps a version instead of holding it in memory.
 
     FlatFile       one flat buffer, written piece by piece and mapped for reading
+    TensorsOfFile  the tensors of a safetensors file that a publisher on this machine may take over
     VersionFiles   the latest versions as safetensors files, which the run's workers on this machine map too
 
 Mapped pages belong to the system's file cache: the system writes them to the disk and evicts them if memory is short.
@@ -12,8 +13,9 @@ import mmap
 import os
 import struct
 import tempfile
+import weakref
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import msgspec
 import numpy as np
@@ -46,26 +48,60 @@ _NAMES: Final = {
 """dtype → its name in safetensors files."""
 
 
+class TensorsOfFile(dict[str, torch.Tensor]):
+    """The mapped tensors of a safetensors file, which is deleted when this object is."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(load_file(path))
+        self.path = path
+        weakref.finalize(self, _remove, path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return  # the run removes its directory when it ends
+
+
 class FlatFile:
     """A flat buffer in a file. It is written with `write`, because writing to a mapping of a full disk ends the process
     with SIGBUS. An unnamed file is deleted when the last reference to `bytes` is dropped."""
 
-    def __init__(self, path: Path, num_bytes: int, header: bytes | None = None) -> None:
-        """Create the file `path` with a header; without a header, an unnamed file in the directory `path`. Raises
-        StorageFault."""
+    def __init__(self, path: Path, num_bytes: int, header: bytes | None = None, *, is_written: bool = False) -> None:
+        """Create the file `path` with a header; without a header, an unnamed file in the directory `path`. is_written:
+        map the existing file `path`, which begins with `header`. Raises StorageFault."""
         self.path, self._begin = path, len(header or b"")
         try:
             if header is None:
                 self._file: IO[bytes] = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115  closed with `self`
             else:
-                self._file = path.open("w+b", buffering=0)
-            self._file.write(header or b"")
-            self._file.truncate(self._begin + num_bytes)
+                self._file = path.open("r+b" if is_written else "w+b", buffering=0)
+            if not is_written:
+                self._file.write(header or b"")
+                self._file.truncate(self._begin + num_bytes)
             mapped = mmap.mmap(self._file.fileno(), self._begin + num_bytes) if num_bytes else b""
         except OSError as error:
             raise self._fault(error) from error
         self.bytes: Bytes = np.frombuffer(mapped, np.uint8)[self._begin :]
         """The mapped bytes. The caller must not change them."""
+        self._lent: weakref.ref[Bytes] | None = None
+
+    def lend(self) -> Bytes:
+        """Return the mapped bytes for tensors that other code may keep."""
+        lent = self.bytes.view()
+        self._lent = weakref.ref(lent)
+        return lent
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a tensor on the bytes of the last `lend` still exists, so the file must not change."""
+        return self._lent is not None and self._lent() is not None
+
+    @classmethod
+    def of_tensors(cls, path: Path, entries: tuple[TensorEntry, ...]) -> FlatFile:
+        """Create a safetensors file with the tensors of `entries` in this order. Raises StorageFault."""
+        return cls(path, sum(entry.num_bytes for entry in entries), _header(entries))
 
     def write(self, begin: int, data: Bytes) -> None:
         """Write a piece from the byte `begin` of the buffer on. Raises StorageFault, for example if the disk is full.
@@ -94,13 +130,30 @@ class VersionFiles:
 
     def create(self, entries: tuple[TensorEntry, ...]) -> FlatFile:
         """Create the file of a version, whose digests need not be known. Raises StorageFault."""
+        return FlatFile.of_tensors(self._unfinished(), entries)
+
+    def adopt(self, path: Path, entries: tuple[TensorEntry, ...]) -> FlatFile | None:
+        """Use a completely written file as the file of a version, without a copy: it gets a second name.
+        Return None if it is on another file system, or does not have `entries` in this order. Raises StorageFault."""
+        unfinished = self._unfinished()
+        try:
+            os.link(path, unfinished)
+        except OSError:
+            return None
+        header = _header_in(unfinished)
+        if _places(header) != _places(_header(entries)):
+            unfinished.unlink()
+            return None
+        return FlatFile(unfinished, sum(entry.num_bytes for entry in entries), header, is_written=True)
+
+    def _unfinished(self) -> Path:
         path = self.directory / "new.safetensors.unfinished"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
         except OSError as error:
             raise StorageFault(f"{self.directory} cannot be written ({error.strerror or error})") from error
-        return FlatFile(path, sum(entry.num_bytes for entry in entries), _header(entries))
+        return path
 
     def finish(self, version: PolicyVersion, file: FlatFile) -> None:
         """Give a completely written file the name of its version; remove the files of old versions."""
@@ -139,3 +192,18 @@ def _header(entries: tuple[TensorEntry, ...]) -> bytes:
     text = msgspec.json.encode(described)
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def _header_in(path: Path) -> bytes:
+    """Return the header of a complete safetensors file."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        text = file.read(size)
+    return struct.pack("<Q", size) + text
+
+
+def _places(header: bytes) -> dict[str, Any]:
+    """Return name → dtype, shape and offsets of each tensor that a header describes."""
+    found: dict[str, Any] = msgspec.json.decode(header[8:])
+    found.pop("__metadata__", None)
+    return found

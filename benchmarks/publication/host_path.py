@@ -1,11 +1,12 @@
-"""Rates of a version's way through the host: cast, digest, copy, code, store, fetch, with one thread and with several.
+"""Rates of a version's way through the host: write, code, store, fetch, with one thread and with several.
 
     python benchmarks/publication/host_path.py                      # all numbers of threads up to the number of cores
     python benchmarks/publication/host_path.py --out FILE --before COMMIT
 
 The model is random: float32 weights of normal distribution, published in bfloat16, and changes of one unit in the last
-place at random places. --before measures the code of another commit too, in a temporary worktree. Each figure is the
-best of several rounds; each process has one torch thread. Raw results: results/host_path.json.
+place at random places. --before measures the code of another commit too, in a temporary worktree. All variants run in
+turn, --turns times, each in a process of its own with one torch thread. Each figure is the best of all rounds; it has
+the seconds and the processor's seconds. Files are in memory (/dev/shm). Raw results: results/host_path.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=int, default=32_000_000)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--before", help="another commit to measure")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "host_path.json")
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
@@ -46,19 +50,23 @@ def main() -> None:
         "params": given.params,
         "density": DENSITY,
         "rounds": given.rounds,
+        "turns": given.turns,
         "seconds": {},
     }
-    if given.before:
-        raw["before"] = given.before
-        with tempfile.TemporaryDirectory() as scratch:
-            tree = f"{scratch}/tree"
+    counts = range(1, raw["cores"] + 1)
+    with ExitStack() as stack:
+        variants = [(f"{threads}", threads, str(ROOT)) for threads in counts]
+        if given.before:
+            raw["before"] = given.before
+            tree = stack.enter_context(tempfile.TemporaryDirectory()) + "/tree"
             subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, given.before], cwd=ROOT, check=True)
-            try:
-                raw["seconds"]["before"] = measured(given, 0, tree)
-            finally:
-                subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
-    for threads in range(1, raw["cores"] + 1):
-        raw["seconds"][str(threads)] = measured(given, threads, str(ROOT))
+            stack.callback(subprocess.run, ["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+            variants = [(f"before, {threads}", threads, tree) for threads in counts] + variants
+        for _ in range(given.turns):
+            for name, threads, tree in variants:
+                best = raw["seconds"].setdefault(name, {})
+                for stage, seconds in measured(given, threads, tree).items():
+                    best[stage] = min(seconds, best.get(stage, seconds))
     given.out.parent.mkdir(exist_ok=True)
     given.out.write_text(json.dumps(raw, indent=1) + "\n")
     print(table(raw))
@@ -78,83 +86,103 @@ def measured(given: argparse.Namespace, threads: int, tree: str) -> dict[str, fl
 
 
 def measure(params: int, rounds: int, threads: int) -> dict[str, float]:
-    """Return the seconds of each stage. threads: 0 for code that has no such setting."""
+    """Return the seconds of each stage, and its seconds of processor time as "<stage>, processor"."""
     import torch
 
     from baton import clock
     from baton.policy.tensors import as_published, weights_digest
+    from baton.trainer.trainer import PublishedWeights
     from baton.types import PolicyVersion
     from baton.weights.fetcher import Fetcher
-    from baton.weights.flat_buffer import flattened
-    from baton.weights.manifest import TensorEntry
     from baton.weights.publisher import Publisher
     from baton.weights.settings import WeightsSettings
     from baton.weights.sources import StoreSource
     from baton.weights.store import Store
-    from baton.weights.version_files import FlatFile, VersionFiles
+    from baton.weights.version_files import VersionFiles
 
     torch.set_num_threads(1)
-    if threads:
-        clock.CODERS = threads  # type: ignore[misc]
+    clock.CODERS = threads  # type: ignore[misc]
     random = torch.Generator().manual_seed(0)
-    trained = {f"layer{i}": torch.randn(params // 24 // 4096, 4096, generator=random) * 0.02 for i in range(24)}
-    first = as_published(trained, dict.fromkeys(trained, torch.bfloat16))
-    versions = [first]
+    versions = [{f"layer{i}": torch.randn(params // 24 // 4096, 4096, generator=random) * 0.02 for i in range(24)}]
+    dtypes = dict.fromkeys(versions[0], torch.bfloat16)
     for _ in range(2):
-        after = {name: tensor.clone() for name, tensor in versions[-1].items()}
+        after = as_published(versions[-1], dtypes)
         for tensor in after.values():
             chosen = torch.rand(tensor.shape, generator=random) < DENSITY
             tensor.view(torch.int16)[chosen] += 1
-        versions.append(after)
-    found: dict[str, float] = {"bytes": float(sum(tensor.nbytes for tensor in first.values()))}
+        versions.append({name: tensor.float() for name, tensor in after.items()})
+    digests = [weights_digest(as_published(tensors, dtypes)) for tensors in versions]
+    found: dict[str, float] = {"bytes": 2.0 * sum(tensor.numel() for tensor in versions[0].values())}
 
     def note(name: str, seconds: float) -> None:
         found[name] = min(seconds, found.get(name, seconds))
 
     def timed(name: str, work: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         work(*arguments, **keywords)
         note(name, time.perf_counter() - begin)
+        note(f"{name}, processor", time.process_time() - cpu)
 
-    def temporary(entries: tuple[TensorEntry, ...]) -> FlatFile:
-        return FlatFile(Path(memory or tempfile.gettempdir()), sum(entry.num_bytes for entry in entries))
-
+    write = writer(dtypes)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     for _ in range(rounds):
-        timed("cast", as_published, trained, dict.fromkeys(trained, torch.bfloat16))
-        timed("digest", weights_digest, first)
-        timed("copy and digest", flattened, first, temporary)
         # in memory: the speed of a disk is not of interest here
         with tempfile.TemporaryDirectory(dir=memory) as scratch:
             store = Store(f"{scratch}/store")
             publisher = Publisher(store, WeightsSettings(keyframe_every=100), files=VersionFiles(Path(scratch) / "m"))
             follower = Fetcher([StoreSource(store)])
-            version = PolicyVersion("benchmark", 0, weights_digest(first))
-            timed("publish a keyframe", publisher.publish, first, version)
-            timed("fetch a keyframe", follower.fetch, version, deadline_s=600)
-            for number, tensors in enumerate(versions[1:], 1):
-                version = PolicyVersion("benchmark", number, weights_digest(tensors))
-                shared_s: list[float] = []
-                # code without this argument has all of the publication before the announcement
-                keywords = {"when_shared": lambda _, s=shared_s: s.append(time.perf_counter())} if threads else {}
+            tempfile.tempdir = scratch  # the follower's files
+            for number, (tensors, digest) in enumerate(zip(versions, digests, strict=True)):
+                kind, path = "delta" if number else "keyframe", Path(scratch) / f"trainer-{number}.safetensors"
+                timed("the trainer writes the file", write, tensors, path)
+                version, shared_s = PolicyVersion("benchmark", number, digest), []
+                published = PublishedWeights.of_file(version, path)
                 begin = time.perf_counter()
-                timed("publish a delta", publisher.publish, tensors, version, **keywords)
-                note("before workers of this machine load it", (shared_s or [time.perf_counter()])[0] - begin)
-                timed("fetch a delta", follower.fetch, version, deadline_s=600)
+                timed(
+                    f"publish a {kind}",
+                    publisher.publish,
+                    published.tensors,
+                    version,
+                    when_shared=lambda _, s=shared_s: s.append(time.perf_counter()),
+                )
+                note("of this, until workers of this machine load it", shared_s[0] - begin)
+                del published
+                path.unlink(missing_ok=True)
+                timed(f"fetch a {kind}", follower.fetch, version, deadline_s=600)
+            tempfile.tempdir = None
     return found
 
 
+def writer(dtypes: dict[str, Any]) -> Callable[[dict[str, Any], Path], object]:
+    """Return the trainer's function that casts tensors and writes a version's file."""
+    try:
+        from baton.weights.flat_buffer import flattened
+        from baton.weights.version_files import FlatFile
+
+        of_tensors = FlatFile.of_tensors
+    except AttributeError:  # an earlier commit
+        from baton.policy.stored_tensors import TensorFile, write_gathered
+
+        def write(tensors: dict[str, Any], path: Path) -> None:
+            with TensorFile(path, {name: (dtypes[name], tensor.shape) for name, tensor in tensors.items()}) as file:
+                write_gathered(tensors, file.put, lambda _, tensor: tensor, dtypes)
+
+        return write
+    return lambda tensors, path: flattened(tensors, partial(of_tensors, path), dtypes)
+
+
 def table(raw: dict[str, Any]) -> str:
-    """Return a Markdown table of GB/s of bfloat16 by stage and number of threads."""
+    """Return a Markdown table of GB/s of bfloat16, with seconds of processor time per GB, by stage and variant."""
     columns = list(raw["seconds"])
-    lines = [
-        "| GB/s of bfloat16 | " + " | ".join(c if c == "before" else f"{c} thread(s)" for c in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
+    lines = ["| GB/s (processor s/GB) | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for stage in raw["seconds"][columns[-1]]:
-        if stage != "bytes":
-            rates = [raw["seconds"][c] for c in columns]
-            cells = [f"{r['bytes'] / r[stage] / 1e9:.2f}" if stage in r else "–" for r in rates]
+        if stage != "bytes" and not stage.endswith(", processor"):
+            cells = []
+            for r in (raw["seconds"][c] for c in columns):
+                used = r.get(f"{stage}, processor")
+                cells.append(
+                    f"{r['bytes'] / r[stage] / 1e9:.2f}" + (f" ({used / r['bytes'] * 1e9:.2f})" if used else "")
+                )
             lines.append(f"| {stage} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -47,8 +47,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def save(tensors: Any, path: Path) -> None:
+def save(tensors: Any, path: Path) -> Path:
     save_file(dict(tensors), path)
+    return path
 
 
 def start(model_path: Path) -> Start:

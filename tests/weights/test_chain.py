@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,12 +18,13 @@ from weights_cases import SPECIAL, Run, are_bit_equal, changed, policy, version_
 from baton.errors import WeightsFault
 from baton.policy.tensors import as_published, tensor_digest, weights_digest
 from baton.weights.fetcher import Fetcher
+from baton.weights.flat_buffer import flattened
 from baton.weights.manifest import tensors_digest
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import ChunkCache, StoreSource
 from baton.weights.store import Store
-from baton.weights.version_files import VersionFiles
+from baton.weights.version_files import FlatFile, TensorsOfFile, VersionFiles
 
 pytestmark = pytest.mark.numerics
 
@@ -286,3 +291,67 @@ def test_the_elements_of_a_tensor_may_change_while_it_is_published_later(tmp_pat
     fetcher.fetch(run.version(0), deadline_s=60)
     assert published.density == 32 / 3397
     assert are_bit_equal(fetcher.fetch(version_of(tensors, 1), deadline_s=60), tensors)
+
+
+def test_a_keyframe_can_be_fetched_as_a_delta_before_its_whole_encoding_is_stored(tmp_path):
+    run = Run(tmp_path, keyframe_every=1)
+    run.publish(0, policy())
+    follower, seen = Fetcher([StoreSource(run.store)]), []
+    follower.fetch(run.version(0), deadline_s=60)
+    tensors = changed(policy(), 0.05, 1)
+    version = version_of(tensors, 1)
+
+    def when_stored() -> None:
+        seen.append((run.store.find("first", 1).kind, run.store.find("first", 1).expects_whole))
+        assert are_bit_equal(follower.fetch(version, deadline_s=60), tensors)
+        run.store.collect([version], keep=1)  # must not keep this manifest in memory
+
+    run.publisher.publish(tensors, version, when_stored=when_stored)
+    assert seen == [("delta", True)]
+    run.store.collect([version], keep=1)
+    assert run.store.find("first", 1).kind == "anchor"
+    joiner = Fetcher([StoreSource(run.store)])
+    assert are_bit_equal(joiner.fetch(version, deadline_s=60), tensors)
+    assert joiner.last.num_steps == 1
+    assert run.store.find("first", 0) is None
+
+
+def test_a_publisher_takes_over_the_file_of_a_version_without_a_copy(tmp_path, monkeypatch):
+    shared, path = VersionFiles(tmp_path / "shared"), tmp_path / "trainer.safetensors"
+    publisher = Publisher(Store(tmp_path / "store"), WeightsSettings(), files=shared)
+    flattened(policy(), partial(FlatFile.of_tensors, path))
+    tensors, inode = TensorsOfFile(path), path.stat().st_ino
+    publisher.publish(tensors, version_of(policy(), 0))
+    (found,) = shared.directory.iterdir()
+    assert found.stat().st_ino == inode
+    del tensors
+    assert not path.exists()
+    assert are_bit_equal(shared.read(version_of(policy(), 0)), policy())
+    # tensors in another order, and a file on another file system, are copied
+    entries, _ = flattened(policy(), partial(FlatFile.of_tensors, path))
+    FlatFile.of_tensors(path, entries[::-1])
+    other = TensorsOfFile(path)
+    publisher.publish(other, version_of(other, 1))
+    assert are_bit_equal(shared.read(version_of(other, 1)), dict(other))
+    flattened(policy(), partial(FlatFile.of_tensors, tmp_path / "far.safetensors"))
+    far = TensorsOfFile(tmp_path / "far.safetensors")
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EXDEV, "Invalid cross-device link")))
+    publisher.publish(far, version_of(far, 2))
+    assert are_bit_equal(shared.read(version_of(far, 2)), policy())
+
+
+def test_a_fetch_reuses_the_file_before_the_last_unless_a_tensor_of_it_is_in_use(tmp_path):
+    run = Run(tmp_path, keyframe_every=100)
+    run.chain(range(8), density=0.01)
+    fetcher, name = Fetcher([StoreSource(run.store)]), "model.norm.weight"
+    kept = fetcher.fetch(run.version(0), deadline_s=60)[name]
+    for number in (1, 2, 3):
+        fetcher.fetch(run.version(number), deadline_s=60)
+        assert torch.equal(kept, run.tensors[0][name]), "the file of a tensor in use changed"
+    places = []
+    for number in (4, 5, 6, 7):
+        tensors = fetcher.fetch(run.version(number), deadline_s=60)
+        assert are_bit_equal(tensors, run.tensors[number])
+        places.append(tensors[name].data_ptr())
+        del tensors
+    assert places[0] == places[2] != places[1] == places[3]

@@ -32,8 +32,9 @@ from baton.types import FromHub, FromWorker, Lease, PolicyVersion, without_masks
 
 CLOSE_GRACE_S = 2.0
 """Seconds after which processes that have not exited are killed."""
-SaveTensors = Callable[[Mapping[str, Any], Path], None]
-"""Function that writes tensors to a safetensors file; an argument because this module must not import torch."""
+SaveTensors = Callable[[Mapping[str, Any], Path], Path]
+"""Function that returns the safetensors file that has the tensors, or writes them to the given path and returns it; an
+argument because this module must not import torch."""
 
 
 class EngineProcess:
@@ -142,12 +143,12 @@ class EnginePool(WorkerTransport):
         return messages
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch all processes to new weights, which the processes read from one file in memory."""
+        """Switch all processes to new weights, which the processes read from one file."""
         path = self.directory / f"{version.lineage}-{version.number}.safetensors"
-        self._save_tensors(tensors, path)
+        saved = self._save_tensors(tensors, path)
         try:
             for process in self.processes:
-                process.send(protocol.LoadWeights(str(path), version))
+                process.send(protocol.LoadWeights(str(saved), version))
             self._await_serving(version)
         finally:
             path.unlink(missing_ok=True)

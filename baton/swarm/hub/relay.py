@@ -143,7 +143,9 @@ class Relay:
                 body = await self._once(
                     str(version), self._fetch(manifest_url(self._options.hub, version), MAX_MANIFEST_BYTES)
                 )
-                decode_manifest(body)  # raises for an invalid manifest, so that only valid ones are cached and sent
+                manifest = decode_manifest(body)  # raises if it is invalid, so that only valid ones are cached and sent
+                if manifest.expects_whole is True:
+                    return await self._answer(request, ByteReader.of(body))
                 self._manifests[version] = body
                 while len(self._manifests) > MAX_MANIFESTS:
                     del self._manifests[next(iter(self._manifests))]

@@ -25,6 +25,7 @@ from baton.trainer.local_trainer import LocalTrainer
 from baton.trainer.parallel import messages
 from baton.trainer.parallel.group import RankGroup
 from baton.trainer.settings import TrainerSettings
+from baton.trainer.trainer import new_version_path
 
 
 class RankServer:
@@ -145,7 +146,6 @@ class RankServer:
             if self._scratch is None:
                 self._scratch = Path(self._place.scratch or tempfile.mkdtemp(prefix="baton-"))
                 self._scratch.mkdir(parents=True, exist_ok=True)
-            version = self._trained.version
-            path = self._scratch / f"{version.lineage}-{version.number}.safetensors"
+            path = new_version_path(self._scratch, self._trained.version)
         version = self._trained.publish_to(path)
         return messages.Published(version, "" if self._place.rank else str(path))

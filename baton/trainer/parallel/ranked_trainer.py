@@ -44,11 +44,7 @@ class RankedTrainer(Trainer):
         """Return the current weights, or the adapter alone, mapped from the file that the first rank has written."""
         answer = self._ask(messages.Publish(), messages.Published)[0]
         self._version = answer.version
-        path = self._ranks.bring(answer.path)
-        try:
-            return PublishedWeights.of_file(self._version, path)
-        finally:
-            path.unlink(missing_ok=True)
+        return PublishedWeights.of_file(self._version, self._ranks.bring(answer.path))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint atomically; each rank writes its part."""
