@@ -8,6 +8,27 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.ray.actors import WorkerActor, WorkerArguments
+from baton.rollout.engine import EngineSettings
+from baton.rollout.engines.factory import chosen
+
+
+def test_the_options_of_a_worker_belong_to_the_kind_of_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`baton worker` checks options before it knows the recipe, so the command line names the kind too."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$@" | tr " " "\\n" | grep -A1 engine | grep -v "^--$"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    own = {"name": "w", "url": "http://127.0.0.1:1", "token": "t", "certificate": "", "is_insecure": False}
+    size = {"slots": 1, "threads": 1, "device": "cpu"}
+    actor = WorkerActor(WorkerArguments(**own, **size, engine="vllm", options=("tensor_parallel=2",)))  # type: ignore[arg-type]
+    try:
+        said = actor.watch()
+    finally:
+        actor.leave()
+    assert said.endswith("--engine | vllm | --engine-option | tensor_parallel=2")
+    assert chosen(EngineSettings(), kind="vllm", options=["tensor_parallel=2"]).vllm.tensor_parallel == 2
 
 
 def test_the_end_of_a_worker_is_one_line_however_many_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

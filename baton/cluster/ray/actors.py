@@ -40,6 +40,8 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     slots: int
     threads: int
     device: str
+    engine: str = "embedded"
+    """Kind of the engine, to which `options` belong."""
     options: tuple[str, ...] = ()
     """Engine options, each passed as `baton worker --engine-option`."""
 
@@ -68,6 +70,8 @@ class WorkerActor:
         write_private(self._scratch / "token", start.token.encode())
         command = [sys.executable, "-m", "baton", "worker", start.url, "--token-file", str(self._scratch / "token")]
         command += ["--slots", str(start.slots), "--threads", str(start.threads), "--device", start.device, "--tied"]
+        if start.options:
+            command += ["--engine", start.engine]
         for option in start.options:
             command += ["--engine-option", option]
         if start.certificate:

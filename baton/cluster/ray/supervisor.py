@@ -187,6 +187,7 @@ class RayWorkerSupervisor:
             slots=spec.slots,
             threads=spec.threads,
             device=self._planner.recipe.model.device,
+            engine=self._planner.recipe.engine.kind,
             options=_engine_options(self._planner.recipe, spec, self._planner.servers),
         )
 
