@@ -216,7 +216,7 @@ def test_the_plans_had_all_shapes() -> None:
     if not CASES:
         pytest.skip("no plans were drawn")
     print(json.dumps(dict(sorted(CASES.items())), indent=1))
-    least = {"FSDP": 40, "one process": 3, "a reward stage": 20, "a reward stage of several GPUs": 2}
+    least = {"FSDP": 40, "one process": 3, "a reward stage": 20, "a reward stage of several GPUs": 1}
     assert all(CASES[case] >= number for case, number in least.items()), CASES
 
 
