@@ -17,7 +17,6 @@ from threading import Thread
 from typing import Any, Final, TypeVar
 
 import msgspec
-from tenacity import RetryCallState, Retrying, wait_exponential
 
 from baton.errors import DeadlineExceeded
 
@@ -32,9 +31,7 @@ class TimedEvent(msgspec.Struct, frozen=True, gc=False):
 def retry_wait_s(failures: int, *, first_s: float, longest_s: float) -> float:
     """Return the delay in seconds after `failures` consecutive failures, at least 1. The delay is `first_s` after the
     first failure, doubles with each further failure, and is at most `longest_s`."""
-    state = RetryCallState(Retrying(), fn=None, args=(), kwargs={})
-    state.attempt_number = failures
-    return float(wait_exponential(multiplier=first_s, max=longest_s)(state))
+    return min(longest_s, first_s * 2.0 ** min(failures - 1, 1000))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,9 @@ def profile(
     Uses the recipe's model, engine and trainer; takes about a minute for the quickstart. The file is for
     `baton plan --calibration`, and for the predictions of a run.
     """
-    from baton.profile import keep_busy, write_calibration
-    from baton.profile import profile as measure
+    from baton.profile.engine import keep_busy
+    from baton.profile.measure import profile as measure
+    from baton.profile.measure import write_calibration
     from baton.recipe.load import load_recipe
     from baton.recipe.recipe import Recipe
 

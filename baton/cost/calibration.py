@@ -66,7 +66,6 @@ class Parameter(msgspec.Struct, frozen=True):
         return f"{self.key} of {self.gpu or 'GPUs without an own value'}"
 
     def words(self, value: float) -> str:
-        """Return a value with its unit."""
         unit = self.unit or ("s" if self.key.endswith("_s") else "")
         return f"{value * self.peak:.3g} {unit}".strip()
 

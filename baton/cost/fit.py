@@ -41,7 +41,6 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated, prefilled or trained per second."""
         return self.batch * (1 if self.phase == "decode" else self.context) / self.seconds
 
 

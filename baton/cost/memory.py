@@ -175,13 +175,11 @@ def _is_rounded(how: RankShape) -> Array:
 
 
 def _gathers(how: RankShape) -> Array:
-    """Return whether FSDP gathers the parameters of a block to compute it."""
     is_split = (np.asarray(how.split) > 1) & (not how.splits_tables)
     return (np.asarray(how.shards) > 1) | is_split | how.is_stage
 
 
 def _table_split(how: RankShape) -> Array:
-    """Return the number of ranks that split embedding and head."""
     return how.split if how.splits_tables else 1
 
 

@@ -175,7 +175,6 @@ class EnvironmentPool:
         return found
 
     def close(self) -> None:
-        """End all processes and wait until they are gone."""
         for process in self._processes:
             self._end(process)
         deadline_s = time.monotonic() + 2 * KILL_S

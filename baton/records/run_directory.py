@@ -254,7 +254,6 @@ def _prefix(source: Source) -> str:
 
 
 def _has_key(tree: Any, key: str) -> bool:
-    """Return whether nested tables contain a dotted key."""
     for part in key.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return False

@@ -202,7 +202,6 @@ def _kill_descendants(session: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return the process ids of this process's children, from /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

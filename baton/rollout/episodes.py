@@ -186,7 +186,6 @@ class EpisodeSetup:
         return prompt.task in self.tasks
 
     def close(self) -> None:
-        """End the environments."""
         self.inbox.client.close()
 
 
@@ -221,7 +220,6 @@ class EpisodePlayer:
         return key in self._acting
 
     def episode(self, key: tuple[int, int]) -> Episode:
-        """Return the exchanges of an episode so far."""
         opened = self._open.get(key)
         return Episode() if opened is None else opened.episode
 

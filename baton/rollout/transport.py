@@ -112,7 +112,6 @@ class LocalTransport(WorkerTransport):
         return self._traced(messages)
 
     def step(self) -> Sequence[FromWorker]:
-        """Run one step of the engine."""
         return self.engine.step()
 
     def flush(self) -> Sequence[FromPort]:

@@ -77,7 +77,6 @@ class WorkerClient:
             self.transport.load_weights(tensors, version)
 
     def begin_wait(self) -> None:
-        """Start measuring the time without progress at zero."""
         self._stats, self._is_empty = self.transport.stats(), not self.transport.slots
         self._waited_s, self._looked_s = 0.0, self.clock()
 

@@ -162,7 +162,6 @@ def _start_workers(
     local_tokens: Sequence[Path],
     supervisor: WorkerSupervisor | None,
 ) -> list[LocalWorkers | WorkerSupervisor]:
-    """Start this machine's workers and the workers of the worker supervisor."""
     assert hub.port is not None, "the hub listens"
     url = hub.listen.url(hub.port)
     if _lets_others_join(recipe, supervisor):
@@ -197,7 +196,6 @@ class _Files:
     """Directory for the files of the last versions. It is removed when this process exits."""
 
     def token(self, name: str) -> str:
-        """Create a token for a worker that the run itself starts."""
         own = TokenFile(self.scratch / "tokens.json")
         return own.create(Role.WORKER, LOCAL_TOKEN_LIFE_S, name=name, trusted=True)
 

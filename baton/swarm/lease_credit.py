@@ -34,7 +34,6 @@ class LeaseCredit:
 
     @property
     def num_leases(self) -> int:
-        """Number of leases that may be held at the same time."""
         return int(max(0, min(self.slots, FIRST_LEASES + self.tokens // TOKENS_PER_LEASE)))
 
     def earn(self, num_tokens: int) -> None:
@@ -47,7 +46,6 @@ class LeaseCredit:
         self.earn(0)
 
     def lose(self) -> None:
-        """Subtract the cost of a lost lease."""
         self.tokens = max(_LEAST, self.tokens - LOST_LEASE_TOKENS)
 
     def recover(self, now_s: float) -> None:

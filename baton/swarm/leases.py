@@ -194,11 +194,9 @@ class LeaseTable:
 
     @property
     def num_leases(self) -> int:
-        """Number of valid leases."""
         return len(self._leases)
 
     def knows(self, lease: int) -> bool:
-        """Return whether a lease is still valid."""
         return lease in self._leases
 
     def is_recalled(self, lease: int) -> bool:
@@ -327,7 +325,6 @@ class LeaseTable:
         yield from self._end_lease(lease)
 
     def _end_lease(self, lease: TrackedLease) -> Iterator[ev.Command]:
-        """End a lease whose task is not finished."""
         task = self._tasks[lease.task]
         self._remove_lease(lease)
         task.leases.remove(lease)

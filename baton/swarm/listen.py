@@ -195,5 +195,4 @@ def _is_address(host: str) -> bool:
 
 
 def _base(scheme: str, host: str, port: int) -> str:
-    """Return a URL with an explicit port."""
     return f"{scheme}://{URL.build(scheme=scheme, host=host).host_subcomponent}:{port}"

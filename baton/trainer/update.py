@@ -205,7 +205,6 @@ class Update:
         return loss, self._checked(value, "the loss", micro.rows, inputs)
 
     def _value_loss(self, each: PreparedMicroBatch, scores: TokenScores) -> torch.Tensor:
-        """Return the summed value loss of a microbatch's trained tokens."""
         old, returns, mask = each.fixed.values, each.returns, each.micro.mask
         assert old is not None
         assert returns is not None

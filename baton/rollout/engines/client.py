@@ -157,7 +157,6 @@ class EngineClient(ABC):
     # ---- in the caller's thread --------------------------------------------------------------------------------------
 
     def _start_with(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """Run the client's first call; close the client if the call fails."""
         try:
             self._call(work, timeout_s, "to start")
         except BaseException:

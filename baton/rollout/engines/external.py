@@ -221,7 +221,6 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         )
 
     def _submit_rows(self, rows: Sequence[RunningRequest]) -> None:
-        """Start requests that continue trajectories from their current ids."""
         requests = []
         for running in rows:
             key, row = next(self._keys), running.row

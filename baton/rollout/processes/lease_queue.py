@@ -29,7 +29,6 @@ class LeaseQueue:
     """The waiting leases of a pool, and the leases of each engine."""
 
     def __init__(self, slots: Sequence[int]) -> None:
-        """slots: number of slots of each engine."""
         self.leases: list[set[int]] = [set() for _ in slots]
         self._slots = slots
         self._begun: dict[int, Lease] = {}

@@ -26,7 +26,6 @@ class HubConnection:
         self._outgoing: asyncio.Queue[FromWorker] = asyncio.Queue()
 
     def send(self, message: FromWorker) -> None:
-        """Queue a message."""
         self._outgoing.put_nowait(message)
 
     async def receive(self, deadline_s: float) -> FromHub:

@@ -17,7 +17,6 @@ class Outbox:
         return tuple(self._unconfirmed)
 
     def open(self, lease_id: int) -> None:
-        """Add a granted lease."""
         self._unconfirmed.setdefault(lease_id, [])
 
     def add(self, report: Report) -> None:

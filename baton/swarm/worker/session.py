@@ -114,7 +114,6 @@ class WorkerSession:
         ]
 
     def heartbeat(self) -> messages.Heartbeat:
-        """Return the periodic message."""
         sync = self._sync
         fetching = None if sync.fetching is None else sync.fetching.number
         return messages.Heartbeat(sync.have, self.stats, fetching, self.fetched_bytes, sync.last_cause[:1000])

@@ -196,7 +196,6 @@ class SwarmWorker:
             commands = await self._receive(connection)
 
     def _worker_class(self, welcome: messages.Welcome) -> tuple[WorkerClass, int]:
-        """Return the class and the number of slots of the engine."""
         settings, options = welcome.engine_settings(), self._options
         dtype = dtype_here(device_type(options.device), settings.dtype)
         return WorkerClass(options.device, dtype, options.engine or settings.kind), options.slots or settings.slots

@@ -119,7 +119,6 @@ class RankServer:
         return messages.Listening(place.host, port)
 
     def _meet(self, message: messages.RankSetup) -> torch.device:
-        """Join the process group; return this rank's device."""
         place, timeout = self._place, timedelta(seconds=message.timeout_s)
         device = torch_device(message.trainer.device)
         if device.type == "cuda":

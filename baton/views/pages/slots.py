@@ -108,7 +108,6 @@ class _Drawing:
     """Top of the next row, in SVG units."""
 
     def svg(self) -> str:
-        """Draw all parts, and return the SVG."""
         window = self.window
         shown = [s for s in window.spans if s.end_s > window.begin_s and s.begin_s < window.end_s]
         others, _ = actors_of(window.spans)
@@ -207,7 +206,6 @@ class _Drawing:
         self.y += total
 
     def _busy(self, shown: Sequence[Span], slots: int) -> None:
-        """Draw the number of busy slots over time."""
         height, count = 56.0, 600
         self.y += 12
         if not slots:

@@ -234,7 +234,6 @@ class EmbeddedEngine(SlotEngine):
             self._kept.drop_oldest(limit)
 
     def _decode(self) -> list[FromWorker]:
-        """Sample one token for every row."""
         table, device = self._table, self.network.device
         width = next(w for w in self.network.widths if w >= table.num_running)
         if any(row is not None for row in table.rows[width:]):
@@ -286,7 +285,6 @@ class EmbeddedEngine(SlotEngine):
             self._noise_keys[: len(order)] = self._noise_keys[order]
 
     def _gather_params(self, width: int) -> RowParams:
-        """Return the sampling parameters of the rows."""
         rows = [*self._table.rows[:width], *[None] * (width - len(self._table.rows))]
         params = [row.lease.sampling if row is not None else None for row in rows]
         return row_params(params, self.network.vocabulary, self.network.device)

@@ -84,7 +84,6 @@ class SglangEngine(ExternalEngine[SglangClient]):
         self._forget_directory()
 
     def _write_model(self, whole: Mapping[str, Any]) -> Path:
-        """Write a model directory for the server."""
         own = self._settings.sglang.weights_directory
         directory = Path(tempfile.mkdtemp(prefix="baton-", dir=own or memory_directory()))
         directory.chmod(0o755)  # the server may run as another user
