@@ -280,7 +280,8 @@ def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec]) -> Non
 
 def servers_of(engine: EngineSettings, plan: Plan, infos: Sequence[ServerInfo | str]) -> dict[tuple[str, ...], str]:
     """Return the GPUs of each replica → URL of its SGLang server. infos: what the server at each URL reports, or why it
-    did not answer. Raises UserError if the servers are not those of the plan."""
+    did not answer. Raises UserError if the plan has another number of replicas, or if a server does not answer or has
+    another shape than its replica."""
     urls, key = engine.sglang.urls, "engine.sglang.urls"
     if len(urls) != len(plan.replicas) or len(set(urls)) < len(urls):
         raise UserError(

@@ -70,8 +70,7 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple
 
 
 def _reward_differences(plan: Plan, recipe: Recipe) -> list[tuple[str, object, object, bool]]:
-    """Compare the plan's reward model with the recipe's. Recipes whose number of reward models differs from the plan's
-    are the matter of `check_reward_places`."""
+    """Compare the plan's reward model with the recipe's. `check_reward_places` checks the number of reward models."""
     stage, own = plan.reward, next((each for each in recipe.reward if each.kind == "model"), None)
     if stage is None or own is None or not stage.params:
         return []

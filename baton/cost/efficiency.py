@@ -14,7 +14,7 @@ from baton.settings import Settings
 
 def most_share(gpu: str) -> float:
     """Return the largest share of the catalogue's peaks that a GPU type can have. For CPU cores it is above 1, because
-    the catalogue's peak is that of a core without matrix instructions."""
+    the catalogue has the peak of a core without matrix instructions."""
     return 100.0 if gpu == "CPU" else 1.0
 
 
