@@ -38,9 +38,7 @@ def plan(
         Literal["baton", "idealised"],
         typer.Option(help="Trainer of the plan. Plans for the idealised trainer of AReaL-Hex are for comparison only."),
     ] = "baton",
-    symmetric_only: Annotated[
-        bool, typer.Option("--symmetric-only", help="Exclude training pipelines across GPU types.")
-    ] = False,
+    symmetric_only: Annotated[bool, typer.Option("--symmetric-only", help="Train on GPUs of one type only.")] = False,
     robust: Annotated[
         bool, typer.Option("--robust", help="Maximise the worst throughput within the ranges of the calibration.")
     ] = False,

@@ -4,8 +4,8 @@ A machine of the plan is matched with the machine of the same name in the cluste
 and enough GPUs. Otherwise it is matched with any free machine that has the GPU type and enough GPUs. Each process gets
 one bundle of resources:
 
-    trainer    one rank per GPU, stage by stage, tensor-parallel ranks side by side; on machines of type CPU, one rank
-               per stage and machine with one thread per core
+    trainer    one rank per GPU, stage by stage (the parts of a mixed stage are one stage), tensor-parallel ranks side
+               by side; on machines of type CPU, one rank per stage and machine with one thread per core
     workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
     rewards    one process of the reward model per GPU of the reward stage; on machines of type CPU, one per machine
 """
@@ -94,6 +94,9 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     names = match(plan, machines)
     by_name = {names[machine.id]: machine for machine in machines}
     stages = [_by_process(stage) for stage in plan.training.stages]
+    speeds = [stage.speed for stage, ranks in zip(plan.training.stages, stages, strict=True) for _ in ranks]
+    if plan.training.is_mixed:
+        stages = [[rank for ranks in stages for rank in ranks]]
     if len({len(ranks) for ranks in stages}) > 1:
         numbers = ", ".join(str(len(ranks)) for ranks in stages)
         raise UserError(
@@ -108,17 +111,21 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     rewards = (
         _process_spec(f"reward-{index}", "reward", gpu, ids, by_name) for index, (gpu, ids) in enumerate(scoring)
     )
-    return Placement(ranks, workers, names, tuple(rewards), _overrides(plan, ranks))
+    overrides = _overrides(plan, ranks, [*speeds[first:], *speeds[:first]])
+    return Placement(ranks, workers, names, tuple(rewards), overrides)
 
 
-def _overrides(plan: Plan, ranks: Sequence[ProcessSpec]) -> tuple[str, ...]:
-    stages = plan.training.stages
+def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequence[float]) -> tuple[str, ...]:
+    """Return the keys that the plan determines. `planned_speeds`: speed of each rank of a mixed stage."""
+    stages = plan.training.stages[:1] if plan.training.is_mixed else plan.training.stages
     layers = [last - first for first, last in (stage.layers for stage in stages)]
     on_cpu = all(stage.gpu == CPU for stage in stages)
     width = 1 if on_cpu else stages[0].tp
     reduces_each = ("trainer.shard_gradients=true",) if plan.training.shard_gradients else ()
     copies = (f"trainer.shard_size={plan.training.shard_size}",) if plan.training.shard_size else ()
     speeds = _speeds([spec.threads for spec in ranks], len(stages)) if on_cpu else []
+    if plan.training.is_mixed:
+        speeds = _speeds(planned_speeds, 1)
     uneven = (f"trainer.speeds={speeds}",) if len(set(speeds)) > 1 else ()
     return (
         f"trainer.ranks={len(ranks)}",
@@ -130,9 +137,10 @@ def _overrides(plan: Plan, ranks: Sequence[ProcessSpec]) -> tuple[str, ...]:
     )
 
 
-def _speeds(threads: Sequence[int], num_stages: int) -> list[float]:
-    """Return the relative speeds of the ranks of a stage. Ranks with the same index in their stages train the same
-    rows, so the slowest of them, relative to its stage, determines their speed."""
+def _speeds(threads: Sequence[float], num_stages: int) -> list[float]:
+    """Return the speeds of the ranks of a stage relative to their mean. `threads`: their numbers of threads, or other
+    speeds. Ranks with the same index in their stages train the same rows, so the slowest of them, relative to its
+    stage, determines their speed."""
     size = len(threads) // num_stages
     of_stages = [threads[first : first + size] for first in range(0, len(threads), size)]
     return [round(min(own[rank] * size / sum(own) for own in of_stages), 4) for rank in range(size)]
@@ -142,13 +150,18 @@ def _plan_shape(plan: Plan) -> tuple[str, ...]:
     """Return the values that describe this plan on the axis `plan` of `support.toml`."""
     stages = plan.training.stages
     types, widths = {stage.gpu for stage in stages}, {stage.tp for stage in stages}
-    has_shape = all(can_train(len(stages), width) for width in widths) and len({stage.dp for stage in stages}) == 1
+    is_mixed = plan.training.is_mixed
+    if is_mixed:
+        has_shape = widths == {1}
+    else:
+        has_shape = all(can_train(len(stages), width) for width in widths) and len({stage.dp for stage in stages}) == 1
     shapes = {
         "colocated": plan.is_colocated,
         "reward_stage": plan.reward is not None,
         "idealised": plan.trainer == "idealised" or not has_shape or (CPU in types and len(types) > 1),
-        "mixed_gpus": len(types) > 1,
-        "model_parallel": len(stages) > 1 or max(widths) > 1,
+        "mixed_stage": is_mixed,
+        "mixed_gpus": len(types) > 1 and not is_mixed,
+        "model_parallel": (len(stages) > 1 and not is_mixed) or max(widths) > 1,
     }
     found = tuple(name for name, is_so in shapes.items() if is_so)
     return found or ("data_parallel",)

@@ -14,6 +14,7 @@ All functions take numpy arrays of equal length for tp, dp and layers, so a sear
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -44,6 +45,15 @@ class StageTerms(msgspec.Struct, frozen=True):
     gradients_per_layer_s: Array
     optimizer_per_layer_s: Array
     rank: RankShape
+
+
+class RowShares(msgspec.Struct, frozen=True):
+    """How the ranks of a stage on several GPU types divide the trajectories of a batch."""
+
+    own: Array
+    """Largest share of the batch on a rank of one GPU type."""
+    largest: Array
+    """Largest share of the batch on any rank of the stage. It determines the number of microbatches."""
 
 
 def forward_passes(work: Workload, backward: float = 2.0) -> float:
@@ -86,10 +96,68 @@ def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> R
     return msgspec.structs.replace(rank, is_stage=np.asarray(depth) > 1, published_bytes=published)
 
 
+def rank_speeds(work: Workload, places: Sequence[DeviceClass]) -> list[float]:
+    """Return `trainer.speeds` of a rank on each of these GPU types, relative to the fastest.
+
+    If ranks exchange weights or gradients in each pass, they run the same number of passes, and a microbatch has at
+    least one trajectory. A slow rank then gets at least the share of the longest trajectory in the largest microbatch:
+    with a smaller share, the fastest ranks would run further passes alone.
+    """
+    passes = [forward_passes(work, place.efficiency.backward) for place in places]
+    speeds = [place.gpu.flops * place.efficiency.train / own for place, own in zip(places, passes, strict=True)]
+    waits = not work.shard_size or work.shard_gradients
+    least = min(1.0, work.longest_tokens / max(work.longest_tokens, work.microbatch_tokens)) if waits else 0.0
+    return [max(speed / max(speeds), least) for speed in speeds]
+
+
+def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array]) -> list[RowShares]:
+    """Return the shares of the batch on ranks of several speeds. `speeds`: relative to the fastest, for each GPU type;
+    `counts`: ranks of each type, [candidates].
+
+    Each trajectory goes to the rank that then ends first (`trainer/parallel/balance.py`). For trajectories of equal
+    length, the slowest rank ends at the earliest time at which all ranks together have ended enough of them.
+    """
+    total = work.num_trajectories
+    with np.errstate(divide="ignore"):
+        most = total / np.sum([count * speed for speed, count in zip(speeds, counts, strict=True)], axis=0)
+    while True:  # `most`: trajectories of a rank of the fastest type
+        rows = [np.floor(most * speed * (1 + 1e-12) + 1e-9) for speed in speeds]
+        short = np.sum([count * own for count, own in zip(counts, rows, strict=True)], axis=0) < total
+        if not short.any():
+            break
+        following = np.min([(own + 1) / speed for own, speed in zip(rows, speeds, strict=True)], axis=0)
+        most = np.where(short, following, most)
+    return [RowShares(own / total, np.max(rows, axis=0) / total) for own in rows]
+
+
+def mixed_terms(
+    model: ModelSpec, work: Workload, places: Sequence[DeviceClass], counts: Sequence[Array], bytes_per_s: Array
+) -> list[StageTerms]:
+    """Return the coefficients of a mixed stage with `counts` ranks on each of several GPU types; the slowest
+    type determines each time. `bytes_per_s`: bandwidth of the slowest link between two machines of the stage,
+    [candidates]. With `work.shard_size`, each copy of the model is within one machine."""
+    shares = row_shares(work, rank_speeds(work, places), counts)
+    ranks = np.sum(counts, axis=0)
+    # the stage is on several machines, however few ranks it has
+    inside = work.shard_size or 0.5
+    found = []
+    for place, own in zip(places, shares, strict=True):
+        slowest = msgspec.structs.replace(place, inter_bytes_per_s=bytes_per_s)
+        found.append(stage_terms(model, work, slowest, inside, 1, ranks, own))
+    return found
+
+
 def stage_terms(
-    model: ModelSpec, work: Workload, place: DeviceClass, node_gpus: int, tp: Array, dp: Array
+    model: ModelSpec,
+    work: Workload,
+    place: DeviceClass,
+    node_gpus: float,
+    tp: Array,
+    dp: Array,
+    shares: RowShares | None = None,
 ) -> StageTerms:
-    """Return the coefficients of stages of width tp × dp on one GPU type.
+    """Return the coefficients of stages of width tp × dp on one GPU type. `shares`: division of the batch among ranks;
+    by default, each rank gets equally many trajectories.
 
     Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer, and
     computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among so many
@@ -98,32 +166,32 @@ def stage_terms(
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu
     # ranks wait for the rank with one trajectory more
-    uneven = np.ceil(work.num_trajectories / dp) * dp / work.num_trajectories
-    rate = dp * tp * gpu.flops * eff.train / uneven
+    share = np.ceil(work.num_trajectories / dp) / work.num_trajectories if shares is None else shares.own
+    flop_s = share / (tp * gpu.flops * eff.train)
     passes = forward_passes(work, eff.backward)
     sums = work.epochs * (1 + work.has_critic) * (4 + 2 * work.recompute)
     sums += 2 * (work.has_proximal_forward + work.has_reference + work.has_critic)
-    rank_bytes = work.trained_tokens * uneven / dp * model.hidden * 2
+    rank_bytes = work.trained_tokens * share * model.hidden * 2
     reduce_s = sums * rank_bytes * 2 * (tp - 1) / tp / (place.link_bytes_per_s * eff.link)
     shards = np.minimum(dp, work.shard_size or np.inf)
     models = 1 + work.has_critic
     across, within = place.inter_bytes_per_s * eff.link, place.link_bytes_per_s * eff.link
     # time to gather or reduce one byte per value among the ranks of a copy, and to add it over the copies
-    share = (shards - 1) / shards * model.layer_params
-    exchange_s = np.where(tp * shards > node_gpus, share / across, share / tp / within)
+    sent = (shards - 1) / shards * model.layer_params
+    exchange_s = np.where(tp * shards > node_gpus, sent / across, sent / tp / within)
     copies_s = 2 * (1 - shards / dp) * model.layer_params / np.where(tp * dp > node_gpus, across, within)
     update = UPDATE_TRAFFIC_BYTES * work.updates * models * model.layer_params / (tp * shards)
     nodes = np.maximum(1.0, np.ceil(tp * dp / node_gpus))
     crossings = 2 * work.epochs * models + work.has_proximal_forward + work.has_reference + work.has_critic
     is_baton = work.trainer == "baton"
-    gathers = work.minibatches * microbatches(work, dp)
+    gathers = work.minibatches * microbatches(work, dp if shares is None else 1 / shares.largest)
     reductions = work.epochs * gathers if work.shard_gradients else work.updates
     reduced = 4.0 * models * reductions if is_baton else GRADIENT_BYTES * work.updates * models
     reduced_s = reduced * (exchange_s + copies_s)
     overlapped_s = 2.0 * crossings * gathers * exchange_s + reduced_s * work.shard_gradients
     return StageTerms(
-        per_layer_s=np.maximum(passes * layer_flops(model, work) / rate + reduce_s, overlapped_s * is_baton),
-        head_s=passes * work.trained_tokens * model.head_flops_per_token / rate * (tp if is_baton else 1),
+        per_layer_s=np.maximum(passes * layer_flops(model, work) * flop_s + reduce_s, overlapped_s * is_baton),
+        head_s=passes * work.trained_tokens * model.head_flops_per_token * flop_s * (tp if is_baton else 1),
         boundary_tokens_bytes=crossings * work.trained_tokens * model.hidden * 2 / nodes,
         gradients_per_layer_s=reduced_s * (not (is_baton and work.shard_gradients)),
         optimizer_per_layer_s=update / (gpu.hbm_bytes_per_s * eff.decode),

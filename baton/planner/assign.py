@@ -20,6 +20,8 @@ class GpuAssignment(msgspec.Struct, frozen=True):
     """(column of the problem, GPUs in the order of the replica's stages) of each replica."""
     idle: tuple[tuple[int, str], ...]
     """(pool, GPU) of each GPU without a role."""
+    is_mixed: bool = False
+    """Whether the stages are the parts of one stage."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -81,7 +83,8 @@ def seat(
     used = [0] * len(pools.pools) if row is None else table.stages[row].tolist()
     order = [(k, s) for k in pipeline_order(pools, used) for s in range(used[k])]
     stages = tuple((k, tuple(staged[k, s])) for k, s in order)
-    return GpuAssignment(stages, tuple(sorted(seated, key=lambda s: s[0])), tuple(idle))
+    is_mixed = row is not None and bool(table.is_mixed[row])
+    return GpuAssignment(stages, tuple(sorted(seated, key=lambda s: s[0])), tuple(idle), is_mixed)
 
 
 def _choose(

@@ -105,13 +105,13 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
         parts = (
             [(owner[each.gpu_ids[0]], each.gpu_ids) for each in of] for of in (plan.training.stages, plan.replicas)
         )
-        pools = used_pools(cluster, pools, *parts)
+        pools = used_pools(cluster, pools, *parts, is_mixed=plan.training.is_mixed)
     order = list(dict.fromkeys(owner[stage.gpu_ids[0]] for stage in plan.training.stages))
     shapes = []
     for k in order:
         own = [stage for stage in plan.training.stages if owner[stage.gpu_ids[0]] == k]
         shapes.append(Shapes.of(len(own), own[0].tp, own[0].dp))
-    rows = evaluated(model, work, pools, order, shapes, plan.training.shard_size)
+    rows = evaluated(model, work, pools, order, shapes, plan.training.shard_size, is_mixed=plan.training.is_mixed)
     table = merged_table(pools, [rows], is_complete=True)
     sync = sync_table(model, work, pools, table.shares)[0]
     costs = [

@@ -67,9 +67,9 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
     work = msgspec.structs.replace(inputs.work, shard_size=int(table.shard_size[row]))
     for k, pool in enumerate(problem.pools.pools):
         if table.stages[row, k]:
-            tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
+            tp, dp = int(table.tp[row, k]), table.data_ranks(row, k)
             terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
-            share = float(table.shares[row, k]) / int(table.stages[row, k])
+            share = 1.0 if table.is_mixed[row] else float(table.shares[row, k]) / int(table.stages[row, k])
             found[k] = model.params * share * float(state_bytes_per_param(model, terms.rank))
     return found
 

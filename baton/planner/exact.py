@@ -47,11 +47,16 @@ class _Entries(msgspec.Struct, frozen=True):
 
 
 def solve_exact(
-    problem: AssignmentProblem, *, time_limit_s: float = 60.0, ceiling_s: float = np.inf
+    problem: AssignmentProblem,
+    *,
+    time_limit_s: float = 60.0,
+    ceiling_s: float = np.inf,
+    bound: RolloutBound | None = None,
 ) -> Solution | None:
-    """Return the division with the shortest step, or None if no division is faster than `ceiling_s`."""
+    """Return the division with the shortest step, or None if no division is faster than `ceiling_s`. `bound`: if given,
+    the bound of this problem or of one that differs only in its training shapes."""
     left_s = time_left(time_limit_s)
-    bound = RolloutBound(problem)
+    bound = bound or RolloutBound(problem)
     entries = _entries(problem, bound)
     program = RolloutProgram(problem)
     best: Solution | None = None

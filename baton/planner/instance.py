@@ -22,7 +22,7 @@ from baton.planner.problem import (
     replica_columns,
     sync_table,
 )
-from baton.planner.training_shapes import MAX_SHAPES, train_table
+from baton.planner.training_shapes import MAX_SHAPES, mixed_orders, mixed_table, train_table
 from baton.specs.cluster import Cluster
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
@@ -62,6 +62,8 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     table = train_table(model, work, pools, cross_types=inputs.cross_types)
     if not columns:
         refuse_without_columns(model, work, pools)
+    if not len(table) and inputs.cross_types and work.trainer == "baton" and mixed_orders(pools):
+        table = mixed_table(model, work, pools)
     if not len(table):
         refuse_without_shapes(model, work, pools)
     once = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
@@ -138,7 +140,8 @@ def _rate_table(pools: Pools, train: Floats, tokens: float, cross_types: bool) -
     shares = gpus * train / rate[:, None]
     ones = (gpus > 0).astype(np.int64)
     is_complete = not cross_types or total <= MAX_SHAPES
-    return TrainTable(ones, ones, gpus, tokens / rate, shares, is_complete, np.zeros(len(gpus), dtype=np.int64))
+    nothing = np.zeros(len(gpus), dtype=np.int64)
+    return TrainTable(ones, ones, gpus, tokens / rate, shares, is_complete, nothing, nothing > 0)
 
 
 def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:

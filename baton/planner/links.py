@@ -24,7 +24,7 @@ from baton.planner.problem import Floats, Ints
 from baton.specs.cluster import Cluster
 
 Part = tuple[int, tuple[str, ...]]
-"""Pool, and names of GPUs: of a stage in the order of its ranks, or of a replica."""
+"""Pool, and names of GPUs: of a stage in the order of its ranks, of a part of a mixed stage, or of a replica."""
 
 POWER = 16
 """Power of 1 / bandwidth in the sum that the exchange of machines minimises. A high power makes the slowest link
@@ -56,9 +56,12 @@ def parts_of(seats: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[lis
     return stages, [(pools_of_columns[column], gpus) for column, gpus in seats.replicas]
 
 
-def used_pools(cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part]) -> Pools:
-    """Return all pools, with link rates replaced by those of the slowest links that these stages and replicas use."""
-    used = _used(cluster, stages, replicas)
+def used_pools(
+    cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part], *, is_mixed: bool = False
+) -> Pools:
+    """Return all pools, with link rates replaced by those of the slowest links that these stages and replicas use.
+    `is_mixed`: whether the stages are the parts of one stage."""
+    used = _used(cluster, stages, replicas, is_mixed=is_mixed)
     rates = _rates(cluster)
     owner = {node: k for k, pool in enumerate(pools.pools) for node in pool.nodes}
     between = [list(row) for row in pools.bytes_per_s]
@@ -91,7 +94,7 @@ def used_pools(cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas:
 def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: Sequence[int]) -> list[GpuAssignment]:
     """Return one assignment for each of `EMPHASES`: machines of a pool with equally many GPUs are exchanged, so that
     the used links are fast. `columns`: the pool of each column of the problem."""
-    used = _used(cluster, *parts_of(seats, columns))
+    used = _used(cluster, *parts_of(seats, columns), is_mixed=seats.is_mixed)
     names = [node.name for node in cluster.nodes]
     found = []
     for emphasis in EMPHASES:
@@ -103,7 +106,8 @@ def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: 
 
         stages = tuple((k, tuple(tuple(map(moved, group)) for group in groups)) for k, groups in seats.stages)
         replicas = tuple((column, tuple(map(moved, gpus))) for column, gpus in seats.replicas)
-        found.append(GpuAssignment(stages, replicas, tuple((k, moved(gpu)) for k, gpu in seats.idle)))
+        idle = tuple((k, moved(gpu)) for k, gpu in seats.idle)
+        found.append(GpuAssignment(stages, replicas, idle, seats.is_mixed))
     return found
 
 
@@ -113,7 +117,7 @@ def _rates(cluster: Cluster) -> Floats:
     return rates
 
 
-def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part]) -> _UsedLinks:
+def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part], *, is_mixed: bool) -> _UsedLinks:
     index = {node.name: place for place, node in enumerate(cluster.nodes)}
 
     def machines(gpus: Sequence[str]) -> list[int]:
@@ -121,11 +125,14 @@ def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part]) ->
 
     ring: set[tuple[int, int]] = set()
     boundary: set[tuple[int, int]] = set()
-    for place, (_, gpus) in enumerate(stages):
+    groups = [gpus for _, gpus in stages]
+    if is_mixed:
+        groups = [tuple(gpu for gpus in groups for gpu in gpus)]
+    for place, gpus in enumerate(groups):
         ranks = machines(gpus)
         ring |= set(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
-        if place + 1 < len(stages):
-            following = machines(stages[place + 1][1])
+        if place + 1 < len(groups):
+            following = machines(groups[place + 1])
             # the idealised trainer's stages may have different widths; any of their ranks may then be connected
             equal = len(ranks) == len(following)
             boundary |= set(zip(ranks, following, strict=True) if equal else ((a, b) for a in ranks for b in following))

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from baton.cost.memory import rank_phases, stage_bytes
-from baton.cost.train import in_flight, rank_of, stage_terms
+from baton.cost.train import in_flight, rank_of, rank_speeds, stage_terms
 from baton.planner.assign import GpuAssignment, pipeline_order, seat
 from baton.planner.exact import Solution
 from baton.planner.exact import solution as selected
@@ -34,7 +34,7 @@ def describe(
     tried = [seats] if prefer else [seats, *faster_seats(inputs.cluster, problem.pools, seats, columns)]
     plans = []
     for each in tried:
-        pools = used_pools(inputs.cluster, problem.pools, *parts_of(each, columns))
+        pools = used_pools(inputs.cluster, problem.pools, *parts_of(each, columns), is_mixed=each.is_mixed)
         own, found = _on_pools(inputs, problem, solution, pools)
         plans.append(describe_seated(inputs, own, found, method, each, each))
     return min(plans, key=lambda plan: plan.breakdown.step_s)
@@ -48,8 +48,9 @@ def _on_pools(
     table, model, work = problem.table, inputs.model, inputs.work
     order = pipeline_order(pools, table.stages[solution.row].tolist())
     parts = [Shapes(*(each[[solution.row], k] for each in (table.stages, table.tp, table.dp))) for k in order]
-    size = int(table.shard_size[solution.row])
-    only = merged_table(pools, [evaluated(model, work, pools, order, parts, size)], is_complete=table.is_complete)
+    size, is_mixed = int(table.shard_size[solution.row]), bool(table.is_mixed[solution.row])
+    rows = evaluated(model, work, pools, order, parts, size, is_mixed=is_mixed)
+    only = merged_table(pools, [rows], is_complete=table.is_complete)
     own = msgspec.structs.replace(
         problem,
         pools=pools,
@@ -141,11 +142,14 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
     if inputs.rates is not None:
         return _rated_training(inputs, problem, row, seats)
     parts = [Shapes(table.stages[[row], k], table.tp[[row], k], table.dp[[row], k]) for k in order]
-    balance = balanced(inputs.model, inputs.work, pools, order, parts, int(table.shard_size[row]))
+    is_mixed = bool(table.is_mixed[row])
+    balance = balanced(inputs.model, inputs.work, pools, order, parts, int(table.shard_size[row]), is_mixed=is_mixed)
     shard_gradients, shard_size = bool(balance.shard_gradients[0]), int(balance.shard_size[0])
     work = msgspec.structs.replace(inputs.work, shard_gradients=shard_gradients, shard_size=shard_size)
     inputs = msgspec.structs.replace(inputs, work=work)
-    layers = stage_layers(inputs, balance, [int(part.stages[0]) for part in parts])
+    speeds = rank_speeds(work, [pools.pools[k].place for k in order]) if is_mixed else [1.0] * len(seats.stages)
+    whole = [inputs.model.num_layers] * len(parts)
+    layers = whole if is_mixed else stage_layers(inputs, balance, [int(part.stages[0]) for part in parts])
     stages, first = [], 0
     for place, ((k, groups), count) in enumerate(zip(seats.stages, layers, strict=True)):
         tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
@@ -158,9 +162,10 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
                 layers=(first, first + count),
                 memory_bytes=_stage_memory(inputs, problem, row, k, count, place, len(layers)),
                 memory_limit_bytes=pools.pools[k].place.memory_limit_bytes,
+                speed=round(speeds[place], 4),
             )
         )
-        first += count
+        first += 0 if is_mixed else count
     overhead = float(table.time_s[row]) - float(balance.time_s[0])
     return Training(
         stages=tuple(stages),
@@ -172,6 +177,7 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
         optimizer_s=float(balance.optimizer_s[0]),
         shard_gradients=shard_gradients,
         shard_size=shard_size,
+        is_mixed=is_mixed,
     )
 
 
@@ -197,7 +203,9 @@ def _stage_memory(
     inputs: Inputs, problem: AssignmentProblem, row: int, k: int, layers: int, place: int, depth: int
 ) -> float:
     pool, table = problem.pools.pools[k], problem.table
-    tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
+    if table.is_mixed[row]:
+        place, depth = 0, 1
+    tp, dp = int(table.tp[row, k]), table.data_ranks(row, k)
     widest = int(table.dp[row].max())
     terms = stage_terms(inputs.model, inputs.work, pool.place, max(pool.sizes), tp, dp)
     rank = rank_of(inputs.work, terms.rank, depth, tp * dp)

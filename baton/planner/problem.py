@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +52,8 @@ class TrainTable(msgspec.Struct, frozen=True):
     """Whether these are all shapes of the search space."""
     shard_size: Ints
     """[candidates] number of ranks that share a copy of a stage (HSDP); 0 if all ranks of a stage share one copy."""
+    is_mixed: NDArray[np.bool_]
+    """[candidates] whether the pools that train form one stage, instead of stages of a pipeline."""
 
     @property
     def gpus(self) -> Ints:
@@ -63,12 +67,23 @@ class TrainTable(msgspec.Struct, frozen=True):
         found: Ints = np.where(self.stages > 0, np.maximum(self.tp, self.shard_size[:, None]), 0)
         return found
 
+    def data_ranks(self, row: int, pool: int) -> int:
+        """Return the data-parallel width of a stage on a pool; that of a mixed stage is over all its pools."""
+        return int(self.dp[row].sum() if self.is_mixed[row] else self.dp[row, pool])
+
     def __len__(self) -> int:
         return len(self.time_s)
 
     def take(self, rows: Ints | NDArray[np.bool_]) -> TrainTable:
-        kept = {key: getattr(self, key)[rows] for key in ("stages", "tp", "dp", "time_s", "shares", "shard_size")}
-        return TrainTable(**kept, is_complete=self.is_complete)
+        return TrainTable(**{key: each[rows] for key, each in self._arrays().items()}, is_complete=self.is_complete)
+
+    def joined(self, other: TrainTable) -> TrainTable:
+        """Return the table with further candidates."""
+        both = {key: np.concatenate([own, other._arrays()[key]]) for key, own in self._arrays().items()}
+        return TrainTable(**both, is_complete=self.is_complete)
+
+    def _arrays(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in self.__struct_fields__ if key != "is_complete"}
 
 
 class StepModel(msgspec.Struct, frozen=True):

@@ -15,15 +15,18 @@ import msgspec
 import numpy as np
 
 from baton.errors import UserError
+from baton.planner.assign import pipeline_order
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.exact import Solution, solution, solve_exact
 from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
+from baton.planner.mixed_stages import with_table
 from baton.planner.plan_from_solution import describe
 from baton.planner.problem import AssignmentProblem, Ints
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.solve import restricted, solve
+from baton.planner.training_shapes import Shapes, evaluated, merged_table
 from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Plan
 
@@ -64,7 +67,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
     """Return the plan of the current cluster that moves the fewest GPUs, among the plans that are slower than the
     fastest by at most the fraction `slack`."""
     check_solver()
-    problem = make_problem(inputs)
+    problem = _with_mixed_stage(inputs, make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
     before = jobs(running)
     prefer = {gpu: job.split()[0] for gpu, job in before.items()}
@@ -135,6 +138,22 @@ def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> li
     return counts
 
 
+def _with_mixed_stage(inputs: Inputs, problem: AssignmentProblem, running: Plan) -> AssignmentProblem:
+    """Return the problem with the mixed stage of the running plan, because problems are made without mixed stages."""
+    parts = {_pool_of(problem, stage.gpu): stage for stage in running.training.stages}
+    pools = problem.pools.pools
+    if not running.training.is_mixed or not all(
+        k is not None and stage.dp <= pools[k].num_gpus for k, stage in parts.items()
+    ):
+        return problem
+    order = pipeline_order(problem.pools, [int(k in parts) for k in range(len(pools))])
+    shapes = [Shapes.of(1, 1, parts[k].dp) for k in order]
+    size = running.training.shard_size
+    rows = evaluated(inputs.model, inputs.work, problem.pools, order, shapes, size, is_mixed=True)
+    table = merged_table(problem.pools, [rows], is_complete=True)
+    return with_table(inputs, problem, problem.table.joined(table))
+
+
 def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> int | None:
     """Return the row of the running plan's training shape; None if it lost a GPU or is not in the table."""
     if not set(running.training.gpu_ids) <= there:
@@ -147,6 +166,7 @@ def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> i
         wanted[:, pool] = (wanted[0, pool] + 1, stage.tp, stage.dp)
     table = problem.table
     same = np.all((table.stages == wanted[0]) & (table.tp == wanted[1]) & (table.dp == wanted[2]), axis=1)
+    same &= table.is_mixed == running.training.is_mixed
     return int(np.argmax(same)) if same.any() else None
 
 

@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from itertools import product
 
 import msgspec
+import numpy as np
 
 from baton.clock import time_left
 from baton.errors import UserError
-from baton.planner.bounds import division_bound_s
+from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.decompose import improve
 from baton.planner.exact import Solution, solve_exact
 from baton.planner.infeasible import refuse_division
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
+from baton.planner.mixed_stages import with_mixed_stages
 from baton.planner.plan_from_solution import describe
 from baton.planner.pools import MAX_POOLS, View, are_alike, make_pools
 from baton.planner.problem import AssignmentProblem
@@ -103,12 +105,12 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)
-        if division_bound_s(problem) >= ceiling_s:
+        if ceiling_s < np.inf and division_bound_s(problem) >= ceiling_s:
             return None
         problem, solution = solve(inputs, problem, method, time_limit_s)
         return describe(inputs, problem, solution, method)
     optimistic = make_problem(inputs, "optimistic")
-    if division_bound_s(optimistic) >= ceiling_s:
+    if ceiling_s < np.inf and division_bound_s(optimistic) >= ceiling_s:
         return None
     found = [solve(inputs, optimistic, "exact", time_limit_s / 3)]
     least_s = found[0][1].bound_s
@@ -128,15 +130,16 @@ def solve(
     inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the problem with the solution's row, and the solution of `method`, with the bound of `exact`."""
-    best = solve_exact(problem, time_limit_s=time_limit_s / 2)
+    bound = RolloutBound(problem)
+    richer, best = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
+    if best is not None and not problem.table.is_complete and inputs.rates is None and problem.step.overlaps:
+        richer, best = improve(inputs, problem, best, time_limit_s=time_limit_s / 2)
+    richer, best = with_mixed_stages(inputs, richer, best, bound, time_limit_s=time_limit_s / 2)
     if best is None:
         refuse_division(problem, inputs.model)
-    richer = problem
-    if not problem.table.is_complete and inputs.rates is None and problem.step.overlaps:
-        richer, best = improve(inputs, problem, best, time_limit_s=time_limit_s / 2)
     if method == "exact":
         return richer, best
-    found = solve_paper(problem)
-    if found is None:
+    paper = solve_paper(problem)
+    if paper is None:
         refuse_division(problem, inputs.model)
-    return problem, msgspec.structs.replace(found, bound_s=best.bound_s)
+    return problem, msgspec.structs.replace(paper, bound_s=best.bound_s)

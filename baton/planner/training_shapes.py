@@ -1,15 +1,18 @@
 """Phase 1, training side: all training shapes on given pools, and their times.
 
 A pipeline has its own number of stages, `stages`, on each of its pools. A stage has `dp` tensor-parallel groups of `tp`
-GPUs. Tensor and data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex 4.2.1, Metis).
-Baton's trainer supports only the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. The
-fastest type is last, because the last stage has the output head. Layers are distributed so that the slowest stage is as
-fast as possible and all stages fit into memory.
+GPUs. In a pipeline, tensor and data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex
+4.2.1, Metis). Baton's trainer supports only the shapes of `specs/trainer_shapes.py`, with the same number of ranks on
+each stage. The fastest type is last, because the last stage has the output head. Layers are distributed so that the
+slowest stage is as fast as possible and all stages fit into memory.
+
+A mixed stage is another shape of Baton's trainer: one stage, whose data-parallel ranks are on several GPU types and
+train rows in proportion to their speeds (`mixed_stages.py` searches them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -18,7 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.cost.memory import most_layers, rank_phases
-from baton.cost.train import StageTerms, in_flight, microbatches, rank_of, stage_terms, tail_s
+from baton.cost.train import (
+    StageTerms,
+    in_flight,
+    microbatches,
+    mixed_terms,
+    rank_of,
+    rank_speeds,
+    row_shares,
+    stage_terms,
+    tail_s,
+)
 from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import Floats, Ints, TrainTable, tensor_widths
 from baton.specs.model import ModelSpec
@@ -33,13 +46,15 @@ MAX_CROSSED = 3
 """Maximum number of pools in one pipeline."""
 MAX_SHAPES = 400_000
 """Maximum number of shapes that are evaluated for a set of pools."""
+MAX_MIXED = 400_000
+"""Maximum number of mixed stages whose times are computed. If more are possible, evenly spaced ones are taken."""
 SATURATED_SHAPES = 3
 """Number of shapes tried on each pool that trains with all its GPUs, if not all shapes are evaluated."""
 
 
-Rows = tuple[Ints, Ints, Ints, Floats, Floats, Ints]
-"""(stages, tp, dp, times, shares of the layers, shard size); times and shard size are [candidates], the others
-[candidates, pools]."""
+Rows = tuple[Ints, Ints, Ints, Floats, Floats, Ints, NDArray[np.bool_]]
+"""(stages, tp, dp, times, shares of the layers, shard size, whether it is a mixed stage); stages, tp, dp and shares are
+[candidates, pools], the others [candidates]."""
 
 
 class Shapes(msgspec.Struct, frozen=True):
@@ -115,8 +130,52 @@ def merged_table(pools: Pools, tables: Sequence[Rows], *, is_complete: bool) -> 
     """Concatenate results of `evaluated` into one table."""
     merged = [np.concatenate(arrays) for arrays in zip(*tables, strict=True)]
     train_overhead = max(pool.place.efficiency.train_overhead_s for pool in pools.pools)
-    stages, tp, dp, time_s, shares, shard_size = merged
-    return TrainTable(stages, tp, dp, time_s + train_overhead, shares, is_complete, shard_size)
+    stages, tp, dp, time_s, shares, shard_size, is_mixed = merged
+    return TrainTable(stages, tp, dp, time_s + train_overhead, shares, is_complete, shard_size, is_mixed)
+
+
+def mixed_table(model: ModelSpec, work: Workload, pools: Pools) -> TrainTable:
+    """Return mixed stages, for a model that fits into memory in no other shape: all, or at most MAX_MIXED for each pair
+    of pools."""
+    tables, is_complete = [], True
+    for order in mixed_orders(pools):
+        counts = np.meshgrid(*(np.arange(1, pools.pools[k].num_gpus + 1) for k in order))
+        first, second = (count.ravel() for count in counts)
+        every = -(-len(first) // MAX_MIXED)
+        is_complete &= every == 1
+        keeps = np.nonzero(first + second <= work.num_trajectories)[0][::every]
+        tables += list(mixed_rows(model, work, pools, order, first[keeps], second[keeps]))
+    return merged_table(pools, tables, is_complete=is_complete)
+
+
+def mixed_orders(pools: Pools) -> list[list[int]]:
+    """Return the pairs of pools of different GPU types that a mixed stage may use."""
+    kinds = [pool.gpu for pool in pools.pools]
+    return [order for order in pipeline_orders(pools, 2) if len({kinds[k] for k in order} - {"CPU"}) == 2]
+
+
+def mixed_rows(
+    model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], first: Ints, second: Ints
+) -> Iterator[Rows]:
+    """Yield the mixed stages with these numbers of ranks on two pools: with one copy of the model, and with as few
+    copies as possible if each is within one machine. The ranks of a copy are a power of two that divides both numbers.
+    """
+    ones = np.ones_like(first)
+
+    def shapes(rows: Ints) -> list[Shapes]:
+        return [Shapes(ones[rows], ones[rows], count[rows]) for count in (first, second)]
+
+    yield evaluated(model, work, pools, order, shapes(np.arange(len(first))), 0, is_mixed=True)
+    used = [pools.pools[k] for k in order]
+    widest = min(pool.levels[-1] for pool in used)
+    size = np.minimum((first | second) & -(first | second), widest)
+    for copy in used[0].levels[1:]:
+        if copy > widest:
+            break
+        fits = [count <= pool.capacity(copy) for pool, count in zip(used, (first, second), strict=True)]
+        rows = np.nonzero((size == copy) & np.all(fits, axis=0))[0]
+        if len(rows):
+            yield evaluated(model, work, pools, order, shapes(rows), copy, is_mixed=True)
 
 
 def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> Shapes:
@@ -185,12 +244,14 @@ def evaluated(
     order: Sequence[int],
     shapes: Sequence[Shapes],
     shard_size: int | None = None,
+    *,
+    is_mixed: bool = False,
 ) -> Rows:
-    """Return the shapes, times and shares of the layers of the pipelines that fit into memory. `shard_size`: see
-    `balanced`."""
+    """Return the shapes, times and shares of the layers of the pipelines, or mixed stages, that fit into memory.
+    `shard_size`: see `balanced`."""
     total = sum(part.stages for part in shapes)
-    shapes = [part.take(np.asarray(total <= model.num_layers)) for part in shapes]
-    balance = balanced(model, work, pools, order, shapes, shard_size)
+    shapes = [part.take(np.asarray((total <= model.num_layers) | is_mixed)) for part in shapes]
+    balance = balanced(model, work, pools, order, shapes, shard_size, is_mixed=is_mixed)
     fits = np.isfinite(balance.pace_s)
     rows = int(fits.sum())
     stages, tp, dp = (np.zeros((rows, len(pools.pools)), dtype=np.int64) for _ in range(3))
@@ -201,8 +262,9 @@ def evaluated(
         layers[:, index] = (
             first + last + between * (part.stages[fits] - (place == 0) - (place == len(order) - 1)).clip(0)
         )
-    shares = layers / layers.sum(axis=1, keepdims=True)
-    return stages, tp, dp, balance.time_s[fits], shares, balance.shard_size[fits]
+    held = dp if is_mixed else layers  # FSDP divides the weights equally among the ranks of a stage
+    shares = held / held.sum(axis=1, keepdims=True)
+    return stages, tp, dp, balance.time_s[fits], shares, balance.shard_size[fits], np.full(rows, is_mixed)
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -221,15 +283,21 @@ def balanced(
     order: Sequence[int],
     shapes: Sequence[Shapes],
     shard_size: int | None = None,
+    *,
+    is_mixed: bool = False,
 ) -> LayerBalance:
-    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times.
+    """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times. With
+    `is_mixed`, `shapes` are the parts of one stage, and each part has all layers; `shard_size` must then
+    be given.
 
     Baton's trainer shards gradients if unsharded gradients do not fit. `shard_size`: number of ranks that share a copy
     of a stage, 0 for all of its ranks. By default, each machine has a copy where copies fit and are faster.
     """
     if shard_size is not None:
-        return _fitting(model, msgspec.structs.replace(work, shard_size=shard_size), pools, order, shapes)
-    found = _fitting(model, work, pools, order, shapes)
+        sharded = msgspec.structs.replace(work, shard_size=shard_size)
+        return _fitting(_mixed if is_mixed else _balanced, model, sharded, pools, order, shapes)
+    assert not is_mixed, "a mixed stage needs shard_size"
+    found = _fitting(_balanced, model, work, pools, order, shapes)
     used = [pools.pools[k] for k in order]
     size = min(pool.levels[-1] for pool in used)
     if work.trainer == "idealised" or size == 1 or any(pool.gpu == "CPU" for pool in used):
@@ -241,19 +309,66 @@ def balanced(
     can_copy = np.all(is_whole, axis=0)
     if not can_copy.any():
         return found
-    copies = _fitting(model, msgspec.structs.replace(work, shard_size=size), pools, order, shapes)
+    copies = _fitting(_balanced, model, msgspec.structs.replace(work, shard_size=size), pools, order, shapes)
     return _chosen(can_copy & (copies.time_s < found.time_s * (1 - 1e-9)), copies, found)
 
 
 def _fitting(
-    model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
+    balance: Callable[..., LayerBalance],
+    model: ModelSpec,
+    work: Workload,
+    pools: Pools,
+    order: Sequence[int],
+    shapes: Sequence[Shapes],
 ) -> LayerBalance:
-    """Distribute the layers with unsharded gradients, or with sharded ones where only those fit."""
-    found = _balanced(model, work, pools, order, shapes)
+    """Return the result of `balance` with unsharded gradients, or with sharded ones where only those fit."""
+    found = balance(model, work, pools, order, shapes)
     if work.trainer == "idealised" or work.shard_gradients or np.isfinite(found.pace_s).all():
         return found
-    sharded = _balanced(model, msgspec.structs.replace(work, shard_gradients=True), pools, order, shapes)
+    sharded = balance(model, msgspec.structs.replace(work, shard_gradients=True), pools, order, shapes)
     return _chosen(np.isfinite(found.pace_s), found, sharded)
+
+
+def _mixed(
+    model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
+) -> LayerBalance:
+    """Return the times of mixed stages for the sharding in `work`. All ranks hold equally large shards, so the GPU type
+    with the least memory determines whether a stage fits."""
+    places = [pools.pools[k].place for k in order]
+    counts = [part.dp for part in shapes]
+    terms = mixed_terms(model, work, places, counts, _mixed_link(pools, order, counts))
+    ranks = np.sum(counts, axis=0)
+    limit = min(place.memory_limit_bytes for place in places)
+    fits = most_layers(rank_phases(model, terms[0].rank), limit) >= model.num_layers
+    compute = np.max([term.head_s + model.num_layers * term.per_layer_s for term in terms], axis=0)
+    pace = np.where(fits, compute, np.inf)
+    tails = [
+        np.max([tail_s(model, getattr(term, key), model.num_layers, True, True) for term in terms], axis=0)
+        for key in ("gradients_per_layer_s", "optimizer_per_layer_s")
+    ]
+    most = row_shares(work, rank_speeds(work, places), counts)[0].largest
+    nothing, layers = np.zeros(len(ranks), dtype=np.int64), np.full(len(ranks), model.num_layers, dtype=np.int64)
+    return LayerBalance(
+        pace_s=pace,
+        stage_layers=((nothing, nothing, layers),) * len(order),
+        compute_s=pace,
+        bubble_s=np.zeros(len(ranks)),
+        gradients_s=tails[0] + nothing,
+        optimizer_s=tails[1] + nothing,
+        microbatches=microbatches(work, 1 / most),
+        shard_gradients=np.full(len(ranks), work.shard_gradients),
+        shard_size=np.full(len(ranks), work.shard_size, dtype=np.int64),
+    )
+
+
+def _mixed_link(pools: Pools, order: Sequence[int], counts: Sequence[Ints]) -> Floats:
+    """Return the bandwidth of the slowest link between two machines of a mixed stage, [candidates]."""
+    across = min(pools.bytes_per_s[a][b] for a, b in combinations(order, 2))
+    slowest: Floats = np.full(len(counts[0]), across)
+    for k, count in zip(order, counts, strict=True):
+        pool = pools.pools[k]
+        slowest = np.where(count > max(pool.sizes), np.minimum(slowest, pool.place.inter_bytes_per_s), slowest)
+    return slowest
 
 
 def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -> LayerBalance:

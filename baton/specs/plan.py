@@ -32,12 +32,15 @@ class Stage(msgspec.Struct, frozen=True):
     memory_bytes: float
     """Memory used on each GPU."""
     memory_limit_bytes: float
+    speed: float = 1.0
+    """Speed of a rank of this stage, relative to the fastest rank of a mixed stage (`Training.is_mixed`)."""
 
 
 class Training(msgspec.Struct, frozen=True):
     """The training side of a plan."""
 
     stages: tuple[Stage, ...]
+    """Stages of a pipeline, or the parts of a mixed stage."""
     microbatches: int
     """Microbatches per optimiser update."""
     time_s: float
@@ -53,10 +56,18 @@ class Training(msgspec.Struct, frozen=True):
     """Whether the trainer reduces gradients after each microbatch (`trainer.shard_gradients`)."""
     shard_size: int = 0
     """Ranks that share a copy of a stage (`trainer.shard_size`); 0 if all ranks of a stage share one copy."""
+    is_mixed: bool = False
+    """Whether `stages` are the parts of one stage with ranks on two GPU types. Each part then has all layers, and its
+    ranks train rows in proportion to `speed` (`trainer.speeds`)."""
 
     @property
     def gpu_ids(self) -> tuple[str, ...]:
         return tuple(gpu for stage in self.stages for gpu in stage.gpu_ids)
+
+    def row_share(self, stage: Stage) -> float:
+        """Return the share of the rows that the ranks of a stage train."""
+        total = sum(each.speed * each.dp for each in self.stages)
+        return stage.speed * stage.dp / total if self.is_mixed else 1.0
 
 
 class Replica(msgspec.Struct, frozen=True):

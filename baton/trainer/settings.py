@@ -85,7 +85,7 @@ class TrainerSettings(Settings):
     """Relative speeds of the ranks of a stage that train different rows, in rank order, such as [2, 1]. Each rank gets
     rows in proportion to its speed. The maximum number of tokens of its microbatches is `max_tokens_per_microbatch`
     times its speed divided by the largest speed. Changes the update only by rounding. `baton train --plan` sets the key
-    if ranks have different numbers of cores. Default: all ranks are equally fast."""
+    for ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are equally fast."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of all parameters. Saves memory and
     takes more time."""

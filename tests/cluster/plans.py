@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from baton.specs.plan import Bound, Breakdown, Plan, Replica, RewardStage, Stage, Training
 
 SCORING = {"model": "judge", "trajectory_s": 0.01, "memory_bytes": 1.0, "memory_limit_bytes": 2.0}
@@ -46,3 +48,8 @@ def plan_of(stages: Sequence[Stage], replicas: Sequence[Replica], **changes: obj
         **changes,
     }
     return Plan(**values)  # type: ignore[arg-type]
+
+
+def mixed(plan: Plan) -> Plan:
+    """The plan with its stages as the parts of one data-parallel group."""
+    return msgspec.structs.replace(plan, training=msgspec.structs.replace(plan.training, is_mixed=True))

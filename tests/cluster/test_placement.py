@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plan_of, replica, scoring, stage
+from plans import mixed, plan_of, replica, scoring, stage
 from ray_rows import row
 
 from baton.cluster.inventory import machines
@@ -123,6 +123,21 @@ def test_the_ranks_of_a_stage_are_consecutive_and_its_layers_and_widths_are_keys
     wide = place(plan_of([stage("L20", "b:0", "b:1", "c:0", "c:1", tp=2)], []), THREE)
     assert wide.overrides == ("trainer.ranks=4", "trainer.stages=1", "trainer.tensor_parallel=2")
     assert [spec.gpu_ids for spec in wide.ranks] == [("b:0",), ("b:1",), ("c:0",), ("c:1",)]
+
+
+def test_a_group_over_two_types_is_one_stage_whose_speeds_follow_its_ranks() -> None:
+    """Rank 0 is on the controller's machine, also here; with copies, the ranks of a machine stay together."""
+    parts = [stage("L20", "b:0", "b:1", layers=(0, 8)), stage("H100", "a:0", "a:1", layers=(0, 8))]
+    parts[0] = msgspec.structs.replace(parts[0], speed=0.25)
+    plan = mixed(plan_of(parts, []))
+    placed = place(plan, THREE, here=next(m.id for m in THREE if m.name == "a"))
+    assert [spec.gpu_ids for spec in placed.ranks] == [("a:0",), ("a:1",), ("b:0",), ("b:1",)]
+    speeds = "trainer.speeds=[1.6, 1.6, 0.4, 0.4]"
+    assert placed.overrides == ("trainer.ranks=4", "trainer.stages=1", "trainer.tensor_parallel=1", speeds)
+    copies = msgspec.structs.replace(plan, training=msgspec.structs.replace(plan.training, shard_size=2))
+    assert place(copies, THREE).overrides[-2:] == ("trainer.shard_size=2", "trainer.speeds=[0.4, 0.4, 1.6, 1.6]")
+    even = mixed(plan_of([msgspec.structs.replace(part, speed=1.0) for part in parts], []))
+    assert place(even, THREE).overrides == placed.overrides[:-1], "microbatches cannot be smaller: equal shares"
 
 
 def test_engines_that_cannot_execute_the_replicas_are_refused_in_a_sentence() -> None:

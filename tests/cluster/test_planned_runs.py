@@ -149,6 +149,8 @@ def check_reward_memory(plan: Plan, recipe: Recipe, model: ModelSpec) -> None:
 def check_memory(plan: Plan, recipe: Recipe, model: ModelSpec) -> None:
     """By the law of `baton train --dry-run`, with what no tensor shows, each rank fits into its GPU."""
     stages = stages_of(recipe, model, on_cpu=False)
+    if plan.training.is_mixed:  # the parts of a group are one stage of the recipe
+        stages *= len(plan.training.stages)
     for (phases, layers), planned in zip(stages, plan.training.stages, strict=True):
         tensors = float(stage_bytes(phases, layers))
         whole = tensors + float(overhead(tensors, on_cpu=False).bytes(1))
@@ -193,6 +195,12 @@ def test_the_default_plan_of_any_cluster_is_carried_out_and_each_rank_fits(
     assert all(len({rank.machine for rank in copy}) == 1 for copy in copies), "a copy of the model is on one machine"
     shape = "stages" if trained.num_stages > 1 else "TP" if trained.tensor_parallel > 1 else "FSDP"
     shape += " with copies" if trained.shard_size else ""
+    if plan.training.is_mixed:
+        shape += " over two types"
+        planned = {part.gpu: part.speed for part in plan.training.stages}
+        slow, fast = sorted(planned, key=planned.__getitem__)
+        speeds = dict(zip((rank.gpu for rank in placed.ranks), trained.speeds or [1.0] * trained.ranks, strict=True))
+        assert speeds[slow] / speeds[fast] == pytest.approx(planned[slow], rel=2e-3)
     count(shape if trained.ranks > 1 else "one process")
     count(f"{len({stage.gpu for stage in plan.training.stages})} types train")
     if plan.reward is not None:

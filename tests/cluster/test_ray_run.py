@@ -15,18 +15,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from plans import plan_of, replica, stage
 
 from baton.cluster.inventory import machines
+from baton.cluster.placement import place
 from baton.cluster.supervision import SupervisionRules
+from baton.planner.instance import Inputs
+from baton.planner.solve import make_plan
+from baton.policy.tokenizer import load_tokenizer
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
+from baton.recipe.workload import recipe_workload
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
+from baton.specs.cluster import ClusterSettings
 from baton.specs.model import read_model
 from baton.specs.plan import Plan, write_plan
+from baton.specs.workload import constant
 from baton.stop import StopRequest
+from baton.trainer.factory import make_trainer
+from baton.trainer.parallel.ranked_trainer import RankedTrainer
+from benchmarks.unlike_nodes.run import batch, setup_in, weights_of
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -253,6 +265,54 @@ def test_a_pipeline_over_two_gpu_types_and_tensor_parallel_ranks_train_as_planne
     second = f"rank-1 on {a}: 1 H100" if shape == "stages" else f"rank-1 on {b}: 1 L20"
     assert {f"rank-0 on {b}: 1 L20", second} <= set(witness.lines)
     assert RunDirectory.open(tmp_path / "r").recipe()["trainer"][shape] == expected
+    for name in (a, b):
+        nodes.remove(name)
+    assert_nothing_is_left(nodes)
+
+
+def test_a_planned_stage_over_two_gpu_types_trains_rows_by_speed_as_one_process(nodes: Nodes, tmp_path: Path) -> None:
+    """The planner puts one rank on each of two types, of which one is twice as fast. The run has the plan's speeds, and
+    its ranks, on their nodes, make the updates of one process."""
+    from baton.cluster.ray.connection import RayCluster
+    from baton.cluster.ray.ranks import RayRanks
+    from baton.cluster.ray.run import RayRun, train_on_ray
+
+    a, b = nodes.add(gpu_type_H100=1), nodes.add(gpu_type_L20=2)
+    load = loader(tmp_path, "run.steps=2")
+    shown: dict[str, Any] = {"links": {"inter_node_gb_per_s": 10, "latency_us": 0}, "name": "unlike"}
+    shown["nodes"] = [{"gpu": "H100", "gpus": 1, "name": a}, {"gpu": "L20", "gpus": 2, "name": b}]
+    shown["gpu"] = {name: {"bf16_tflops": tflops} for name, tflops in (("H100", 0.2), ("L20", 0.1))}
+    work = msgspec.structs.replace(recipe_workload(load(())), prompt=constant(12), output=constant(24))
+    spec = read_model(ROOT / "models" / "quickstart")
+    plan = make_plan(Inputs(ClusterSettings.model_validate(shown).build(), spec, work))
+    assert plan.training.is_mixed
+    assert set(plan.training.gpu_ids) == {f"{a}:0", f"{b}:0"}
+    witness = Witness()
+    train_on_ray(RayRun(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest())
+    assert witness.steps == [1, 2]
+    assert {f"rank-0 on {b}: 1 L20", f"rank-1 on {a}: 1 H100"} <= set(witness.lines)
+    trainer = RunDirectory.open(tmp_path / "r").recipe()["trainer"]
+    assert (trainer["ranks"], trainer["stages"], trainer["speeds"]) == (2, 1, [0.6667, 1.3333])
+
+    cluster = RayCluster(nodes.address)
+    try:
+        there = {machine.name: machine for machine in machines(cluster.rows())}
+        placed = place(plan, list(there.values()))
+        given = dict(override.removeprefix("trainer.").split("=") for override in placed.overrides)
+        settings = {key: json.loads(value) for key, value in given.items()}
+        ranks = RayRanks(cluster, placed.ranks, there)
+        alone = make_trainer(setup_in(str(tmp_path / "m"), {}), load_tokenizer(str(tmp_path / "m")))
+        many = RankedTrainer(ranks, setup_in(str(tmp_path / "m"), settings), PATIENCE_S)
+        try:
+            for step in (1, 2):
+                alone.step(batch(step))
+                many.step(batch(step))
+            for name, tensor in weights_of(many).items():
+                torch.testing.assert_close(tensor, alone.publish().tensors[name], atol=1e-5, rtol=1e-4)
+        finally:
+            many.close()
+    finally:
+        cluster.leave()
     for name in (a, b):
         nodes.remove(name)
     assert_nothing_is_left(nodes)

@@ -6,7 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.cost.train import forward_passes, in_flight, microbatches, publish_s, rank_of, stage_terms, tail_s
+from baton.cost.train import (
+    forward_passes,
+    in_flight,
+    microbatches,
+    mixed_terms,
+    publish_s,
+    rank_of,
+    rank_speeds,
+    row_shares,
+    stage_terms,
+    tail_s,
+)
 from baton.specs.workload import measured
 from tests.cost.round_numbers import MODEL, PLACE, WORK
 
@@ -81,6 +92,54 @@ def test_copies_gather_within_a_machine_and_add_their_gradients_across_machines(
     assert (copies.rank.shards, one.rank.shards) == (2, 4)
     sharded = stage_terms(MODEL, msgspec.structs.replace(WORK, shard_size=2, shard_gradients=True), PLACE, 2, 1, 4)
     assert sharded.per_layer_s == pytest.approx(25 * (3 * 2 * 0.5e6 / 1e9 + 4 * (0.5e6 / 1e9 + 1e6 / 1e8)))
+
+
+SLOW = msgspec.structs.replace(PLACE, gpu=msgspec.structs.replace(PLACE.gpu, flops=4e11))
+FIVE = msgspec.structs.replace(WORK, microbatch_tokens=1500)
+"""Microbatches of five of the longest trajectories."""
+
+
+def test_speeds_of_unlike_ranks_and_the_smallest_microbatch() -> None:
+    """A slow rank's microbatch has at least one trajectory, so it counts as at least 1/1 or 1/5 as fast, unless ranks
+    of different types do not wait for each other in each pass."""
+    slower = msgspec.structs.replace(PLACE, gpu=msgspec.structs.replace(PLACE.gpu, flops=1e11))
+    assert rank_speeds(FIVE, [SLOW, PLACE, slower]) == pytest.approx([0.4, 1, 0.2])
+    assert rank_speeds(WORK, [SLOW, PLACE]) == [1, 1]
+    copies = msgspec.structs.replace(WORK, shard_size=2)
+    assert rank_speeds(copies, [SLOW, PLACE]) == pytest.approx([0.4, 1])
+    assert rank_speeds(msgspec.structs.replace(copies, shard_gradients=True), [SLOW, PLACE]) == [1, 1]
+
+
+def test_unlike_ranks_end_when_together_they_have_ended_the_batch() -> None:
+    """100 trajectories on 4 ranks of speed 1 and 4 of speed 0.4. In the time of 18 on a fast rank, the ranks end 4 · 18
+    and 4 · 7 = 100; in that of 17.9, 4 · 17 + 4 · 7. On 3 and 2 ranks: 27 and 10 are 101, 26 and 10 only 98."""
+    fast, slow = row_shares(FIVE, [1, 0.4], [np.array([4, 3]), np.array([4, 2])])
+    assert fast.own * 100 == pytest.approx([18, 27])
+    assert slow.own * 100 == pytest.approx([7, 10])
+    assert slow.largest == pytest.approx(fast.own)
+
+
+def test_a_mixed_stage_takes_its_slowest_rank_and_its_slowest_link() -> None:
+    """18 trajectories on a fast rank, in three microbatches of five. A layer is gathered three times in each, 2 bytes
+    of 7/8 of 10⁶ parameters over 10⁸/s, which takes longer than to compute it."""
+    counts = [np.array([4]), np.array([4])]
+    flops = 100 * (300 * 2e6 + 320 * 300**2 / 2)
+    fast, _ = mixed_terms(MODEL, FIVE, [PLACE, SLOW], counts, np.array([1e8]))
+    assert fast.per_layer_s == pytest.approx(3 * 3 * 2 * 0.875e6 / 1e8)
+    assert fast.gradients_per_layer_s == pytest.approx(4 * 0.875e6 / 1e8)
+    assert (fast.rank.shards, fast.rank.tokens) == (8, 1500)
+    quick = mixed_terms(MODEL, FIVE, [PLACE, SLOW], counts, np.array([1e12]))
+    assert [each.per_layer_s.item() for each in quick] == pytest.approx(
+        [5 * flops * 0.18 / 1e12, 5 * flops * 0.07 / 4e11]
+    )
+    copies = mixed_terms(MODEL, msgspec.structs.replace(FIVE, shard_size=2), [PLACE, SLOW], counts, np.array([1e8]))
+    gathers = 3 * 3 * 2 * 0.5e6 / 1e9
+    assert copies[0].per_layer_s == pytest.approx(max(gathers, 5 * flops * 0.18 / 1e12))
+    assert copies[0].gradients_per_layer_s == pytest.approx(4 * (0.5e6 / 1e9 + 2 * 0.75e6 / 1e8))
+    even = mixed_terms(MODEL, FIVE, [PLACE, PLACE], counts, np.array([1e8]))
+    one = stage_terms(MODEL, FIVE, PLACE, 2, 1, np.array([8]))
+    for key in ("per_layer_s", "head_s", "gradients_per_layer_s", "optimizer_per_layer_s"):
+        assert getattr(even[0], key) == pytest.approx(getattr(one, key)), "equal types are no special case"
 
 
 def test_a_rank_alone_publishes_and_a_stage_gathers() -> None:

@@ -14,13 +14,23 @@ import numpy as np
 from baton.cost.efficiency import Efficiencies, Efficiency, RatesSettings
 from baton.cost.generate import DeviceClass, largest_batch, replica_cost
 from baton.cost.memory import rank_phases, stage_bytes, table_params
-from baton.cost.train import in_flight, microbatches, publish_s, rank_of, stage_terms
+from baton.cost.train import (
+    UPDATE_TRAFFIC_BYTES,
+    forward_passes,
+    in_flight,
+    layer_flops,
+    microbatches,
+    publish_s,
+    rank_of,
+    stage_terms,
+)
 from baton.planner import solve
 from baton.planner.instance import Inputs
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import ModelSpec, model_spec
 from baton.specs.plan import Method, Plan
 from baton.specs.workload import Workload, WorkloadSettings
+from baton.trainer.parallel.balance import balanced
 
 Chosen = Sequence[tuple[int, int, int] | None]
 """(stages, tp, dp) on each type, or no part in training."""
@@ -74,7 +84,7 @@ def work(**changes: object) -> Workload:
         "output_tokens": {"kind": "measured", "values": [64, 128, 512]},
         "engine": {"max_batch": 2},
     }
-    trainer = {"trainer": changes.pop("trainer", "baton"), "microbatch_tokens": 0}
+    trainer = {"trainer": changes.pop("trainer", "baton"), "microbatch_tokens": changes.pop("microbatch_tokens", 0)}
     return msgspec.structs.replace(WorkloadSettings.model_validate({**base, **changes}).build(), **trainer)
 
 
@@ -105,15 +115,16 @@ def brute_step_s(question: Inputs) -> float:
         used = [shape for shape in chosen if shape]
         if not used or (len(used) > 1 and any(p > 2 for p, _, _ in used)):
             continue
-        if not _fits_types(nodes, types, chosen) or not _is_trained(question, used):
+        if not _fits_types(nodes, types, chosen):
             continue
-        train_s = _brute_training(question, types, chosen)
-        if train_s >= best:
-            continue
-        for replicas in _replica_sets(question, types, chosen):
-            if sum(cost.batch for _, cost in replicas) > load.max_running:
+        ways = [(_brute_training(question, types, chosen), 0)] if _is_trained(question, used) else []
+        ways += list(_brute_groups(question, types, chosen))
+        for (train_s, size), replicas in product(ways, _replica_sets(question, types, chosen)):
+            if train_s >= best or sum(cost.batch for _, cost in replicas) > load.max_running:
                 continue
             groups = [(t, tp) for t, shape in enumerate(chosen) if shape for tp in [shape[1]] * (shape[0] * shape[2])]
+            if size:
+                groups = [(t, size) for t, (_, _, dp) in enumerate(chosen) for _ in range(dp // size)]  # type: ignore[misc]
             groups += [(t, cost.num_gpus) for t, cost in replicas]
             if not _packs(nodes, types, groups):
                 continue
@@ -196,6 +207,49 @@ def _least_training(question: Inputs, load: Workload, types: Sequence[object], c
         if fits:
             best = min(best, slowest * (count + len(stages) - 1) / count + tail)
     return best
+
+
+def _brute_groups(question: Inputs, types: Sequence[object], chosen: Chosen) -> Iterator[tuple[float, int]]:
+    """Time and shard size of each data-parallel group over two types: with one copy, and with copies of as many ranks
+    as a power of two allows. Rows are dealt by the trainer's own function."""
+    counts = [shape[2] for shape in chosen if shape and shape[:2] == (1, 1)]
+    if question.work.trainer == "idealised" or len(types) != 2 or len(counts) != 2:
+        return
+    widest = min(_place(question, kind.name)[1] for kind in types)  # type: ignore[attr-defined]
+    for size in (0, max(s for s in (1, 2, 4) if s <= widest and not any(count % s for count in counts))):
+        if size != 1:
+            load = msgspec.structs.replace(question.work, shard_size=size)
+            found = _group_s(question, load, types, counts)
+            if found == np.inf:
+                found = _group_s(question, msgspec.structs.replace(load, shard_gradients=True), types, counts)
+            yield found, size
+
+
+def _group_s(question: Inputs, load: Workload, types: Sequence[object], counts: Sequence[int]) -> float:
+    spec, ranks = question.model, sum(counts)
+    places = [_place(question, kind.name)[0] for kind in types]  # type: ignore[attr-defined]
+    fits = True
+    for place in places:
+        rank = stage_terms(spec, load, place, 1, 1, ranks).rank
+        fits &= bool(stage_bytes(rank_phases(spec, rank), spec.num_layers) <= place.memory_limit_bytes)
+    if not fits:
+        return np.inf
+    passes = [forward_passes(load, place.efficiency.backward) for place in places]
+    speeds = [place.gpu.flops * place.efficiency.train / own for place, own in zip(places, passes, strict=True)]
+    if not load.shard_size or load.shard_gradients:  # passes together: the smallest microbatch is one trajectory
+        longest = load.longest_tokens / max(load.longest_tokens, load.microbatch_tokens)
+        given = [max(speed, max(speeds) * longest) for speed in speeds]
+    else:
+        given = speeds
+    owner = [t for t, count in enumerate(counts) for _ in range(count)]
+    dealt = balanced([1.0] * load.num_trajectories, ranks, [given[t] for t in owner])
+    flops = spec.num_layers * layer_flops(spec, load) + load.trained_tokens * spec.head_flops_per_token
+    slowest = max(len(rows) / speeds[t] for rows, t in zip(dealt, owner, strict=True))
+    weights = spec.num_layers * spec.layer_params + float(table_params(spec, np.array(1), np.array(1)))
+    models = 1 + load.has_critic
+    update = UPDATE_TRAFFIC_BYTES * load.updates * models * weights / (load.shard_size or ranks)
+    slow_update = max(update / (place.gpu.hbm_bytes_per_s * place.efficiency.decode) for place in places)
+    return slowest / load.num_trajectories * flops + slow_update
 
 
 def _replica_sets(question: Inputs, types: Sequence[object], chosen: Chosen) -> Iterator[list]:  # type: ignore[type-arg]

@@ -34,6 +34,7 @@ def question(seed: int) -> Inputs:
         groups=draw.choice([3, 12]),
         engine={"max_batch": draw.choice([2, 4]), "reprefill": draw.random() < 0.8},
         algorithm={"recompute": draw.random() < 0.7, "critic": draw.random() < 0.2},
+        microbatch_tokens=draw.choice([0, 2000]),
     )
 
 

@@ -172,6 +172,7 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "four that reduce each": (4, {"shard_gradients": True}),
     "two copies of two": (4, {"shard_size": 2}),
     "two copies of two that reduce each": (4, {"shard_size": 2, "shard_gradients": True}),
+    "two copies of unequal speed": (4, {"shard_size": 2, "speeds": (2.0, 2.0, 0.7, 0.7)}),
     "two that share products": (2, {"tensor_parallel": 2}),
     "two by two that share products": (4, {"tensor_parallel": 2}),
 }

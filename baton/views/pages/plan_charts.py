@@ -13,7 +13,7 @@ from baton.planner.what_if import Marginal, PricePoint
 from baton.specs.cluster import GB, Cluster
 from baton.specs.plan import Plan
 from baton.views.pages.canvas import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, draw
-from baton.views.terminal.plan import replicas_by_shape
+from baton.views.terminal.plan import replicas_by_shape, training_shape
 
 CELL, GAP, PAD, WIDTH = 13, 3, 8, 1160
 TRAIN_COLOURS = ("--s1", "--s5", "--s4")
@@ -39,7 +39,7 @@ def colours(plan: Plan) -> tuple[dict[str, str], list[LegendEntry]]:
         by_gpu |= dict.fromkeys(stage.gpu_ids, colour)
         layers = f"layers {stage.layers[0]} to {stage.layers[1] - 1}"
         keys.append(
-            LegendEntry(colour, f"train: {len(stage.gpu_ids)} {stage.gpu}, dp {stage.dp} · tp {stage.tp}, {layers}")
+            LegendEntry(colour, f"train: {len(stage.gpu_ids)} {stage.gpu}, {training_shape(plan, stage)}, {layers}")
         )
     for index, same in enumerate(replicas_by_shape(plan)):
         colour = ROLLOUT_COLOURS[index % len(ROLLOUT_COLOURS)]

@@ -108,13 +108,22 @@ def _roles(plan: Plan) -> Table:
     for stage in plan.training.stages:
         layers = f"{stage.layers[0]}-{stage.layers[1] - 1}"
         gpus = f"{len(stage.gpu_ids)} {stage.gpu}"
-        table.add_row("train", gpus, f"dp {stage.dp} · tp {stage.tp}", layers, memory(stage), "")
+        table.add_row("train", gpus, training_shape(plan, stage), layers, memory(stage), "")
     for same in replicas_by_shape(plan):
         r = same[0]
         shape = f"{len(same)} × tp {r.tp} · pp {r.pp}, batch {r.batch}"
         share = f"{sum(each.share for each in same):.1%}"
         table.add_row("rollout", f"{len(same) * r.tp * r.pp} {r.gpu}", shape, "all", memory(r), share)
     return table
+
+
+def training_shape(plan: Plan, stage: Stage) -> str:
+    """Return the parallel shape of a stage, or of a part of a mixed stage, in words."""
+    training = plan.training
+    if not training.is_mixed:
+        return f"dp {stage.dp} · tp {stage.tp}"
+    ranks = sum(part.dp for part in training.stages)
+    return f"{stage.dp} of dp {ranks}, {training.row_share(stage):.0%} of the rows"
 
 
 def _rivals(plan: Plan, alternatives: Sequence[Alternative]) -> Table:

@@ -1,0 +1,90 @@
+"""Searches mixed stages: one stage whose data-parallel ranks are on two GPU types, with rows in proportion to speed.
+
+There are too many pairs of numbers of GPUs to compute the times of all, so this search comes after that of the other
+shapes. A pair is computed only if two conditions allow a shorter step than the best so far: the stage's GPUs can train
+a batch in this time, without any communication; and the other GPUs can generate a batch in this time, with fractional
+replicas. Both are linear in the two numbers. No pair that could be better is skipped, so the bound stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from baton.planner.bounds import RolloutBound, division_bound_s
+from baton.planner.exact import Solution, solve_exact
+from baton.planner.instance import Inputs
+from baton.planner.problem import AssignmentProblem, Ints, TrainTable, sync_table
+from baton.planner.training_shapes import MAX_MIXED, merged_table, mixed_orders, mixed_rows
+
+
+def with_mixed_stages(
+    inputs: Inputs, problem: AssignmentProblem, best: Solution | None, bound: RolloutBound, *, time_limit_s: float
+) -> tuple[AssignmentProblem, Solution | None]:
+    """Return the given solution or a better one with a mixed stage. The returned bound covers all mixed stages. The row
+    of the solution refers to the table of the returned problem. `bound`: the rollout bound of the problem."""
+    if inputs.work.trainer != "baton" or inputs.rates is not None or not inputs.cross_types:
+        return problem, best
+    ceiling_s = np.inf if best is None else best.step_s
+    pairs = list(_pairs(inputs, problem, bound, ceiling_s))
+    count = sum(len(first) for _, first, _ in pairs)
+    if not count:
+        return problem, best
+    every = -(-count // MAX_MIXED)
+    tables = [
+        rows
+        for order, first, second in pairs
+        for rows in mixed_rows(inputs.model, inputs.work, problem.pools, order, first[::every], second[::every])
+    ]
+    table = merged_table(problem.pools, tables, is_complete=True)
+    least_s = problem.sync_bound_s + table.time_s
+    table = table.take(least_s < ceiling_s)
+    bound_s = division_bound_s(problem) if every > 1 else np.inf
+    richer = with_table(inputs, problem, table)
+    found = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
+    if best is not None:
+        bound_s = min(bound_s, best.bound_s)
+    if found is None:
+        return problem, best and msgspec.structs.replace(best, bound_s=bound_s)
+    found = msgspec.structs.replace(found, bound_s=min(bound_s, found.bound_s))
+    return richer, found
+
+
+def with_table(inputs: Inputs, problem: AssignmentProblem, table: TrainTable) -> AssignmentProblem:
+    """Return the problem with other training shapes."""
+    sync_s = sync_table(inputs.model, inputs.work, problem.pools, table.shares)
+    return msgspec.structs.replace(problem, table=table, sync_s=sync_s)
+
+
+def _pairs(
+    inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, ceiling_s: float
+) -> Iterator[tuple[list[int], Ints, Ints]]:
+    """Yield two pools, in the order of a pipeline, and the numbers of ranks on them that may give a step shorter than
+    `ceiling_s`."""
+    pools, step = problem.pools.pools, problem.step
+    orders = mixed_orders(problem.pools)
+    if not orders:
+        return
+    overhead_s = max(pool.place.efficiency.train_overhead_s for pool in pools)
+    capacity = np.array([pool.num_gpus for pool in pools], dtype=float)
+    rate = problem.train_rate_bound
+    left_s = ceiling_s - problem.sync_bound_s
+    train_s, rollout_s = left_s - overhead_s, left_s - step.latency_s
+    if not step.overlaps:
+        train_s -= float(bound.times_s(capacity[None, :].astype(np.int64))[0]) + step.latency_s
+        rollout_s -= overhead_s + 1 / float(rate @ capacity)
+    if train_s <= 0 or rollout_s <= 0:
+        return
+    for order in orders:
+        first, second = (np.arange(1, pools[k].num_gpus + 1) for k in order)
+        first, second = first[:, None], second[None, :]
+        keeps = (first * rate[order[0]] + second * rate[order[1]]) * train_s >= 1
+        keeps &= first + second <= inputs.work.num_trajectories
+        for price, work in zip(bound.prices, bound.work(min(rollout_s, bound.times[-1])), strict=True):
+            room = work @ capacity + (price * bound.gate if price else 0.0) - bound.tokens
+            keeps &= first * work[order[0]] + second * work[order[1]] <= room
+        rows, columns = np.nonzero(keeps)
+        if len(rows):
+            yield order, rows + 1, columns + 1
