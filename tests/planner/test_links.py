@@ -100,7 +100,7 @@ def test_machines_keep_copies_of_the_model_where_the_links_between_them_are_slow
     of = ClusterSettings.model_validate({"name": "slow", "links": links, "nodes": nodes}).build()
     answers = {"kind": "lognormal", "mean": 8000, "max": 27648}
     maths = {"groups": 512, "group_size": 16, "prompt_tokens": {"mean": 300}, "output_tokens": answers}
-    asked = Inputs(of, read_model(QWEN), WorkloadSettings.model_validate(maths).build())
+    asked = Inputs(of, read_model(QWEN), WorkloadSettings.model_validate(maths).build(), cross_types=False)
     plan = make_plan(asked)
     (stage,) = plan.training.stages
     assert (stage.gpu, stage.dp, plan.training.shard_size) == ("H800", 16, copies)

@@ -38,7 +38,11 @@ def check(plan: Plan, of: Cluster, asked: Inputs) -> None:
         assert stage.memory_bytes <= stage.memory_limit_bytes * (1 + 1e-9)
     layers = [stage.layers for stage in plan.training.stages]
     assert (layers[0][0], layers[-1][1]) == (0, asked.model.num_layers)
-    assert all(one[1] == following[0] for one, following in pairwise(layers))
+    if plan.training.is_mixed:
+        assert set(layers) == {(0, asked.model.num_layers)}, "each part of a mixed stage has all layers"
+        assert len({kinds[gpu] for gpu in plan.training.gpu_ids}) == len(layers) == 2
+    else:
+        assert all(one[1] == following[0] for one, following in pairwise(layers))
     assert all(first < end for first, end in layers)
     for replica in plan.replicas:
         assert len(replica.gpu_ids) == replica.tp * replica.pp
