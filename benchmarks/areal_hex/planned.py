@@ -66,7 +66,7 @@ def ranges(size: str) -> list[dict[str, object]]:
 
 def sensitivity(size: str) -> list[dict[str, object]]:
     """Return the throughput of 8 + 48 relative to 24 H800 with one parameter of the calibration at each end of its
-    range; and, for `rollout`, at values in between."""
+    range; and, for `rollout`, at values in between. GPUs of one type train, as in the paper."""
     work, model = read_workload(WORKLOAD), read_model(HERE / "models" / f"r1-distill-qwen-{size}")
     of = {name: cluster(*gpus) for name, gpus in (("base", (24, 0)), ("mixed", (8, 48)))}
     given = {name: calibrate(node.gpu for node in each.nodes) for name, each in of.items()}
@@ -81,7 +81,8 @@ def sensitivity(size: str) -> list[dict[str, object]]:
                 return value if (each.gpu, each.key) == (wanted.gpu, wanted.key) else each.value
 
             speed = {
-                name: make_plan(Inputs(each, model, work, given[name].at(at))).tokens_per_s for name, each in of.items()
+                name: make_plan(Inputs(each, model, work, given[name].at(at), cross_types=False)).tokens_per_s
+                for name, each in of.items()
             }
             found.append({"parameter": parameter.name, "value": value, "ratio": speed["mixed"] / speed["base"]})
     return found
