@@ -110,8 +110,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor on every rank, which is a collective operation. A plain tensor is returned unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Gather a sharded tensor on every rank, which is a collective operation. A plain tensor is returned unchanged. The
+    shards of a sleeping trainer, which are on the host, are copied to the device."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shard, mesh = local(tensor.detach()), tensor.device_mesh
+    if shard.device.type != mesh.device_type:
+        form = {"shape": tensor.shape, "stride": tensor.stride()}
+        tensor = DTensor.from_local(shard.to(mesh.device_type), mesh, tensor.placements, run_check=False, **form)
+    return tensor.full_tensor()
 
 
 Box = tuple[slice, ...]

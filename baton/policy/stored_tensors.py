@@ -129,9 +129,11 @@ class StoredTensors:
         self.fill(name, own, box_of(like))
         if not isinstance(like, DTensor):
             return own
-        return DTensor.from_local(
+        found = DTensor.from_local(
             own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+        found._local_tensor.data = own  # `from_local` copies a shard on the host to the device of the mesh
+        return found
 
     def whole(self, name: str) -> torch.Tensor:
         """Read a whole tensor into host memory."""

@@ -91,7 +91,8 @@ def experimental_parts(run: Run) -> tuple[str, ...]:
     for one, other in combinations(special, 2):
         if {one, other} & doubtful:
             continue  # one of the two values is already in the list
-        entry = next((e for e in table.support if e.describes(*one) and e.describes(*other)), None)
+        both = (e for e in table.support if e.describes(*one) and e.describes(*other))
+        entry = next((e for e in both if e.matched(run) is not None), None)
         if entry is None or entry.experimental:
             reason = entry.experimental if entry else "no test covers the two together"
             found.append(f"{one[0]} {one[1]} with {other[0]} {other[1]} ({reason})")

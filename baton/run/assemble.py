@@ -258,7 +258,7 @@ def _build_loop(
         publish_in = recipe.weights.files_in(recipe.run.path) / f".{recipe.run.name}.versions.unfinished"
         trainer = build_trainer(recipe, tokenizer, start_ranks, publish_in)
         if recipe.rollout.is_colocated:  # the engine, which is constructed next, needs the memory
-            assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
+            assert isinstance(trainer, LocalTrainer | RankedTrainer)
             trainer.sleep()
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
@@ -324,7 +324,7 @@ def _turns(recipe: Recipe, port: WorkerTransport, trainer: Trainer) -> DeviceSha
         return None
     engine: Any = port.engine if isinstance(port, LocalTransport) else None
     assert isinstance(engine, Resident), "support.toml refuses other colocated engines"
-    assert isinstance(trainer, LocalTrainer), "support.toml refuses colocated ranks"
+    assert isinstance(trainer, LocalTrainer | RankedTrainer)
     return DeviceSharing(engine, trainer)
 
 

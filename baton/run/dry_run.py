@@ -30,7 +30,6 @@ from baton.run.memory import (
     most_tokens_of,
     needed_bytes,
     processes_of,
-    rank_phases_of,
     sleeping_bytes,
     stages_of,
 )
@@ -218,8 +217,9 @@ def _check_memory(recipe: Recipe, model: ModelSpec) -> None:
         return
     uses: dict[str, float] = {}
     if recipe.rollout.is_colocated:
-        phases = rank_phases_of(recipe, model, on_cpu=False)
-        uses['the sleeping trainer (rollout.placement = "colocated")'] = sleeping_bytes(phases, model.num_layers)
+        stages = stages_of(recipe, model, on_cpu=False)
+        ranks = sum(sleeping_bytes(phases, count) for phases, count in stages) * recipe.trainer.ranks // len(stages)
+        uses['the sleeping trainer (rollout.placement = "colocated")'] = ranks
     for process in processes_of(recipe, model, on_cpu=False, layout=layout_of(recipe)):
         if process.on_host:
             uses[process.name] = process.num_bytes

@@ -35,7 +35,7 @@ from baton.errors import Damaged, UserError
 from baton.files import flush_to_disk, remove_directory, verify, writing
 from baton.policy.adapters import adapter_tensors, has_adapters, read_adapter
 from baton.policy.load import open_weights, save_configuration
-from baton.policy.sharding import Gather, gathered
+from baton.policy.sharding import Gather, gathered, local
 from baton.policy.stored_tensors import (
     ModelWriter,
     StoredTensors,
@@ -161,7 +161,7 @@ def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[s
             elif like is None or shape not in ((), tuple(like.shape)):
                 found[name] = torch.empty(shape, device="meta")
             else:
-                found[name] = stored.like(name, like if shape else torch.empty(()), like.device)
+                found[name] = stored.like(name, like if shape else torch.empty(()), local(like).device)
     except (FileNotFoundError, SafetensorError, ValueError) as error:
         raise UserError(f"{path} cannot be resumed: its optimizer state {place.name} is missing or damaged") from error
     return found

@@ -5,9 +5,9 @@
       moments of AdamW        ◀───▶  the same bits
       gradients                      none: every update starts from zero gradients
 
-Only the storage of a tensor is replaced, so modules, optimisers and tied weights stay valid. Host memory is reused as
-long as shapes and dtypes stay equal. On a CPU, tensors do not move; the gradients are freed, and the system gets their
-memory back.
+While a tensor rests, its storage on the device has no memory; the storage itself stays. Modules, optimisers, tied
+weights and FSDP, which refers to the storages of shards, therefore stay valid. Host memory is reused as long as shapes
+and dtypes stay equal. On a CPU, tensors do not move; the gradients are freed, and the system gets their memory back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from baton.policy.memory import held_bytes, release_free_memory
@@ -47,6 +48,8 @@ class Offload:
         self._moves = device.type != "cpu" if moves is None else moves
         self._hosts: dict[int, Tensor] = {}
         """`id(tensor)` → host memory of the offloaded tensor."""
+        self._resting: dict[int, tuple[Tensor, Tensor, int]] = {}
+        """`id(tensor)` → a resting tensor, another tensor with its storage on the device, and the storage's bytes."""
         self.is_resting = False
 
     @property
@@ -54,7 +57,7 @@ class Offload:
         """Bytes that the tensors use on the device now, including gradients."""
         if self.is_resting and self._moves:
             return 0
-        gradients = (p.grad for model in self._models for p in model.parameters() if p.grad is not None)
+        gradients = (_own(p.grad) for model in self._models for p in model.parameters() if p.grad is not None)
         return held_bytes((*self._tensors(), *gradients), self.device)
 
     @torch.no_grad()
@@ -68,13 +71,16 @@ class Offload:
             self.is_resting = True
             release_free_memory()
             return
-        moved = [(tensor, self._host(tensor)) for tensor in self._tensors()]
-        for tensor, host in moved:
+        moved = {id(tensor): (tensor, self._host(tensor)) for tensor in self._tensors()}
+        for tensor, host in moved.values():
             host.copy_(tensor, non_blocking=True)
         self._synchronize()
-        for tensor, host in moved:
+        for key, (tensor, host) in moved.items():
+            self._resting[key] = tensor, tensor.data, tensor.untyped_storage().nbytes()
             tensor.data = host
-        self._hosts = {id(tensor): host for tensor, host in moved}
+        for _, active, _ in self._resting.values():
+            active.untyped_storage().resize_(0)
+        self._hosts = {key: host for key, (_, host) in moved.items()}
         self.is_resting = True
         self._empty_cache()
 
@@ -83,20 +89,27 @@ class Offload:
         """Move the tensors back to the device. Changes made to them on the host are kept. Idempotent."""
         if self.is_resting and self._moves:
             for tensor in self._tensors():
-                tensor.data = tensor.to(self.device, non_blocking=True, copy=True)
+                if (resting := self._resting.get(id(tensor))) is None:  # created while the trainer slept
+                    tensor.data = tensor.to(self.device, non_blocking=True, copy=True)
+                    continue
+                _, active, num_bytes = resting
+                active.untyped_storage().resize_(num_bytes)
+                tensor.data = active.copy_(tensor, non_blocking=True)
             self._synchronize()
+            self._resting = {}
         self.is_resting = False
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield the parameters and buffers of the models, and the moments of the optimisers."""
+        """Yield the parameters and buffers of the models, and the moments of the optimisers; of sharded tensors, this
+        rank's shards."""
         for model in self._models:
-            yield from model.parameters()
-            yield from model.buffers()
+            yield from map(_own, model.parameters())
+            yield from map(_own, model.buffers())
         for optimizer in self._optimizers:
             for moments in optimizer.state.values():
                 for value in moments.values():
                     packed = [getattr(value, name) for name in getattr(value, "tensor_attrs", ())]  # torchao's
-                    yield from packed or ([value] if isinstance(value, Tensor) else [])
+                    yield from packed or ([_own(value)] if isinstance(value, Tensor) else [])
 
     def _host(self, tensor: Tensor) -> Tensor:
         """Return host memory for a tensor. The memory of the last offload is reused if it fits."""
@@ -113,3 +126,8 @@ class Offload:
         """Release the memory that torch caches, because the next user of the device allocates blocks of other sizes."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return the tensor object in which a sharded tensor keeps this rank's shard. `to_local` returns a view of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

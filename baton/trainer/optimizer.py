@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from baton.errors import UserError
-from baton.policy.sharding import by_mesh, whole
+from baton.policy.sharding import by_mesh, local, whole
 from baton.trainer.settings import Decay, OptimizerName
 
 
@@ -146,8 +146,16 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    state["state"] = {index: _with_packed(by_name[name]) for index, name in enumerate(ordered) if name in by_name}
+    # a sharded parameter names its device also while its shard is on the host, where its moments must then stay
+    asleep = {name for name in by_name if local(parameters[name]).device.type != parameters[name].device.type}
+    state["state"] = {
+        index: _with_packed(by_name[name])
+        for index, name in enumerate(ordered)
+        if name in by_name and name not in asleep
+    }
     optimizer.load_state_dict(state)
+    for name in asleep:
+        optimizer.state[parameters[name]] = by_name[name]
 
 
 def _with_packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

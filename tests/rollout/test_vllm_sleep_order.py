@@ -4,7 +4,7 @@ memory has never run with Baton, because vLLM's CPU build frees none."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +19,9 @@ from baton.rollout.engines.vllm import engine as vllm_engine
 from baton.rollout.engines.vllm.client import VllmClient
 from baton.rollout.engines.vllm.engine import VllmEngine
 from baton.rollout.engines.whole_weights import WholeWeights
-from baton.run.device_sharing import DeviceSharing
+from baton.run.device_sharing import DeviceOwner, DeviceSharing
+from baton.trainer.parallel import messages
+from baton.trainer.parallel.ranked_trainer import RankedTrainer
 from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory
 
 GPU = 100
@@ -122,6 +124,43 @@ class Trainer:
         return 70  # of the trainer's own process
 
 
+class Ranks:
+    """Two ranks, each of which takes 70 of its GPU's memory when it is awake. vLLM takes the same on both GPUs."""
+
+    size = 2
+
+    def __init__(self, core: FakeCore) -> None:
+        self.core, self.held = core, [0, 0]
+
+    def ask(self, message: messages.ToRank, timeout_s: float) -> list[messages.FromRank]:
+        match message:
+            case messages.Turn(is_awake=is_awake):
+                for rank in range(self.size):  # one after the other
+                    self.held[rank] = self.held[rank] if is_awake is None else 70 * is_awake
+                    self.core.trainer = max(self.held)
+                    self.core.used()
+                return [messages.DeviceMemory(held, 70) for held in self.held]
+            case messages.Listen():
+                return [messages.Listening("", 0)] * self.size
+            case _:
+                return [messages.Ready(PolicyVersion("r", 0))] * self.size
+
+    def bring(self, path: str) -> Path:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+def one_process(core: FakeCore) -> DeviceOwner:
+    return Trainer(core)
+
+
+def two_ranks(core: FakeCore) -> DeviceOwner:
+    plain: dict[str, Any] = dict.fromkeys(messages.TrainerSetup.__struct_fields__)
+    setup = messages.TrainerSetup(**{**plain, "version": PolicyVersion("r", 0)})
+    return RankedTrainer(Ranks(core), setup, 30.0)
+
+
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> FakeCore:
     fake = FakeCore()
@@ -169,11 +208,16 @@ def tensors(adapters: bool) -> dict[str, torch.Tensor]:
     return {"lora_A" if adapters else "weight": torch.zeros(2)}
 
 
+@pytest.mark.parametrize("trainer", [one_process, two_ranks])
 def test_engine_and_trainer_never_hold_the_gpu_together_and_the_engine_serves_only_what_it_has_loaded(
-    engine: VllmEngine, core: FakeCore, tensors: dict[str, torch.Tensor], adapters: bool
+    trainer: Callable[[FakeCore], DeviceOwner],
+    engine: VllmEngine,
+    core: FakeCore,
+    tensors: dict[str, torch.Tensor],
+    adapters: bool,
 ) -> None:
     """Every rule of the fake core is an assertion: memory, order, and content of the weights."""
-    turns = DeviceSharing(engine, Trainer(core))
+    turns = DeviceSharing(engine, trainer(core))
     load = "adapter" if adapters else "load"
     engine.load_weights(tensors, PolicyVersion("r", 1))
     assert core.calls == [load], "an engine that has not slept is not woken up"

@@ -74,6 +74,9 @@ def test_engines_get_gpus_of_their_own_while_there_are_enough(data: st.DataObjec
     assert max(loads, default=0) - min(loads, default=0) <= 1
 
 
+RANKS_WITH_VLLM = ["trainer.ranks=2", "engine.kind=vllm", 'rollout.placement="colocated"']
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "overrides", "trainer", "engines"),
     [
@@ -84,6 +87,7 @@ def test_engines_get_gpus_of_their_own_while_there_are_enough(data: st.DataObjec
         (4, ["engine.devices=[0]"], (0,), ((0,),)),
         (4, ['rollout.placement="colocated"'], (0,), ((0,),)),
         (4, ['rollout.placement="colocated"', "engine.kind=vllm", "model.device=cuda:3"], (3,), ((3,),)),
+        (4, [*RANKS_WITH_VLLM, "engine.vllm.tensor_parallel=2"], (0, 1), ((0, 1),)),
         (4, ["trainer.ranks=2", "swarm.workers=2"], (0, 1), ((2,), (3,))),
         (4, ["trainer.ranks=2", "swarm.workers=3"], (0, 1), ((2,), (3,), (2,))),
         (2, ["trainer.ranks=2", "swarm.workers=2"], (0, 1), ((0,), (1,))),
@@ -145,6 +149,7 @@ def test_a_reward_model_gets_a_gpu_that_is_left(
             ["engine.kind=vllm", "engine.vllm.tensor_parallel=2", 'rollout.placement="colocated"'],
             "got 2, but with rollout.placement = .colocated. .* all GPUs of the trainer; set the product to 1",
         ),
+        (4, RANKS_WITH_VLLM, "got 1, but with rollout.placement = .colocated. .* set the product to 2"),
         (0, ["model.device=cpu", "engine.devices=[0]"], "engine.devices: got .0., but model.device is cpu"),
     ],
 )
@@ -393,6 +398,27 @@ def test_trainer_and_vllm_need_the_larger_of_their_turns_and_what_the_other_keep
     alone, same = processes_of(apart, model, on_cpu=False, layout=place)
     assert alone.num_bytes < trainer.num_bytes - 3 * 10**9 + 1e9
     assert needed_bytes((alone, same), on_cpu=False) == alone.num_bytes + 72 * 10**9
+
+
+def test_each_gpu_has_the_turns_of_its_rank_and_of_vllm_and_the_host_has_the_state_of_all_ranks(
+    small: Any, tmp_path: Path, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(2)
+    wanted = recipe(small, tmp_path, *RANKS_WITH_VLLM, "engine.vllm.tensor_parallel=2")
+    model = read_model(Path(wanted.model.path))
+    rank, engine = processes_of(wanted, model, on_cpu=False, layout=layout_of(wanted))
+    assert (rank.gpus, engine.gpus) == (((0,), (1,)), ((0, 1),))
+    assert "sleeping vLLM" in {part.name for part in rank.parts}
+    assert needed_bytes((rank, engine), on_cpu=False) == max(rank.num_bytes, engine.num_bytes)
+    state = 12 * model.params  # weights and two moments in float32, over both ranks
+    for host, fits in ((0.99 * state, False), (1.01 * state, True)):
+        free = {"cuda": 80 * 10**9, "cpu": int(host)}
+        monkeypatch.setattr(dry_run, "available_bytes", lambda device, free=free: free[device.type])
+        if fits:
+            dry_run.check_room(wanted, is_here=True)
+        else:
+            with pytest.raises(UserError, match=r"the sleeping trainer .* free in host memory"):
+                dry_run.check_room(wanted, is_here=True)
 
 
 def test_a_share_of_vllm_that_does_not_fit_is_refused_with_a_smaller_one(

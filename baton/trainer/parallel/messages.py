@@ -97,6 +97,13 @@ class Restore(msgspec.Struct, frozen=True, tag="Restore"):
     directory: str
 
 
+class Turn(msgspec.Struct, frozen=True, tag="Turn"):
+    """Request to leave the device to an engine, or to return to it."""
+
+    is_awake: bool | None
+    """False: move all tensors to the host. True: move them back to the device. None: only report the memory."""
+
+
 class Listening(msgspec.Struct, frozen=True, tag="Listening"):
     """Answer to Listen. Ranks other than 0 answer with port 0."""
 
@@ -126,8 +133,17 @@ class Published(msgspec.Struct, frozen=True, tag="Published"):
     """Path of a safetensors file with the weights, on the machine of rank 0; empty from ranks other than 0."""
 
 
-ToRank = RankInfo | Listen | RankSetup | TrainStep | Publish | Save | Restore
-FromRank = Listening | Ready | Stepped | Published | Fault
+class DeviceMemory(msgspec.Struct, frozen=True, tag="DeviceMemory"):
+    """Answer to Turn."""
+
+    held_bytes: int
+    """Bytes of weights, gradients and moments on this rank's device."""
+    peak_bytes: int | None
+    """Peak bytes of this rank's device memory since its last answer; None on a CPU."""
+
+
+ToRank = RankInfo | Listen | RankSetup | TrainStep | Publish | Save | Restore | Turn
+FromRank = Listening | Ready | Stepped | Published | DeviceMemory | Fault
 
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

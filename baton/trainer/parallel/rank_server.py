@@ -93,6 +93,8 @@ class RankServer:
             case messages.Restore(directory=directory):
                 self._trained.restore(Path(directory))
                 return messages.Ready(self._trained.version)
+            case messages.Turn(is_awake=is_awake):
+                return self._take_turn(is_awake)
             case other:
                 raise AssertionError(f"{type(other).__name__} is not a request to a running rank")
 
@@ -138,6 +140,15 @@ class RankServer:
             timeout=timeout,
         )
         return device
+
+    def _take_turn(self, is_awake: bool | None) -> messages.DeviceMemory:
+        """Sleep, wake up, or keep the state (None). Not a collective: the transport waits for all ranks, so all have
+        left their devices before an engine returns to them."""
+        trainer = self._trained
+        peak = trainer.take_peak_bytes()
+        if is_awake is not None:
+            (trainer.wake_up if is_awake else trainer.sleep)()
+        return messages.DeviceMemory(trainer.held_bytes, peak)
 
     def _publish(self) -> messages.Published:
         path = Path()

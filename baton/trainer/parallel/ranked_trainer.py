@@ -23,6 +23,8 @@ class RankedTrainer(Trainer):
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
         """Connect the ranks and construct their trainers. Raises UserError for invalid settings, and RankLost."""
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
+        self._peak_bytes: int | None = None
+        """Peak of `DeviceMemory` since the last call of `take_peak_bytes`."""
         try:
             store = self._ask(messages.Listen(), messages.Listening)[0]
             self._ask(messages.RankSetup(setup, store.host, store.port, timeout_s), messages.Ready)
@@ -39,6 +41,32 @@ class RankedTrainer(Trainer):
         answers = self._ask(messages.TrainStep(batch), messages.Stepped)
         self._version = answers[0].version
         return next(answer.metrics for answer in answers if answer.metrics)  # the last pipeline stage has them
+
+    def sleep(self) -> None:
+        """Move the tensors of all ranks to the host. `publish`, `save` and `restore` still work, and use the device for
+        one tensor at a time."""
+        self._turn(is_awake=False)
+
+    def wake_up(self) -> None:
+        """Move the tensors of all ranks back to their devices, as `step` requires."""
+        self._turn(is_awake=True)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory of weights, gradients and moments, on the rank that has most."""
+        return self._turn(is_awake=None)
+
+    def take_peak_bytes(self) -> int | None:
+        """Return the peak of device memory since the last call, on the rank that used most; None on a CPU."""
+        self._turn(is_awake=None)
+        peak, self._peak_bytes = self._peak_bytes, None
+        return peak
+
+    def _turn(self, *, is_awake: bool | None) -> int:
+        answers = self._ask(messages.Turn(is_awake), messages.DeviceMemory)
+        peaks = [each.peak_bytes for each in answers if each.peak_bytes is not None]
+        self._peak_bytes = max((*peaks, self._peak_bytes or 0)) if peaks else self._peak_bytes
+        return max(answer.held_bytes for answer in answers)
 
     def publish(self) -> PublishedWeights:
         """Return the current weights, or the adapter alone, mapped from the file that the first rank has written."""
