@@ -116,8 +116,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     shard, mesh = local(tensor.detach()), tensor.device_mesh
     if shard.device.type != mesh.device_type:
-        form = {"shape": tensor.shape, "stride": tensor.stride()}
-        tensor = DTensor.from_local(shard.to(mesh.device_type), mesh, tensor.placements, run_check=False, **form)
+        shard = shard.to(mesh.device_type)
+        tensor = DTensor.from_local(
+            shard, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
     return tensor.full_tensor()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import secrets
@@ -89,8 +90,9 @@ def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = No
     return count
 
 
-def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
-    """Construct the recipe's engine. The engine loads a copy of the model at `path`."""
+def build_engine(recipe: Recipe, path: str, version: PolicyVersion, trainer: Trainer | None = None) -> Engine:
+    """Construct the recipe's engine. The engine loads a copy of the model at `path`. trainer: sends later versions, if
+    weights are transferred directly."""
     layout, device, variables = layout_of(recipe), recipe.model.device, {}
     transport = recipe.weights.transport
     if layout is not None and layout.engines:
@@ -99,6 +101,12 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
             device, variables = "cuda", visible(own)
         else:
             device = f"cuda:{own[0]}"
+    direct = None if transport == "store" else direct_transfer(layout, is_sparse=transport == "sparse")
+    if direct is not None and isinstance(trainer, LocalTrainer):
+        trainer.takes_digests = False
+    if direct is not None and isinstance(trainer, RankedTrainer):
+        assert direct.backend != "ipc", "direct_transfer refuses ranks on the engine's GPUs"
+        trainer.backend, direct = direct.backend, dataclasses.replace(direct, source=trainer)
     with environment_with(variables):
         return engine_of_model(
             path,
@@ -107,16 +115,25 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion) -> Engine:
             device=device,
             attention=recipe.model.attention,
             head_dtype=recipe.model.head_dtype,
-            direct=None if transport == "store" else direct_transfer(layout, is_sparse=transport == "sparse"),
+            direct=direct,
             sleeps=recipe.rollout.is_colocated,
         )
 
 
-def build_port(recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None = None) -> WorkerTransport:
-    """Construct the recipe's worker transport: one engine in this process, or a pool of engine processes."""
+def build_port(
+    recipe: Recipe,
+    path: str,
+    version: PolicyVersion,
+    trace: LeaseTrace | None = None,
+    trainer: Trainer | None = None,
+) -> WorkerTransport:
+    """Construct the recipe's worker transport: one engine in this process (`build_engine`), or a pool of engine
+    processes."""
     if not recipe.engine.processes:
         is_embedded = recipe.engine.kind == "embedded"
-        return LocalTransport(build_engine(recipe, path, version), trace, num_steps=STEPS if is_embedded else 1)
+        return LocalTransport(
+            build_engine(recipe, path, version, trainer), trace, num_steps=STEPS if is_embedded else 1
+        )
     model, settings = recipe.model, recipe.engine.model_dump()
     start = Start(path, model.device, model.attention, settings, version, head_dtype=model.head_dtype)
     timeout_s = recipe.rollout.stall_timeout_s
@@ -345,7 +362,7 @@ def _open(
     with ExitStack() as undo:
         undo.callback(trainer.close)
         if not recipe.swarm.is_on:
-            port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace))
+            port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace), trainer)
             undo.callback(port.close)
         run = open_run(recipe, lock, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:

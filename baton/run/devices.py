@@ -146,6 +146,12 @@ def direct_transfer(layout: DeviceLayout | None, *, is_sparse: bool = False) -> 
             'weights.transport: got "sparse", but trainer and engine use the same GPU, which exchange no bytes over a '
             'link; use "direct", or choose other GPUs with engine.devices'
         )
+    if len(layout.trainer) > 1:
+        raise UserError(
+            'weights.transport: got "direct", but trainer ranks and the engine use the same GPUs, between which NCCL '
+            'cannot send, and CUDA IPC is connected for one rank only; use "store", or choose other GPUs with '
+            "engine.devices"
+        )
     return DirectTransfer("ipc", gpu=layout.trainer[0])
 
 

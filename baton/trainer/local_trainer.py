@@ -62,6 +62,7 @@ from baton.trainer.settings import TrainerSettings
 from baton.trainer.step_metrics import Totals
 from baton.trainer.trainer import PublishedWeights, Trainer, new_version_path
 from baton.trainer.update import Update, make_learners
+from baton.trainer.version_stream import VersionStream
 from baton.types import Batch, PolicyVersion
 from baton.weights.flat_buffer import flattened
 from baton.weights.manifest import tensors_digest
@@ -158,6 +159,8 @@ class LocalTrainer(Trainer):
         self.publish_in: Path | None = None
         """Directory in which `publish` writes a version tensor by tensor, for engines in other processes. The trainer
         creates it. None if `publish` copies the weights on the trainer's device."""
+        self.takes_digests = True
+        """Whether `publish` computes digests, for which it copies all weights to the host. Direct transfers do not."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -279,8 +282,14 @@ class LocalTrainer(Trainer):
                 raise
         tensors, dtypes = self._published()
         tensors = as_published(tensors, dtypes)
-        self._stamp(weights_digest(tensors))
+        if self.takes_digests:
+            self._stamp(weights_digest(tensors))
+        self._check_not_diverged()
         return PublishedWeights(self._version, tensors)
+
+    def stream(self, bucket_bytes: int) -> VersionStream:
+        """Return the current weights in buckets, for direct transfers from ranks. Raises UserError for some models."""
+        return VersionStream(self.model, self._publish_dtype, self._parallel.whole, bucket_bytes)
 
     def publish_to(self, path: Path) -> PolicyVersion:
         """Write the tensors that `publish` returns to the new file `path` on the first rank; several ranks gather one

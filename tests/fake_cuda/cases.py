@@ -23,12 +23,12 @@ from baton.policy.settings import LoraSettings
 from baton.policy.threads import keep_positions_exact, set_up_threads
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
-from baton.rollout.engines.vllm.direct import VersionSource, VllmCommunicator
 from baton.trainer.algorithm import PRESETS, AlgorithmSettings
 from baton.trainer.microbatches import pad
 from baton.trainer.samples import minibatches
 from baton.types import Lease, PolicyVersion, SamplingParams, Trajectory, ends_lease
 from baton.weights.direct.stream import OutgoingVersion
+from baton.weights.direct.vllm_transport import VersionSource, VllmCommunicator
 from tests.fake_cuda.device import CUDA, LOG, Dispatch, install
 from tests.trainer.trainer_cases import make_trainer, random_batch, tiny_model, tiny_tokenizer
 

@@ -134,7 +134,7 @@ class Ranks:
 
     def ask(self, message: messages.ToRank, timeout_s: float) -> list[messages.FromRank]:
         match message:
-            case messages.Turn(is_awake=is_awake):
+            case messages.UseDevice(is_awake=is_awake):
                 for rank in range(self.size):  # one after the other
                     self.held[rank] = self.held[rank] if is_awake is None else 70 * is_awake
                     self.core.trainer = max(self.held)

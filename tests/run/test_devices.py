@@ -333,6 +333,9 @@ def test_a_difference_crosses_a_link_or_is_refused() -> None:
         ("nccl", True, 0),
     ]
     assert direct_transfer(DeviceLayout((2,), ((2,),))) == DirectTransfer("ipc", gpu=2)
+    assert direct_transfer(DeviceLayout((0, 1), ((2,),))) == DirectTransfer("nccl", gpu=0)
+    with pytest.raises(UserError, match='got "direct", but trainer ranks and the engine use the same GPUs'):
+        direct_transfer(DeviceLayout((0, 1), ((0, 1),)))
     with pytest.raises(UserError, match='got "sparse", but trainer and engine use the same GPU'):
         direct_transfer(same, is_sparse=True)
 

@@ -342,6 +342,20 @@ def test_a_run_trains_with_direct_transfers_and_writes_no_weights(transport, lor
         assert sent[1] == sent[2] > 0
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_send_their_shards_directly(stages, tmp_path):
+    """The ranks gather bucket by bucket, and rank 0 sends: no version is written. Stale or misplaced shards would give
+    other probabilities than the trainer's."""
+    changes = {"engine__kind": "vllm", "engine__vllm": EAGER, "weights__transport": "direct"}
+    recipe = written(tmp_path, **changes, trainer__ranks=2, trainer__stages=stages)
+    log = tmp_path / "log"
+    end(baton(log, "train", str(recipe)), log)
+    assert not list((tmp_path / "r").rglob("weights/*"))
+    assert_trained_on_its_own_tokens(tmp_path)
+    sent = [row["perf/weights_sent_bytes"] for row in read_metrics(tmp_path / "r") if "policy/loss" in row]
+    assert sent[1] == sent[2] == num_bytes(load_file(tmp_path / "model" / "model.safetensors"))
+
+
 def test_what_needs_a_gpu_can_be_built_from_vllms_own_classes():
     """The classes and their arguments, without a transfer: NCCL and CUDA IPC have never run with Baton."""
     from vllm.distributed.weight_transfer import VLLMWeightSyncClient, WeightSource, WeightTransferEngineFactory

@@ -94,6 +94,10 @@ class WholeWeights:
         named: dict[str, Tensor] = revert_weight_conversion(self._model, found)
         return {name: (tensor.cpu() if self.on_host else tensor).contiguous() for name, tensor in named.items()}
 
+    def check(self, tensors: Mapping[str, Any]) -> None:
+        """Raise EngineFault if the names or shapes of a whole version do not fit the model."""
+        check_fit(self._model, self._own, tensors)
+
     def check_adapter(self, tensors: Mapping[str, Any]) -> None:
         """Raise EngineFault if an adapter does not fit the model."""
         adapted_modules(self._own, tensors)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from baton.errors import BatonError, EngineFault, Fault, RankLost, TrainingDiverged, UserError
 from baton.types import Batch, PolicyVersion, plain
+from baton.weights.direct.protocol import DirectRules
 
 
 class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,11 +98,45 @@ class Restore(msgspec.Struct, frozen=True, tag="Restore"):
     directory: str
 
 
-class Turn(msgspec.Struct, frozen=True, tag="Turn"):
+class UseDevice(msgspec.Struct, frozen=True, tag="UseDevice"):
     """Request to leave the device to an engine, or to return to it."""
 
     is_awake: bool | None
     """False: move all tensors to the host. True: move them back to the device. None: only report the memory."""
+
+
+class Describe(msgspec.Struct, frozen=True, tag="Describe"):
+    """Request to describe the current weights, which follow by direct transfers."""
+
+    bucket_bytes: int
+    """Maximum bytes of a bucket, unless a tensor is larger."""
+
+
+class ConnectReplica(msgspec.Struct, frozen=True, tag="ConnectReplica"):
+    """Request to rank 0 to begin to build a communicator with an engine, for direct transfers."""
+
+    name: str
+    """Name of the communicator. A name is used once."""
+    world_size: int
+    """Number of devices of the engine."""
+    backend: Literal["gloo", "nccl"]
+    rules: DirectRules
+
+
+class SendBucket(msgspec.Struct, frozen=True, tag="SendBucket"):
+    """Request to gather a bucket of the current weights, which rank 0 begins to send to an engine."""
+
+    name: str
+    """Name of the communicator."""
+    index: int
+    place: dict[str, Any]
+    """Index, number of buckets and version, for the engine's checks."""
+
+
+class CloseReplica(msgspec.Struct, frozen=True, tag="CloseReplica"):
+    """Request to rank 0 to abort a communicator."""
+
+    name: str
 
 
 class Listening(msgspec.Struct, frozen=True, tag="Listening"):
@@ -112,7 +147,7 @@ class Listening(msgspec.Struct, frozen=True, tag="Listening"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="Ready"):
-    """Answer to RankSetup, Save and Restore."""
+    """Answer to RankSetup, Save, Restore and CloseReplica."""
 
     version: PolicyVersion
 
@@ -133,8 +168,26 @@ class Published(msgspec.Struct, frozen=True, tag="Published"):
     """Path of a safetensors file with the weights, on the machine of rank 0; empty from ranks other than 0."""
 
 
+class Described(msgspec.Struct, frozen=True, tag="Described"):
+    """Answer to Describe. Only rank 0 describes the tensors."""
+
+    version: PolicyVersion
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    """Name in `state_dict` → dtype and shape."""
+    bucket_bytes: tuple[int, ...]
+
+
+class Sending(msgspec.Struct, frozen=True, tag="Sending"):
+    """Answer to ConnectReplica and SendBucket. Only rank 0 gives one of the two fields."""
+
+    info: dict[str, Any]
+    """Argument of the engine's method that receives what rank 0 sends."""
+    error: str = ""
+    """Why nothing is sent. The trainer is unaffected."""
+
+
 class DeviceMemory(msgspec.Struct, frozen=True, tag="DeviceMemory"):
-    """Answer to Turn."""
+    """Answer to UseDevice."""
 
     held_bytes: int
     """Bytes of weights, gradients and moments on this rank's device."""
@@ -142,8 +195,21 @@ class DeviceMemory(msgspec.Struct, frozen=True, tag="DeviceMemory"):
     """Peak bytes of this rank's device memory since its last answer; None on a CPU."""
 
 
-ToRank = RankInfo | Listen | RankSetup | TrainStep | Publish | Save | Restore | Turn
-FromRank = Listening | Ready | Stepped | Published | DeviceMemory | Fault
+ToRank = (
+    RankInfo
+    | Listen
+    | RankSetup
+    | TrainStep
+    | Publish
+    | Save
+    | Restore
+    | UseDevice
+    | Describe
+    | ConnectReplica
+    | SendBucket
+    | CloseReplica
+)
+FromRank = Listening | Ready | Stepped | Published | DeviceMemory | Described | Sending | Fault
 
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -8,16 +8,19 @@ import shutil
 import socket
 import tempfile
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch._C._distributed_c10d import TCPStore
 
-from baton.errors import BatonError, fault_of
+from baton.errors import BatonError, fault_of, first_line
 from baton.policy.load import torch_device, torch_dtype
+from baton.policy.tensors import dtype_name
 from baton.policy.threads import set_up_threads
 from baton.policy.tokenizer import load_tokenizer
 from baton.trainer.factory import make_trainer
@@ -26,6 +29,12 @@ from baton.trainer.parallel import messages
 from baton.trainer.parallel.group import RankGroup
 from baton.trainer.settings import TrainerSettings
 from baton.trainer.trainer import new_version_path
+from baton.trainer.version_stream import VersionStream
+from baton.weights.direct.remote import Outlet
+from baton.weights.direct.sender import GlooTransport
+from baton.weights.direct.settings import DirectTransfer
+from baton.weights.direct.stream import whole_bucket
+from baton.weights.direct.vllm_transport import VllmTransport
 
 
 class RankServer:
@@ -36,6 +45,12 @@ class RankServer:
         self._trainer: LocalTrainer | None = None
         self._store: TCPStore | None = None
         self._scratch: Path | None = None
+        self._stream: VersionStream | None = None
+        """The current weights in buckets; None before the first direct transfer."""
+        self._described = -1
+        """Number of the version that was described last."""
+        self._outlet = Outlet()
+        """Communicators for direct transfers; only on rank 0."""
         if place.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", place.interface)
@@ -93,8 +108,21 @@ class RankServer:
             case messages.Restore(directory=directory):
                 self._trained.restore(Path(directory))
                 return messages.Ready(self._trained.version)
-            case messages.Turn(is_awake=is_awake):
+            case messages.UseDevice(is_awake=is_awake):
                 return self._take_turn(is_awake)
+            case messages.Describe():
+                return self._describe(message.bucket_bytes)
+            case messages.ConnectReplica():
+                return self._sending(lambda: self._connect(message))
+            case messages.SendBucket(name=name, index=index, place=where):
+                assert self._stream is not None, "a version is described before it is sent"
+                if self._trained.version.number != self._described:  # on all ranks
+                    return messages.Sending({}, f"a train step has replaced version {self._described}")
+                tensors = self._stream.gather(index, is_first=not self._place.rank)
+                return self._sending(lambda: self._outlet.send(name, whole_bucket(tensors, where)))
+            case messages.CloseReplica(name=name):
+                self._outlet.close(name)
+                return messages.Ready(self._trained.version)
             case other:
                 raise AssertionError(f"{type(other).__name__} is not a request to a running rank")
 
@@ -149,6 +177,31 @@ class RankServer:
         if is_awake is not None:
             (trainer.wake_up if is_awake else trainer.sleep)()
         return messages.DeviceMemory(trainer.held_bytes, peak)
+
+    def _describe(self, bucket_bytes: int) -> messages.Described:
+        trainer = self._trained
+        stream = self._stream = self._stream or trainer.stream(bucket_bytes)
+        self._described = trainer.version.number
+        if self._place.rank:
+            return messages.Described(trainer.version, {}, ())
+        tensors = {name: (dtype_name(stream.dtypes[name]), shape) for name, shape in stream.shapes.items()}
+        return messages.Described(trainer.version, tensors, stream.bucket_bytes)
+
+    def _connect(self, message: messages.ConnectReplica) -> dict[str, Any]:
+        if message.backend == "gloo":
+            transport: GlooTransport | VllmTransport = GlooTransport(self._place.host)
+        else:
+            transport = VllmTransport(DirectTransfer("nccl", gpu=torch.cuda.current_device()), self._place.host)
+        return self._outlet.open(transport, message.name, message.world_size, message.rules)
+
+    def _sending(self, begin: Callable[[], dict[str, Any]]) -> messages.Sending:
+        """Begin to send on rank 0. An error does not concern the trainer, so it is no Fault."""
+        if self._place.rank:
+            return messages.Sending({})
+        try:
+            return messages.Sending(begin())
+        except Exception as error:  # noqa: BLE001  # of a communicator: sockets, NCCL, vLLM
+            return messages.Sending({}, first_line(error) or type(error).__name__)
 
     def _publish(self) -> messages.Published:
         path = Path()

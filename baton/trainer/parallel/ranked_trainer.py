@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from threading import Lock
+from typing import Any, Literal, TypeVar
 
-from baton.errors import Fault, TrainingDiverged
+from baton.errors import BatonError, Fault, RankLost, TrainingDiverged, WeightsFault
 from baton.files import atomic_directory
 from baton.trainer.parallel import messages
 from baton.trainer.trainer import PublishedWeights, Trainer
 from baton.types import Batch, PolicyVersion
+from baton.weights.direct.protocol import DirectRules
+from baton.weights.direct.remote import described
+from baton.weights.direct.stream import BUCKET_BYTES
 
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT_S = 1800.0
@@ -23,6 +28,15 @@ class RankedTrainer(Trainer):
     def __init__(self, ranks: messages.Ranks, setup: messages.TrainerSetup, timeout_s: float) -> None:
         """Connect the ranks and construct their trainers. Raises UserError for invalid settings, and RankLost."""
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
+        self._lock = Lock()
+        """One request at a time: threads of direct transfers make requests, too."""
+        self._lock_s = 0.0
+        """Maximum seconds that a direct transfer waits for the lock, for example during a train step."""
+        self._end: BatonError | OSError | None = None
+        """The error with which the ranks have ended."""
+        self.backend: Literal["gloo", "nccl"] | None = None
+        """How direct transfers send tensors; None if versions are published through a file."""
+        self.bucket_bytes = BUCKET_BYTES
         self._peak_bytes: int | None = None
         """Peak of `DeviceMemory` since the last call of `take_peak_bytes`."""
         try:
@@ -63,16 +77,43 @@ class RankedTrainer(Trainer):
         return peak
 
     def _turn(self, *, is_awake: bool | None) -> int:
-        answers = self._ask(messages.Turn(is_awake), messages.DeviceMemory)
+        answers = self._ask(messages.UseDevice(is_awake), messages.DeviceMemory)
         peaks = [each.peak_bytes for each in answers if each.peak_bytes is not None]
         self._peak_bytes = max((*peaks, self._peak_bytes or 0)) if peaks else self._peak_bytes
         return max(answer.held_bytes for answer in answers)
 
     def publish(self) -> PublishedWeights:
-        """Return the current weights, or the adapter alone, mapped from the file that the first rank has written."""
+        """Return the current weights, or the adapter alone, mapped from the file that the first rank has written. With
+        `backend`, return their description (`RemoteTensors`): the ranks then send them until the next step."""
+        if self.backend is not None:
+            said = self._ask(messages.Describe(self.bucket_bytes), messages.Described)[0]
+            self._version = said.version
+            return PublishedWeights(said.version, described(said.tensors, said.bucket_bytes))
         answer = self._ask(messages.Publish(), messages.Published)[0]
         self._version = answer.version
         return PublishedWeights.of_file(self._version, self._ranks.bring(answer.path))
+
+    def connect_replica(self, name: str, world_size: int, rules: DirectRules) -> dict[str, Any]:
+        assert self.backend is not None, "set `backend` first"
+        self._lock_s = rules.connect_s
+        return self._sending(messages.ConnectReplica(name, world_size, self.backend, rules))
+
+    def send_bucket(self, name: str, index: int, place: Mapping[str, Any]) -> dict[str, Any]:
+        return self._sending(messages.SendBucket(name, index, dict(place)))
+
+    def close_replica(self, name: str) -> None:
+        if self._end is None:
+            self._ask(messages.CloseReplica(name), messages.Ready, self._lock_s)
+
+    def check(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    def _sending(self, message: messages.ConnectReplica | messages.SendBucket) -> dict[str, Any]:
+        answer = self._ask(message, messages.Sending, self._lock_s)[0]
+        if answer.error:
+            raise WeightsFault(f"rank 0 of the trainer cannot send weights: {answer.error}")
+        return answer.info
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint atomically; each rank writes its part."""
@@ -84,13 +125,26 @@ class RankedTrainer(Trainer):
         self._version = self._ask(messages.Restore(str(directory.absolute())), messages.Ready)[0].version
 
     def close(self) -> None:
+        self._end = self._end or RankLost("the trainer's ranks were closed")
         self._ranks.close()
 
-    def _ask(self, message: messages.ToRank, kind: type[Answer]) -> list[Answer]:
-        answers = self._ranks.ask(message, self._timeout_s)
+    def _ask(self, message: messages.ToRank, kind: type[Answer], lock_s: float | None = None) -> list[Answer]:
+        """lock_s: maximum seconds to wait for requests of other threads; None for requests of the control loop, which
+        then wait for at most one bucket."""
+        if not self._lock.acquire(timeout=self._timeout_s if lock_s is None else lock_s):
+            raise WeightsFault(f"the trainer's ranks were busy with another request for {lock_s} s")
+        try:
+            self.check()
+            answers = self._ranks.ask(message, self._timeout_s)
+        except (BatonError, OSError) as lost:
+            self._end = self._end or lost
+            raise
+        finally:
+            self._lock.release()
         error = messages.error_of(dict(enumerate(answers)))
         if error is not None:
             if not (isinstance(error, TrainingDiverged) and all(isinstance(answer, Fault) for answer in answers)):
+                self._end = error
                 self.close()  # after a failure of some ranks, the ranks hold different states
             raise error
         found: list[Answer] = [answer for answer in answers if isinstance(answer, kind)]

@@ -114,8 +114,7 @@ class WaitUntil(msgspec.Struct, frozen=True, gc=False):
 Command = RunPhase | CloseGroup | WaitUntil
 
 
-@dataclass(frozen=True, slots=True)
-class DirectRules:
+class DirectRules(msgspec.Struct, frozen=True):
     """Deadlines and delays of direct transfers, in seconds."""
 
     connect_s: float = 60.0

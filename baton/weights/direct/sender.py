@@ -24,6 +24,7 @@ from baton.errors import WeightsFault, first_line
 from baton.types import PolicyVersion
 from baton.weights.direct import protocol as direct
 from baton.weights.direct.gloo import GlooGroup, Rendezvous
+from baton.weights.direct.remote import RemoteTensors, RemoteVersion
 from baton.weights.direct.stream import BUCKET_BYTES, Bucket, OutgoingVersion
 
 
@@ -73,7 +74,7 @@ class DirectSender:
         """Guards all attributes, and is notified after each event."""
         self._links: dict[str, ReplicaLink] = {}
         self._groups: dict[tuple[str, int], Communicator] = {}
-        self._versions: dict[PolicyVersion, OutgoingVersion] = {}
+        self._versions: dict[PolicyVersion, OutgoingVersion | RemoteVersion] = {}
         """The last offered version, and older versions that are still being sent."""
         self._previous: OutgoingVersion | None = None
         """The base of the next version's difference."""
@@ -93,8 +94,12 @@ class DirectSender:
 
     def offer(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
         """Send a version to all replicas, in the background. The tensors must not change until the next offer."""
-        outgoing = OutgoingVersion(tensors, version, self._previous, bucket_bytes=self._bucket_bytes)
-        self._previous = outgoing.without_difference() if self._is_sparse else None
+        outgoing: OutgoingVersion | RemoteVersion
+        if isinstance(tensors, RemoteTensors):
+            outgoing = RemoteVersion(tensors, version)
+        else:
+            outgoing = OutgoingVersion(tensors, version, self._previous, bucket_bytes=self._bucket_bytes)
+            self._previous = outgoing.without_difference() if self._is_sparse else None
         with self._changed:
             used = {state.sending for state in self._sync.replicas.values()}
             self._versions = {v: sent for v, sent in self._versions.items() if v in used} | {version: outgoing}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +16,5 @@ class DirectTransfer:
     """Whether an engine that has the previous version receives only the elements that changed."""
     gpu: int | None = None
     """Index of the trainer's GPU among the visible GPUs; None on a CPU."""
+    source: Any = None
+    """The ranks that send the tensors (`RemoteSource`); None if the trainer is in this process."""

@@ -93,10 +93,23 @@ class Bucket:
     and values."""
     info: Mapping[str, Any]
     """Description: plain values, with the names that vLLM's transfer engines use."""
+    remote_bytes: int = 0
+    """Bytes of the tensors of a bucket that another process holds; `tensors` is then empty."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return self.remote_bytes or sum(tensor.nbytes for tensor in self.tensors)
+
+
+def whole_bucket(tensors: Mapping[str, torch.Tensor], place: Mapping[str, Any]) -> Bucket:
+    """Return a bucket of whole tensors. place: index, count, version and base, as in a description."""
+    info = {
+        "names": list(tensors),
+        "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "bucket": {**place, "checksums": checksums(tensors.values())},
+    }
+    return Bucket(tuple(tensors.values()), info)
 
 
 class OutgoingVersion:
@@ -152,7 +165,7 @@ class OutgoingVersion:
                 size = 0
             groups[-1].append(part)
             size += part.num_bytes
-        place = {"count": len(groups), "version": _label(self.version), "base": _label(base)}
+        place = {"count": len(groups), "version": label(self.version), "base": label(base)}
         return tuple(self._bucket(parts, {"index": index, **place}) for index, parts in enumerate(groups))
 
     def _bucket(self, parts: Sequence[_Part], place: Mapping[str, Any]) -> Bucket:
@@ -210,7 +223,7 @@ def _part(name: str, old: torch.Tensor, new: torch.Tensor) -> _Part:
     return _Part(name, (found.to(torch.int32), values), total, found.numel())
 
 
-def _label(version: PolicyVersion | None) -> str | None:
+def label(version: PolicyVersion | None) -> str | None:
     """Return the name of a version in descriptions."""
     return None if version is None else f"{version.lineage}-{version.number}-{version.digest}"
 

@@ -1,24 +1,22 @@
-"""The sender's side of direct transfers to vLLM: calls to vLLM's workers, and communicators of vLLM's own transfer
-engines."""
+"""The sender's side of direct transfers to vLLM: calls to vLLM's workers."""
 
 from __future__ import annotations
 
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from baton.rollout.engines.vllm.client import VllmClient
 from baton.types import PolicyVersion
 from baton.weights.direct.protocol import DirectRules
-from baton.weights.direct.sender import Communicator, DirectSender, GlooTransport, ReplicaLink
+from baton.weights.direct.remote import RemoteTransport
+from baton.weights.direct.sender import DirectSender, GlooTransport
 from baton.weights.direct.settings import DirectTransfer
-from baton.weights.direct.stream import NUM_CHANGED, Bucket
+from baton.weights.direct.vllm_transport import VllmTransport
 
 _ATTEMPTS = 3
 """Maximum number of attempts to load a version, each with its own deadlines, before the engine has failed."""
@@ -55,9 +53,8 @@ class DirectLoad:
     def __init__(self, client: VllmClient, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
         """timeout_s: deadline of each phase of a transfer."""
         self._rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
-        transport = (GlooTransport if direct.backend == "gloo" else partial(VllmTransport, direct))("127.0.0.1")
-        self._sender = DirectSender(transport.connect, time.monotonic, self._rules, is_sparse=direct.is_sparse)
-        self._client, self._num_loads = client, 0
+        self._sender = DirectSender(_transport(direct).connect, time.monotonic, self._rules, is_sparse=direct.is_sparse)
+        self._client, self._source, self._num_loads = client, direct.source, 0
         self._sender.join(_ENGINE, VllmLink(client, world_size))
 
     def load(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
@@ -67,10 +64,15 @@ class DirectLoad:
         version = PolicyVersion("load", self._num_loads)
         self._sender.offer(tensors, version)
         try:
-            self._sender.wait(_ENGINE, version, _ATTEMPTS * 4 * self._rules.stall_s, check=self._client.check)
+            self._sender.wait(_ENGINE, version, _ATTEMPTS * 4 * self._rules.stall_s, check=self._check)
         finally:
             self._sender.withdraw()
         self._client.set_label(label)
+
+    def _check(self) -> None:
+        self._client.check()
+        if self._source is not None:
+            self._source.check()
 
     @property
     def sent_bytes(self) -> int:
@@ -84,122 +86,7 @@ class DirectLoad:
 _ENGINE = "the vLLM engine"
 
 
-class VllmTransport:
-    """Builds communicators of vLLM's own transfer engines. Not tested, because the communicators need GPUs."""
-
-    def __init__(self, direct: DirectTransfer, host: str) -> None:
-        """host: address at which replicas reach this machine."""
-        self._direct, self._host = direct, host
-
-    def connect(self, link: ReplicaLink, name: str, rules: DirectRules) -> Communicator:
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        source, world_size = VersionSource(), 1 + link.world_size
-        info = (
-            IPCTrainerInitInfo(rank=0)
-            if self._direct.backend == "ipc"
-            else NCCLTrainerInitInfo(self._host, _free_port(self._host), world_size, rank=0)
-        )
-        client, sparse = StreamClient(link, source, rules), None
-        with torch.cuda.device(self._direct.gpu):  # vLLM uses the current device of this thread
-            engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-        if self._direct.is_sparse:
-            from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerWeightTransferEngine
-
-            sparse = SparseNCCLTrainerWeightTransferEngine(client=client)
-            sparse.model_update_group = engine.model_update_group  # one communicator for both
-        return VllmCommunicator(engine, sparse, source, self._direct.gpu)
-
-
-NOTHING: Final = Bucket((), {"names": []})
-"""A bucket without tensors."""
-
-
-class VersionSource:
-    """The `WeightSource` of vLLM's trainer engines: the tensors of the bucket that is being sent."""
-
-    def __init__(self) -> None:
-        self.bucket = NOTHING
-
-    def metadata(self) -> list[Any]:
-        from vllm.distributed.weight_transfer import ParamMeta
-
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(zip(self.bucket.info["names"], self.bucket.tensors, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class StreamClient:
-    """The client of vLLM's trainer engines. Start and end of an update do nothing: `DirectSync` decides them."""
-
-    link: ReplicaLink
-    source: VersionSource
-    rules: DirectRules
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.link.call("init_weight_transfer_engine", init_info, self.rules.connect_s)
-
-    def start_weight_update(self) -> None:
-        return
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        place = self.source.bucket.info["bucket"]
-        self.link.call("update_weights", {**update_info, "bucket": place}, self.rules.stall_s)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        return
-
-
-@dataclass(frozen=True, slots=True)
-class VllmCommunicator:
-    """Sends buckets from the trainer's GPU. A sleeping trainer's tensors are on the host, and are copied to the GPU one
-    bucket at a time."""
-
-    engine: Any
-    """vLLM's trainer engine for whole tensors."""
-    sparse: Any
-    """vLLM's trainer engine for changed elements, over the same communicator; None for transfers of whole versions."""
-    source: VersionSource
-    gpu: int | None
-
-    def send(self, buckets: Sequence[Bucket], progressed: Callable[[], None]) -> None:
-        try:
-            with torch.cuda.device(self.gpu):
-                for bucket in buckets:
-                    self.source.bucket = self._on_gpu(bucket)
-                    if NUM_CHANGED in bucket.info:
-                        self.sparse.send_weight_chunk(patches_of(self.source.bucket))
-                    else:
-                        self.engine.send_weights()
-                    progressed()
-        finally:
-            self.source.bucket = NOTHING  # frees the copy
-
-    def _on_gpu(self, bucket: Bucket) -> Bucket:
-        if self.gpu is None:
-            return bucket
-        return Bucket(tuple(tensor.to(torch.device("cuda", self.gpu)) for tensor in bucket.tensors), bucket.info)
-
-    def close(self) -> None:
-        self.engine.shutdown()
-
-
-def patches_of(bucket: Bucket) -> list[Any]:
-    """Return the changed elements of a bucket as vLLM's patches."""
-    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
-
-    described = zip(bucket.info["names"], bucket.info["shapes"], strict=True)
-    return [
-        SparseWeightPatch(name, bucket.tensors[2 * i], bucket.tensors[2 * i + 1], tuple(shape))
-        for i, (name, shape) in enumerate(described)
-    ]
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
+def _transport(direct: DirectTransfer) -> RemoteTransport | GlooTransport | VllmTransport:
+    if direct.source is not None:
+        return RemoteTransport(direct.source)
+    return GlooTransport("127.0.0.1") if direct.backend == "gloo" else VllmTransport(direct, "127.0.0.1")

@@ -38,6 +38,7 @@ from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
 from baton.types import FromWorker, PolicyVersion, kept_dtype
+from baton.weights.direct.remote import RemoteTensors
 from baton.weights.direct.settings import DirectTransfer
 
 _CPU_BLOCK = 128
@@ -69,6 +70,9 @@ class VllmEngine(ExternalEngine[VllmClient]):
         return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        if isinstance(tensors, RemoteTensors):
+            self._weights.check(tensors)
+            return tensors
         if not (self._settings.vllm.lora_rank and is_adapter(tensors)):
             return super()._loadable(tensors)
         self._weights.check_adapter(tensors)

@@ -1,0 +1,58 @@
+"""The current weights of a sharded trainer as buckets, which the ranks gather and rank 0 sends (direct transfers)."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from transformers import PreTrainedModel
+
+from baton.errors import UserError
+from baton.policy.adapters import has_adapters
+from baton.policy.sharding import Gather
+from baton.policy.stored_tensors import file_layout
+from baton.policy.tensors import published_dtypes, published_tensors
+from baton.weights.direct.stream import BUCKET_TENSORS
+
+
+class VersionStream:
+    """The tensors of a model, named as in a model file, in buckets. All ranks divide them into the same buckets."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, gather: Gather, bucket_bytes: int) -> None:
+        """dtype: dtype of publication. Raises UserError if a tensor of the model's files combines several tensors of
+        the model, so that tensors cannot be sent one after another."""
+        layout = None if has_adapters(model) else file_layout(model)
+        if layout is None:
+            raise UserError(
+                'weights.transport: got "direct" with trainer.ranks above 1, but the model has adapters, or tensors in '
+                'its files that combine several of its own, so ranks cannot send them one by one; use "store"'
+            )
+        self._model, self._gather, self._layout = model, gather, layout
+        tensors = published_tensors(model)
+        self.dtypes = published_dtypes(model, tensors, dtype)
+        """Dtype of each tensor of the model, by its name in `state_dict`."""
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._buckets: list[list[str]] = []
+        sizes: list[int] = []
+        pieces = 0
+        for name, shape in self.shapes.items():
+            size, count = prod(shape) * self.dtypes[name].itemsize, len(layout[name])
+            if not sizes or sizes[-1] + size > bucket_bytes or pieces + count > BUCKET_TENSORS:
+                self._buckets.append([])
+                sizes.append(0)
+                pieces = 0
+            self._buckets[-1].append(name)
+            sizes[-1] += size
+            pieces += count
+        self.bucket_bytes = tuple(sizes)
+        """Bytes of each bucket."""
+
+    def gather(self, index: int, *, is_first: bool) -> dict[str, torch.Tensor]:
+        """Gather the tensors of a bucket, as they are now. Only the first rank gets them. Collective."""
+        tensors, found = published_tensors(self._model), {}
+        for name in self._buckets[index]:
+            full = self._gather(name, tensors[name].to(self.dtypes[name]))
+            if is_first:
+                for piece in self._layout[name]:
+                    found[piece.name] = full[piece.box].reshape(piece.shape).contiguous()
+        return found
