@@ -83,6 +83,12 @@ class Recipe(Settings):
                 "trainer.moe_replay: got 'engine', but engines do not report their routing; set "
                 "engine.report_routing = true"
             )
+        if self.engine.kind == "vllm" and self.engine.report_routing and self.rollout.mode != "sync":
+            raise ValueError(
+                "engine.report_routing: got true, but vLLM returns the experts of a response only when it is complete, "
+                f"so a response must have one version; set rollout.mode = 'sync' instead of '{self.rollout.mode}', or "
+                "engine.report_routing = false"
+            )
         if self.engine.kind == "vllm" and self.engine.vllm.is_quantized and self.algorithm.correction == "none":
             raise ValueError(
                 "algorithm.correction: got 'none', but engine.vllm.quantization and kv_cache_dtype make the engine's "
@@ -177,7 +183,7 @@ class Recipe(Settings):
             "mode": (self.rollout.mode,),
             "placement": (self.rollout.placement,),
             "engine": (self.engine.kind,),
-            "vllm": self.engine.vllm.parts if self.engine.kind == "vllm" else ("default",),
+            "vllm": self.engine.vllm_parts,
             "workers": ("swarm" if swarm.is_on else "processes" if self.engine.processes else "in_process",),
             "trainer": (next(name for name, is_so in shapes.items() if is_so),),
             "optimizer": (trainer.optimizer,),

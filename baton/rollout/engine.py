@@ -33,8 +33,8 @@ _OWNED: dict[str, str] = {
     "hf_overrides": "use model.head_dtype",
     "enable_sleep_mode": "use rollout.placement",
     "return_sampling_mask": "use engine.vllm.return_sampling_mask",
-    "stream_interval": "remove it, because each token is recorded with the version that is served when it arrives",
-    "enable_return_routed_experts": "remove it, because vLLM returns the experts only at the end of a request",
+    "stream_interval": "use engine.vllm.stream_interval",
+    "enable_return_routed_experts": "use engine.report_routing",
     "data_parallel_size": "remove it, and start one worker per replica",
     **dict.fromkeys(
         ("worker_cls", "worker_extension_cls", "weight_transfer_config", "load_format", "logprobs_mode"),
@@ -75,6 +75,10 @@ class VllmSettings(Settings):
     lora_rank: int = Field(default=0, ge=0, le=512)
     """Maximum rank of a [lora] adapter that vLLM applies without merging it into the base weights. A new version is
     then sent as the adapter alone. With 0, each adapter is merged into the base weights."""
+    stream_interval: int = Field(default=1, ge=1, le=1024)
+    """Number of tokens after which vLLM sends a trajectory's new tokens to Baton. Larger values cost less processor
+    time, but a stop string is found only when its tokens arrive. Tokens that vLLM has not sent are received before a
+    new version is loaded and before an abort."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some can run code
     (trust_remote_code), so a worker accepts them only from its command line, or from the run that started it."""
@@ -95,18 +99,6 @@ class VllmSettings(Settings):
     def is_quantized(self) -> bool:
         """Whether the weights or the KV cache are quantised to fewer bits than engine.dtype has."""
         return self.quantization is not None or self.kv_cache_dtype != "auto"
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Values on the axis `vllm` of `support.toml` that this section uses, such as `fp8`."""
-        has = {
-            "devices": self.tensor_parallel * self.pipeline_parallel > 1,
-            "fp8": self.is_quantized,
-            "batch_invariant": self.batch_invariant,
-            "adapters": self.lora_rank > 0,
-            "arguments": bool(self.arguments),
-        }
-        return tuple(name for name, is_so in has.items() if is_so) or ("default",)
 
 
 class SglangSettings(Settings):
@@ -147,7 +139,8 @@ class EngineSettings(Settings):
     """Maximum tokens between two reports of a trajectory, and maximum loss if its worker dies."""
     report_routing: bool = False
     """In a mixture of experts, report which experts the routers selected for each token. trainer.moe_replay = "engine"
-    uses these reports. They have one byte per token, router and selected expert. Only for kind `embedded`."""
+    uses these reports. They have one byte per token, router and selected expert. Kind `vllm` requires rollout.mode =
+    "sync" and vLLM's Model Runner V2, and is not tested on a GPU."""
     cuda_graphs: bool = False
     """Decode with CUDA graphs where their logits are bit-identical. Only for kind `embedded`. Not tested on a GPU."""
     row_attention: bool = False
@@ -159,6 +152,21 @@ class EngineSettings(Settings):
     sglang: SglangSettings = SglangSettings()
     """Settings of kind `sglang`."""
 
+    @property
+    def vllm_parts(self) -> tuple[str, ...]:
+        """Values on the axis `vllm` of `support.toml` that this section uses, such as `fp8`."""
+        own = self.vllm
+        has = {
+            "devices": own.tensor_parallel * own.pipeline_parallel > 1,
+            "fp8": own.is_quantized,
+            "batch_invariant": own.batch_invariant,
+            "adapters": own.lora_rank > 0,
+            "routing": self.report_routing,
+            "stream_interval": own.stream_interval > 1,
+            "arguments": bool(own.arguments),
+        }
+        return tuple(name for name, is_so in has.items() if is_so and self.kind == "vllm") or ("default",)
+
     @model_validator(mode="after")
     def _fits_its_kind(self) -> EngineSettings:
         if self.kind != "embedded" and self.processes:
@@ -168,10 +176,10 @@ class EngineSettings(Settings):
             )
         if self.row_attention and self.dtype != "bfloat16":
             raise ValueError(f'row_attention: got true, but it requires dtype = "bfloat16", not "{self.dtype}"')
-        if self.kind != "embedded" and self.report_routing:
+        if self.kind == "sglang" and self.report_routing:
             raise ValueError(
-                f'report_routing: got true, but it requires kind = "embedded", not "{self.kind}", which returns the '
-                "experts of a token only at the end of a request"
+                'report_routing: got true, but it requires kind = "embedded" or "vllm", not "sglang", whose experts '
+                "Baton does not read"
             )
         return self
 

@@ -82,6 +82,11 @@ METHODS: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_TRANSFER}/sparse_nccl_engine.py", "SparseNCCLWeightTransferEngine.receive_weights"): ("update_info",),
     (_PATCH, "load_checkpoint_weight_patches"): ("model", "patches"),
     ("model_executor/layers/utils.py", "dispatch_cpu_unquantized_gemm"): ("layer", "remove_weight"),
+    ("v1/engine/output_processor.py", "RequestState.make_request_output"): (
+        *("new_token_ids", "pooling_output", "finish_reason", "stop_reason"),
+    ),
+    ("v1/engine/detokenizer.py", "IncrementalDetokenizer.num_output_tokens"): (),
+    ("v1/engine/detokenizer.py", "IncrementalDetokenizer.output_token_ids"): (),
 }
 """(file, function) → names of arguments that Baton gives. An argument may also be taken by **kwargs."""
 FIELDS: dict[tuple[str, str], tuple[str, ...]] = {
@@ -89,13 +94,16 @@ FIELDS: dict[tuple[str, str], tuple[str, ...]] = {
         *("model", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size"),
         *("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching", "logprobs_mode", "skip_tokenizer_init"),
         *("generation_config", "worker_extension_cls", "disable_log_stats", "hf_overrides", "load_format"),
-        *("kv_cache_memory_bytes", "weight_transfer_config", "enable_sleep_mode"),
+        *("kv_cache_memory_bytes", "weight_transfer_config", "enable_sleep_mode", "enable_return_routed_experts"),
     ),
     ("sampling_params.py", "SamplingParams"): (
         *("max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs", "detokenize", "output_kind"),
+        *("stream_interval", "routed_experts_prompt_start"),
     ),
     ("sampling_params.py", "RequestOutputKind"): ("DELTA",),
-    ("outputs.py", "CompletionOutput"): ("token_ids", "logprobs", "finish_reason", "weight_versions"),
+    ("outputs.py", "CompletionOutput"): (
+        *("token_ids", "logprobs", "finish_reason", "weight_versions", "routed_experts"),
+    ),
     (f"{_TRANSFER}/base.py", "ParamMeta"): ("name", "dtype", "shape"),
     (f"{_TRANSFER}/nccl_engine.py", "NCCLTrainerInitInfo"): ("master_address", "master_port", "world_size"),
     (f"{_TRANSFER}/nccl_engine.py", "NCCLWeightTransferUpdateInfo"): ("names", "dtype_names", "shapes"),
@@ -119,7 +127,17 @@ TEXTS: dict[str, tuple[str, ...]] = {
     f"{_TRANSFER}/factory.py": ('"nccl"', '"ipc"', '"sparse_nccl"', '"nccl_m2n"', '"sharded_rdt"'),
     "v1/worker/gpu_worker.py": (r"WeightTransferEngineFactory\.create_engine",),
     "v1/worker/worker_base.py": ("worker_extension_cls",),
-    "v1/engine/async_llm.py": (r"self\.output_handler",),
+    "v1/engine/async_llm.py": (r"self\.output_handler", r"self\.output_processor = OutputProcessor"),
+    "v1/engine/output_processor.py": (
+        *(r"self\.request_states: dict", r"self\.sent_tokens_offset = 0", r"self\.external_req_id = external_req_id"),
+        r"if finished and self\.routed_experts_chunks",
+    ),
+    "distributed/aux_output_connector/connector.py": (
+        *("sampling_params.routed_experts_prompt_start", r"token_end = request\.num_tokens - 1"),
+    ),
+    "model_executor/layers/fused_moe/routed_experts_capturer.py": (
+        *(r"num_layers = model_config\.get_total_num_hidden_layers\(\)", '"uint8" if num_experts <= 256 else "uint16"'),
+    ),
     "v1/engine/core.py": (r"fully_awake = not self\.model_executor\.is_sleeping\s+if fully_awake:\s+self\.resume_sch",),
     "v1/executor/abstract.py": (r'SLEEP_TAGS = .*"weights", "kv_cache"', "tag not in self.sleeping_tags"),
     "device_allocator/sleep_mode_backend.py": (r'if level == 1:\s+offload_tags = \("weights", \*offload_tags\)',),

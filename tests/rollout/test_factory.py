@@ -37,11 +37,11 @@ def test_what_a_worker_cannot_have_is_said_in_a_sentence(kind, options, sentence
         chosen(EngineSettings(), kind=kind, options=options)
 
 
-@pytest.mark.parametrize("fault", [{"processes": 2}, {"report_routing": True}])
-def test_what_only_the_embedded_engine_has_is_refused_for_others(fault):
+@pytest.mark.parametrize(("kind", "fault"), [("vllm", {"processes": 2}), ("sglang", {"report_routing": True})])
+def test_what_an_engine_does_not_have_is_refused_for_its_kind(kind, fault):
     EngineSettings(**fault)
     with pytest.raises(ValidationError, match=next(iter(fault))):
-        EngineSettings(kind="vllm", **fault)
+        EngineSettings(kind=kind, **fault)
 
 
 def test_a_skeleton_becomes_the_kind_that_is_asked_for(load, tokenizer, tmp_path):
@@ -53,7 +53,7 @@ def test_a_skeleton_becomes_the_kind_that_is_asked_for(load, tokenizer, tmp_path
     assert engine.version.number == -1
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "worker_extension_cls", "stream_interval", "logprobs_mode"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "worker_extension_cls", "load_format", "logprobs_mode"])
 def test_arguments_of_vllm_that_baton_sets_are_refused(name):
     with pytest.raises(
         ValidationError, match=rf"{name}: Baton sets this argument of vLLM; (use engine\.slots|remove it)"

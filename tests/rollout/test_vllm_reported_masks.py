@@ -33,6 +33,8 @@ class FakeLlm:
     asked: list[Any]
     masks: Any = lambda token: [token - 5, token]
     is_silent: bool = False
+    experts: Any = None
+    """Experts of all tokens, in the last message."""
     errored = False
     output_handler = None
 
@@ -48,6 +50,8 @@ class FakeLlm:
             one = SimpleNamespace(
                 token_ids=ids, logprobs=logprobs, finish_reason="length" if is_last else None, sampling_mask=masks
             )
+            if is_last:
+                one.routed_experts = self.experts
             yield SimpleNamespace(outputs=[one], num_cached_tokens=0)
 
     async def abort(self, key: str) -> None: ...

@@ -113,8 +113,22 @@ def test_after_a_load_it_is_the_other_model_and_no_prefix_of_the_first_is_found(
     assert_same_until_close(models[0], prompt, grown[2, 0].token_ids, grown[0, 0].token_ids)
 
 
-def test_new_weights_in_flight_split_the_segment_where_they_take_over(vllm, load, driver):
-    """Every token's logprob is that of its own version's weights, as far as the cache that they did not make allows."""
+@pytest.fixture
+def stream(started):
+    """Set the number of tokens that vLLM sends together."""
+
+    def use(interval: int) -> None:
+        started._client.stream_interval = interval
+
+    yield use
+    use(1)
+
+
+@pytest.mark.parametrize("interval", [1, 7])
+def test_new_weights_in_flight_split_the_segment_where_they_take_over(interval, stream, vllm, load, driver):
+    """Every token's logprob is that of its own version's weights, as far as the cache that they did not make allows.
+    At the end, the engine compares its account of versions with vLLM's."""
+    stream(interval)
     first, second = load("qwen3"), load("qwen3_next")
     engine = vllm(max_context_tokens=1024)
     leases = [driver.lease(i, PROMPT, 600, temperature=0.0, is_exact=False) for i in range(8)]
@@ -138,6 +152,41 @@ def test_new_weights_in_flight_split_the_segment_where_they_take_over(vllm, load
         chosen = old.gather(1, torch.tensor(trajectory.token_ids[: length + 1])[:, None])[:, 0]
         assert (said - chosen)[:-1].abs().max() < 2e-4, "the last token of the first segment is the old weights'"
         assert abs(said[-1] - chosen[-1]) > 1e-3, "the first of the second is not"
+
+
+def test_tokens_that_vllm_has_not_sent_are_received_for_a_report_a_load_and_an_abort(stream, vllm, load, driver):
+    """By itself, vLLM would send the first token, and all others at the end."""
+    stream(1000)
+    engine, model = vllm(max_context_tokens=1024), load("qwen3")
+    lease = driver.lease(0, PROMPT, 900, temperature=0.0, is_exact=False)
+    engine.submit(lease)
+    trajectory = lease.trajectory
+
+    def grown(reports) -> int:
+        nonlocal trajectory
+        for report in reports:
+            assert report.finish_reason is None, "the request must not end by itself"
+            trajectory = trajectory.extended(report.segments)
+        return trajectory.num_tokens
+
+    engine.step()
+    while grown(engine.flush()) < 20:
+        pass
+    engine.load_weights(policy_tensors(load("qwen3_next")), V1)
+    while not grown([*engine.step(), *engine.flush()]) or trajectory.policy_versions.count(1) < 20:
+        pass
+    length = trajectory.policy_versions.count(0)
+    expected = torch.log_softmax(logits_of(model, PROMPT, trajectory.token_ids[: length + 1]), -1)
+    expected = expected.gather(1, torch.tensor(trajectory.token_ids[: length + 1])[:, None])[:, 0]
+    differences = (torch.tensor(trajectory.behavior_logprobs[: length + 1]) - expected).abs()
+    assert differences[:-1].max() < 2e-4, "a token before the load has another version"
+    assert differences[-1] > 1e-3, "the first token after the load has another version"
+    known, reports = trajectory.num_tokens, []
+    engine.abort(0)
+    while not any(report.is_aborted for report in reports):
+        reports += engine.step()
+    assert known <= grown(reports) < 900
+    assert trajectory.policy_versions == [0] * length + [1] * (trajectory.num_tokens - length)
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "wrong shape"])

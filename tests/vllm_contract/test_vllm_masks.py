@@ -23,6 +23,16 @@ def test_vllm_has_the_fields_that_the_client_reads() -> None:
     assert SamplingMask([[3, 4]]).token_ids == [[3, 4]]
 
 
+def test_vllm_without_model_runner_v2_refuses_to_return_experts(vllm_paths) -> None:
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        pytest.skip("this vLLM has Model Runner V2")
+    settings = EngineSettings(kind="vllm", report_routing=True, vllm={"enforce_eager": True}, **SHAPE)
+    with pytest.raises(UserError, match=r"vLLM refuses .* requires Model Runner V2"):
+        engine_of_model(vllm_paths["qwen3"], settings, PolicyVersion("run", 0), device="cpu", attention="sdpa")
+
+
 def test_a_vllm_without_model_runner_v2_refuses_to_start(vllm_paths) -> None:
     from vllm.triton_utils import HAS_TRITON
 

@@ -19,6 +19,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from numpy.typing import NDArray
+
 from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
@@ -65,6 +67,11 @@ class GeneratedTokens:
     """Label of weights → the request's tokens that they generated. Only in the last message, if reported."""
     masks: Sequence[Sequence[int]] | None = None
     """For each new token: ascending ids that top-k and top-p kept. None if the program does not report them."""
+    experts: NDArray[Any] | None = None
+    """[T, layers, experts per token] Ids of the experts at the positions that computed the logits of the request's T
+    tokens. Only in the last message, if reported."""
+    routing: Sequence[bytes] | None = None
+    """`Segment.routing` of the tokens; None if it is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,11 @@ class EngineClient(ABC):
         if not found:
             self.check()
         return found
+
+    def flush(self) -> bool:
+        """Receive the tokens that the program has generated and not sent; the next `take` returns them. Return False if
+        the program sends each token at once."""
+        return False
 
     @abstractmethod
     def pause(self) -> None:

@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import contains
 from typing import Any, Generic, TypeVar
@@ -47,6 +47,18 @@ class RunningRequest:
     """Label of weights → number of tokens that were received while the program had these weights."""
     is_ending: bool = False
     """Whether the request was aborted, but the program has not confirmed the abort."""
+    unrouted: list[GeneratedTokens] = field(default_factory=list)
+    """Tokens that are recorded when the request ends, because the program returns their routing only then."""
+
+
+def joined(said: Sequence[GeneratedTokens]) -> GeneratedTokens:
+    """Return all tokens of a request as one message, with the other fields of the last one."""
+    return replace(
+        said[-1],
+        token_ids=[token for one in said for token in one.token_ids],
+        logprobs=[logprob for one in said for logprob in one.logprobs],
+        masks=None if said[-1].masks is None else [mask for one in said for mask in one.masks or ()],
+    )
 
 
 class ExternalEngine(SlotEngine, Generic[Client]):
@@ -108,6 +120,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def flush(self) -> list[FromWorker]:
+        self._client.flush()
         return [*self._collect_tokens(0.0), *super().flush()]
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
@@ -163,13 +176,13 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
         reports: list[FromWorker] = []
-        masks = self._masks(said, running)
-        for token, logprob, mask in zip(said.token_ids, said.logprobs, masks, strict=True):
+        masks, routing = self._masks(said, running), said.routing or (None,) * len(said.token_ids)
+        for token, logprob, mask, experts in zip(said.token_ids, said.logprobs, masks, routing, strict=True):
             self._decoded_tokens += 1
             self._decode_rows += 1
             running.ids.append(token)
             running.by_weights[self._label] += 1
-            report = self._table.grow(running.slot, token, logprob, kept=mask)
+            report = self._table.grow(running.slot, token, logprob, experts, kept=mask)
             if report is not None:
                 reports.append(report)
             if not self._is_held(running):  # the lease has ended, so further tokens from the program are discarded
@@ -206,7 +219,10 @@ class ExternalEngine(SlotEngine, Generic[Client]):
 
     def _abort_rows(self) -> list[FromWorker]:
         """Abort the requests of aborted leases in the program; return the reports of these leases."""
-        reports = self._table.open_step()
+        reports: list[FromWorker] = []
+        if self._table.aborted() and self._client.flush():
+            reports += self._collect_tokens(0.0)
+        reports += self._table.open_step()
         ended = [key for key, running in self.running.items() if not self._is_held(running)]
         for key in ended:
             del self.running[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,21 @@ _CLOSE_S = 20.0
 class VllmClient(EngineClient):
     """A client of one AsyncLLM. One thread calls all public methods."""
 
-    def __init__(self, arguments: dict[str, Any], *, answer_timeout_s: float) -> None:
-        """Start vLLM. Raises UserError if vLLM refuses the model or the settings, and EngineFault if it fails."""
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        *,
+        answer_timeout_s: float,
+        stream_interval: int = 1,
+        reports_routing: bool = False,
+    ) -> None:
+        """Start vLLM. stream_interval: number of tokens after which vLLM sends a request's new tokens. reports_routing:
+        whether vLLM returns the experts of each token. Raises UserError if vLLM refuses the model or the settings, and
+        EngineFault if it fails."""
         super().__init__("vLLM", answer_timeout_s=answer_timeout_s, close_s=_CLOSE_S)
+        self.stream_interval, self._reports_routing = stream_interval, reports_routing
+        self._received: Counter[str] = Counter()
+        """Request key → number of tokens put into the inbox. Only the loop's thread accesses it."""
         self._llm: Any = None
         self._adapter: Any = None
         """vLLM's description of the adapter that all requests use; None without an adapter."""
@@ -37,6 +50,11 @@ class VllmClient(EngineClient):
 
     def end(self, keys: Sequence[str]) -> None:
         self._loop.call_soon_threadsafe(self._abort_requests, list(keys))
+
+    def flush(self) -> bool:
+        if self.stream_interval > 1:
+            self._call(self._flush(), self._answer_timeout_s, "to send its tokens")
+        return self.stream_interval > 1
 
     def pause(self) -> None:
         self._call(self._pause(), self._answer_timeout_s, "to pause")
@@ -126,6 +144,9 @@ class VllmClient(EngineClient):
             logprobs=0,  # return only the logprob of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            **({"stream_interval": self.stream_interval} if self.stream_interval > 1 else {}),
+            # the position of the last id computes the logits of the first token
+            **({"routed_experts_prompt_start": len(request.token_ids) - 1} if self._reports_routing else {}),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
         prefilled = len(request.token_ids)
@@ -146,21 +167,52 @@ class VllmClient(EngineClient):
                     computed,
                     by_weights=account,
                     masks=None if mask is None else mask.token_ids,
+                    experts=getattr(one, "routed_experts", None),
                 )
                 self._inbox.put(said)
+                self._received[request.key] += len(one.token_ids)
         except asyncio.CancelledError:
             # a cancelled generate() aborts its request, unless it was still adding the request
             if self._llm is not None:
                 with contextlib.suppress(Exception):
                     await self._llm.abort(request.key)
             raise
+        finally:
+            del self._received[request.key]
 
     async def _pause(self) -> None:
         """Pause vLLM, and wait until all tokens that are queued in this event loop are in the inbox."""
         await self._llm.pause_generation(mode="keep", clear_cache=False)
         seen = -1
-        while seen != (seen := self._inbox.qsize()):
+        while seen != (seen := self._inbox.qsize() + self._num_kept()):
             await asyncio.sleep(0.01)
+        await self._flush()
+
+    def _num_kept(self) -> int:
+        """Return the number of tokens that have arrived from vLLM's core and that vLLM has not sent."""
+        if self.stream_interval == 1:
+            return 0
+        return sum(state.detokenizer.num_output_tokens() - state.sent_tokens_offset for state in self._states())
+
+    async def _flush(self) -> None:
+        """Let vLLM send the tokens that it keeps until their number is `stream_interval`, and wait until they are in
+        the inbox. vLLM has no call for this: it sends them only with later tokens, or at the end of a request."""
+        if self.stream_interval == 1:
+            return
+        for state in self._states():
+            kept = list(state.detokenizer.output_token_ids[state.sent_tokens_offset :])
+            if kept:
+                state.stream_interval = 1  # otherwise vLLM would keep them again
+                state.queue.put(state.make_request_output(kept, None, None, None))
+                state.stream_interval = self.stream_interval
+                state.sent_tokens_offset += len(kept)
+        while any(self._received[state.external_req_id] < state.sent_tokens_offset for state in self._states()):
+            await asyncio.sleep(0.001)
+
+    def _states(self) -> list[Any]:
+        """Return vLLM's states of the running requests."""
+        states = self._llm.output_processor.request_states.values()
+        return [state for state in states if state.external_req_id in self._tasks]
 
     async def _load_adapter(self, directory: str, label: str) -> None:
         from vllm.lora.request import LoRARequest

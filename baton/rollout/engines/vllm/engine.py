@@ -8,6 +8,10 @@ keys and values. The salt of the prefix cache changes with the weights, so no pr
 `load_weights`: load, then memory of the KV cache. The weights are loaded before the KV cache has memory, so the load
 may use this memory.
 
+**Routing.** vLLM returns the experts of a mixture of experts only with the last message of a request. With
+`report_routing`, the engine therefore keeps the tokens of a request until it ends, and accepts only leases of one
+version (`sync`). The tokens of an aborted request are discarded.
+
 **Noise.** The seed of a request depends on (run seed, group, sample, start position). A request that runs alone draws
 the same tokens again. Unlike Baton's keyed noise, the draws differ on other machines and after a resume.
 """
@@ -16,33 +20,41 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from numpy.typing import NDArray
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from baton.errors import EngineFault, UserError
 from baton.files import memory_directory
 from baton.policy.adapters import is_adapter, write_adapter
 from baton.policy.load import save_skeleton, torch_device, torch_dtype
+from baton.policy.routing import num_bytes, routers_of
 from baton.policy.tensors import dtype_name
 from baton.policy.tokenizer import load_tokenizer
 from baton.rollout.engine import EngineSettings
 from baton.rollout.engines.client import GeneratedTokens
-from baton.rollout.engines.external import ExternalEngine, RunningRequest
+from baton.rollout.engines.external import ExternalEngine, RunningRequest, joined
 from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
 from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
 from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
-from baton.types import FromWorker, PolicyVersion, kept_dtype
+from baton.types import FromWorker, Lease, PolicyVersion, kept_dtype
 from baton.weights.direct.remote import RemoteTensors
 from baton.weights.direct.settings import DirectTransfer
 
 _CPU_BLOCK = 128
 """Number of tokens per block of vLLM's KV cache on a CPU. Every sequence uses whole blocks."""
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+"""Finds the number of the layer in a router's name."""
 
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM allows for `max_lora_rank`, from vLLM's default upwards."""
@@ -160,11 +172,29 @@ class VllmEngine(ExternalEngine[VllmClient]):
             )
         return reports
 
+    def submit(self, lease: Lease) -> None:
+        if self._settings.report_routing and not lease.is_exact:
+            raise UserError(
+                f"trajectory {lease.trajectory.name}: vLLM returns the experts of a response only when it is complete, "
+                'so engine.report_routing requires rollout.mode = "sync"'
+            )
+        super().submit(lease)
+
     def _append_tokens(self, said: GeneratedTokens, running: RunningRequest) -> list[FromWorker]:
+        if self._settings.report_routing:
+            running.unrouted.append(said)
+            if said.finish is None:
+                return []
+            said = self._routed(running)
         reports = super()._append_tokens(said, running)
         if said.finish is not None:
             self._check_account(said, running)
         return reports
+
+    def _routed(self, running: RunningRequest) -> GeneratedTokens:
+        """Return all tokens of a request that has ended, with their routing."""
+        whole = joined(running.unrouted)
+        return replace(whole, routing=routing_of(whole.experts, self._skeleton.model, len(whole.token_ids)))
 
     def _check_account(self, said: GeneratedTokens, running: RunningRequest) -> None:
         """Raise EngineFault if vLLM attributes tokens to other weights than this engine has recorded."""
@@ -221,6 +251,27 @@ def vllm_from_skeleton(
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy")
 
 
+def routing_of(experts: NDArray[Any] | None, model: PreTrainedModel, num_tokens: int) -> list[bytes]:
+    """Convert the experts that vLLM returned for the tokens of a request to `Segment.routing`. experts: [num_tokens,
+    layers, experts per token], also for layers without a router. Raises EngineFault for any other shape."""
+    routers = routers_of(model)
+    layers = [int(found[1]) for name in routers if (found := _LAYER.search(name))]
+    shape = None if experts is None else experts.shape
+    if (
+        experts is None
+        or len(layers) != len(routers)
+        or experts.ndim != 3
+        or len(experts) != num_tokens
+        or experts.shape[1] <= max(layers, default=0)
+        or experts[:1, layers].nbytes != num_bytes(routers)
+    ):
+        raise EngineFault(
+            f"vLLM returned experts of shape {shape} for {num_tokens} tokens of a model with {len(routers)} routers "
+            f"and {num_bytes(routers)} bytes of routing per token"
+        )
+    return [row.tobytes() for row in experts[:, layers]]
+
+
 def _engine(
     directory: Path,
     settings: EngineSettings,
@@ -246,7 +297,13 @@ def _engine(
         **(own := settings.vllm.arguments),
         "additional_config": {**own.get("additional_config", {}), "baton": EndWithParent()},
     }
-    client = VllmClient(arguments, answer_timeout_s=settings.vllm.answer_timeout_s)
+    vllm = settings.vllm
+    client = VllmClient(
+        arguments,
+        answer_timeout_s=vllm.answer_timeout_s,
+        stream_interval=vllm.stream_interval,
+        reports_routing=settings.report_routing,
+    )
     engine = VllmEngine(client, skeleton, read_base, settings, version)
     if load_format == "dummy" and settings.vllm.lora_rank and read_base is not None:
         try:
@@ -281,6 +338,7 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
         "enable_prefix_caching": True,  # prefill the prompt of a group once
         "logprobs_mode": "processed_logprobs",  # logprobs at the sampling temperature
         **({"return_sampling_mask": True} if own.return_sampling_mask else {}),
+        **({"enable_return_routed_experts": True} if settings.report_routing else {}),
         "disable_log_stats": True,
         # without the override, vLLM reads the same key of the model's configuration
         "hf_overrides": {} if head_dtype == "auto" else {"head_dtype": head_dtype},
