@@ -268,19 +268,24 @@ def test_the_names_in_a_trace_never_change() -> None:
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            is_span = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "span"
-            if is_span and node.args and isinstance(node.args[0], ast.Constant):
-                names = found.setdefault(node.args[0].value, set())
-                names |= {keyword.arg for keyword in node.keywords if keyword.arg}
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            given = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            if node.func.attr == "span" and isinstance(node.args[0], ast.Constant):
+                found.setdefault(given[0], set()).update(keyword.arg for keyword in node.keywords if keyword.arg)
+            elif node.func.attr == "stage" and given:  # a stage of a train step: the last constant is the span's name
+                found.setdefault(given[-1], set()).add("step")
     assert found == {
         "check": {"trajectories", "version"},
         "checkpoint": {"step"},
+        "eval": {"step"},
         "fetch": {"version"},
         "generate": {"group", "sample", "tokens", "version", "ended"},
         "judge": {"trajectories"},
         "prefill": set(),
-        "publish": {"version", "bytes"},
-        "train": {"step", "version"},
+        "publish": {"step", "version", "bytes"},
+        "train": {"step"},
+        "turns": {"step"},
         "wait_for_batch": {"step"},
     }
 
