@@ -1,6 +1,6 @@
 """The simulator before and after it runs the live controller, on equal random cases.
 
-    git worktree add ../before sim24-before
+    git worktree add ../before e015173d
     PYTHONPATH=../before python benchmarks/simulator/side_by_side.py run before.jsonl [CASES] [FIRST]
     PYTHONPATH=. python benchmarks/simulator/side_by_side.py run after.jsonl [CASES] [FIRST]
     PYTHONPATH=. python benchmarks/simulator/side_by_side.py run no_wait.jsonl [CASES] [FIRST] 1e-6
