@@ -47,7 +47,8 @@ REFUSED = re.compile(r"\b(" + "|".join(r"\s+".join(map(re.escape, p.split())) fo
 
 
 def files(globs: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in globs for path in ROOT.glob(pattern) if path.is_file()})
+    found = {path for pattern in globs for path in ROOT.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if path.suffix != ".pyc")
 
 
 def prose_lines(markdown: str) -> list[tuple[int, str]]:
