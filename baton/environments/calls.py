@@ -21,7 +21,7 @@ from baton.types import FailureCause
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """How the chat template of the model writes tools."""
+    """How the chat template of the model writes tool definitions."""
 
     family: str
     """Form in which the template writes tool calls; `tools.py` lists the families."""
@@ -131,9 +131,9 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     message: str
     """Reason, in one sentence."""
     blame: float = 1.0
-    """Share of the failure that counts against this call. If the process ended and the episode cannot be replayed: 1
-    divided by the number of calls that were running in the process, or 0 if the episode had no running call, or if the
-    process was killed because of another call's deadline."""
+    """Share of the failure that counts against this call. It is below 1 only if the process ended and the episode
+    cannot be replayed. It is then 1 divided by the number of calls that were running in the process, or 0 if the
+    episode had no running call, or if the process was killed because of another call's deadline."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):

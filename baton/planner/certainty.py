@@ -2,8 +2,8 @@
 types train.
 
 In the cost model, a higher efficiency or a lower overhead makes no time longer. The worst case of every plan is
-therefore the calibration with the worst ends of all ranges. The best plan for this calibration has the highest
-throughput in the worst case.
+therefore the calibration with the worst ends of all ranges. The plan that is best with
+this calibration has the highest throughput in the worst case.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
 @cache
 def _say_nothing() -> None:
     """Make the first solver of this process while standard output is discarded: HiGHS 1.16 prints its version then, and
-    no option prevents this. The output of `baton plan --json` would not be JSON."""
+    no option prevents this. With this line, the output of `baton plan --json` would not be JSON."""
     import highspy
 
     sys.stdout.flush()

@@ -30,7 +30,8 @@ POWER = 16
 """Power of 1 / bandwidth in the sum that the exchange of machines minimises. A high power makes the slowest link
 dominate."""
 EMPHASES = ((1.0, 1.0), (1.0, 1e-4), (1e-4, 1.0))
-"""Weights of (ring, boundary) links that are tried, because the search does not know which of them limits the step."""
+"""Pairs of cost weights for links of a ring and links between stages. The search tries each pair, because it does not
+know which kind of link limits the step."""
 SLOWEST = 8
 """Number of machines with the slowest links whose exchange is tried before the search ends."""
 MOST_SWAPS = 20_000

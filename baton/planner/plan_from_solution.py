@@ -326,5 +326,5 @@ def limits(problem: AssignmentProblem, plan: Plan) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """Format a time with three digits, without an exponent."""
+    """Format a time with three significant digits, without an exponent."""
     return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"

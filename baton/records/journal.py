@@ -72,7 +72,7 @@ class OpenGroup(msgspec.Struct, frozen=True):
     """Sample indices of the episodes whose environment has not answered the last turn."""
 
     def has_begun(self, sample_index: int) -> bool:
-        """Return whether an unfinished trajectory, or an earlier path of its episode, has tokens."""
+        """Return whether an unfinished trajectory, or an earlier path of its episode, has recorded tokens."""
         trajectory = self.members[sample_index]
         return trajectory.finish_reason is None and (trajectory.num_tokens > 0 or sample_index in self.episodes)
 

@@ -28,7 +28,7 @@ Row = Mapping[str, float]
 
 
 def generation_s(row: Row) -> float:
-    """Return the time of a train step in which trajectories were running."""
+    """Return for how many seconds of a train step trajectories were running."""
     return row["time/generate"] + row.get("time/generate_hidden", 0.0)
 
 

@@ -130,7 +130,7 @@ class ProblemSettings(Settings):
 
     def build(self, environments: EnvironmentSettings | None = None, tool_format: ToolFormat | None = None) -> Task:
         """Open the source of problems. Raises UserError if the source cannot provide a problem. `tool_format`: how the
-        model's chat template writes tools."""
+        model's chat template writes tool definitions."""
         if self.environment is not None:
             rows = [] if self.path is None else read_rows(f"task {self.name!r}", self.path, self.split, self.config)
             args = {**self.params, "tools": list(self.tools)} if self.tools else self.params
@@ -199,8 +199,8 @@ class TaskMixture:
         tests: Sequence[EvalTaskSettings] = (),
         tool_format: ToolFormat | None = None,
     ) -> None:
-        """Open every task and test set. `tool_format`: how the model's chat template writes tools. Raises UserError for
-        an empty mixture or two tasks with the same name."""
+        """Open every task and test set. `tool_format`: how the model's chat template writes tool definitions. Raises
+        UserError for an empty mixture or two tasks with the same name."""
         if not (settings or tests):
             raise UserError("the recipe has no [[task]]: add at least one")
         every: list[ProblemSettings] = [*settings, *tests]

@@ -111,7 +111,8 @@ class Passes:
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
-    """The frozen reference model, or the policy, whose adapters reference passes disable. None without a KL term."""
+    """The frozen reference model; with adapters, the policy itself, whose adapters are disabled during reference
+    passes. None without a KL term."""
     critic: Critic | None
     settings: TrainerSettings
     algorithm: AlgorithmSettings

@@ -84,8 +84,9 @@ class TrainerSettings(Settings):
     speeds: tuple[float, ...] = ()
     """Relative speeds of the ranks of a stage that train different rows, in rank order, such as [2, 1]. Each rank gets
     rows in proportion to its speed. The maximum number of tokens of its microbatches is `max_tokens_per_microbatch`
-    times its speed divided by the largest speed. Changes the update only by rounding. `baton train --plan` sets the key
-    for ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are equally fast."""
+    times its speed divided by the largest speed. The speeds change the update only by rounding errors. `baton train
+    --plan` sets the key for ranks on two GPU types, or on CPUs with different numbers of cores. Default: all ranks are
+    equally fast."""
     shard_gradients: bool = False
     """Reduce gradients after every microbatch, so that no rank holds the gradients of all parameters. Saves memory and
     takes more time."""
