@@ -167,7 +167,7 @@ def seconds_of_steps(
         for at_s in range(10, 10 + num_steps) for liar in liars if comes_again
     ]  # fmt: skip
     record = simulate(setting, RunOptions(0, [*first, *again], make_table=make_table))
-    return [step.begin_s - step.wanted_s for step in record.steps[2:]]
+    return [step.wait_s for step in record.steps[2:]]
 
 
 def test_where_nothing_bounds_such_a_worker_each_step_waits_for_backup_leases():
