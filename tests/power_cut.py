@@ -22,7 +22,7 @@ import apsw
 import pytest
 
 KEEPS = ("nothing", "everything", "dice")
-_SCANNED = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
+_SCANNED = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link"}
 _active: list[Recorder] = []
 
 
@@ -64,8 +64,15 @@ class Recorder:
         """Return whether no other thread has removed a file meanwhile."""
         try:
             names, created, ids, files = self._walk()
+            known = set(self._ids.values())
         except FileNotFoundError:
             return False
+        for own, after in names.items():
+            before = self._names.get(own, {})
+            moved = {node for name, node in before.items() if after.get(name) != node}
+            for name, node in after.items():
+                if before.get(name) != node and node in known - moved:
+                    self.log.append(("link", own, name, node))
         for own, before in self._names.items():
             after = names.get(own, {})
             lost = {name: node for name, node in before.items() if after.get(name) != node}
@@ -92,12 +99,13 @@ class Recorder:
             names[own] = {}
             for entry in os.scandir(directory):
                 inode = entry.inode()
-                known = self._ids.get(inode)
-                node = known if known is not None else self._next
-                self._next += known is None
+                known, is_second = self._ids.get(inode), inode in ids
+                node = ids[inode] if is_second else self._next if known is None else known
                 ids[inode] = names[own][entry.name] = node
                 if known is None:
-                    created.append(("create", own, entry.name, node, entry.is_dir()))
+                    self._next += not is_second
+                    kind = ("link", own, entry.name, node) if is_second else None
+                    created.append(kind or ("create", own, entry.name, node, entry.is_dir()))
                 if entry.is_dir():
                     waiting.append((Path(entry.path), node))
                 else:
@@ -169,7 +177,7 @@ class Remains:
                 else:
                     self._bytes[node], self._pending_bytes[node] = bytearray(), []
                 self._pending_names[own].append(entry)
-            case ("move" | "remove", own, *_):
+            case ("move" | "remove" | "link", own, *_):
                 self._pending_names[own].append(entry)
             case ("write" | "truncate", node, *_):
                 self._pending_bytes[node].append(entry)
@@ -186,6 +194,8 @@ class Remains:
         for entry in entries:
             match entry:
                 case ("create", _, name, node, _):
+                    names[name] = node
+                case ("link", _, name, node):
                     names[name] = node
                 case ("remove", _, name):
                     names.pop(name, None)
