@@ -6,6 +6,7 @@ import os
 import sys
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -83,13 +84,17 @@ def _say_nothing() -> None:
     no option prevents this. With this line, the output of `baton plan --json` would not be JSON."""
     import highspy
 
-    sys.stdout.flush()
-    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    make: Any = highspy.Highs
     try:
-        os.dup2(nothing, 1)
-        make: Any = highspy.Highs
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except (AttributeError, OSError, ValueError):  # standard output is closed
+        make()
+        return
+    try:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), 1)
         make()
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-        os.close(nothing)

@@ -43,8 +43,8 @@ _STATED = re.compile(
 
 def extract_answer(response: str, answer_format: AnswerFormat, pattern: str = "") -> str | None:
     """Return the answer in a response, without whitespace around it, or None if the response does not follow the
-    format. `pattern`: regular expression, for the format `regex`; a response for which matching takes longer than 5 s
-    has no answer."""
+    format. `pattern`: regular expression, for the format `regex`; a response for which matching takes longer than 30 s
+    of processor time has no answer."""
     if answer_format == "tags":
         found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
         return found[-1].strip() if found else None

@@ -39,8 +39,8 @@ class ChatFormat(msgspec.Struct, frozen=True):
         try:
             match = last_match(self.pattern, text)
         except TimeoutError:
-            late = f"replied {shown!r}; the search for {self.pattern!r} in it took more than {DEADLINE_S:.0f} s"
-            return CallFailure(FailureCause.MALFORMED, late)
+            late = f"took more than {DEADLINE_S:.0f} s of processor time"
+            return CallFailure(FailureCause.MALFORMED, f"replied {shown!r}; the search for {self.pattern!r} {late}")
         try:
             return number(float((match[1][0] if match else None) or ""))
         except ValueError:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import regex
 
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
+"""Maximum processor time in seconds of a search. The package measures the time of all threads of the process, so the
+value is far above the time of any usual pattern, also while other threads compute."""
 
 
 def check_pattern(pattern: str) -> int:
@@ -22,6 +24,6 @@ def check_pattern(pattern: str) -> int:
 
 def last_match(pattern: str, text: str) -> tuple[str, tuple[str | None, ...]] | None:
     """Return the text of the last match and the texts of its groups; None without a match. Raises TimeoutError after
-    `DEADLINE_S`."""
+    `DEADLINE_S` of processor time."""
     found = list(regex.compile(pattern).finditer(text, timeout=DEADLINE_S))
     return (found[-1][0], found[-1].groups()) if found else None

@@ -23,7 +23,7 @@ class AnswerSettings(Settings):
     """`tags`, `boxed`, `last_line`, `last_number`, `letter` or `regex`; see docs/tasks.md."""
     pattern: str = ""
     """Regular expression for format = "regex". The answer is the first group of its last match. A response for which
-    matching takes longer than 5 s has no answer."""
+    matching takes longer than 30 s of processor time has no answer."""
     instruct: bool = True
     """True: prompts begin with a system message that asks for the format. No message exists for `regex`."""
 

@@ -24,7 +24,8 @@ def share(size: str, gpus: tuple[int, int], prompt: int, response: int) -> float
     work = WorkloadSettings.model_validate(
         {**keys, "prompt_tokens": {"mean": prompt}, "output_tokens": {"mean": response}}
     ).build()
-    asked = Inputs(cluster(*gpus), read_model(HERE / "models" / f"r1-distill-qwen-{size}"), work)
+    model = read_model(HERE / "models" / f"r1-distill-qwen-{size}")
+    asked = Inputs(cluster(*gpus), model, work, cross_types=False)  # the method of the paper has no mixed stages
     return make_plan(asked, "paper").tokens_per_s / make_plan(asked, "exact").tokens_per_s
 
 
