@@ -30,15 +30,13 @@ ROOT = HERE.parent.parent
 RESULTS = HERE / "results" / "matrix"
 QUICKSTART, SMOLLM2 = "recipes/quickstart.toml", "recipes/smollm2-sums.toml"
 STEPS = {QUICKSTART: 20, SMOLLM2: 5}
-FEWER_GROUPS = {QUICKSTART: [], SMOLLM2: []}
-"""Overrides that make a profile shorter."""
 CASES: dict[str, tuple[str, list[str]]] = {
     "sync": (QUICKSTART, ["engine.processes=0"]),
     "partial": (QUICKSTART, ["engine.processes=0", "rollout.mode=partial"]),
     "async": (QUICKSTART, ["engine.processes=1", "rollout.mode=async"]),
     "ranks": (QUICKSTART, ["trainer.ranks=2"]),
     "swarm": (QUICKSTART, ["engine.processes=0", "swarm.workers=2"]),
-    "smollm2": (SMOLLM2, FEWER_GROUPS[SMOLLM2]),
+    "smollm2": (SMOLLM2, []),
 }
 """Case → recipe and overrides."""
 PROFILE_STEPS = {QUICKSTART: 16, SMOLLM2: 4}
@@ -70,7 +68,7 @@ def lengths(recipe: str) -> Path:
 def record_lengths(recipes: list[str]) -> None:
     """Make these runs."""
     for recipe in recipes or STEPS:
-        run(recipe, lengths(recipe).parent, *FEWER_GROUPS[recipe], f"run.name={lengths(recipe).name}", "run.seed=1")
+        run(recipe, lengths(recipe).parent, f"run.name={lengths(recipe).name}", "run.seed=1")
 
 
 def used_s() -> tuple[float, float, float]:
