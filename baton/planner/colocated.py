@@ -16,6 +16,7 @@ from baton.errors import UserError
 from baton.planner.assign import seat
 from baton.planner.bounds import division_bound_s
 from baton.planner.exact import Solution
+from baton.planner.infeasible import refuse_without_shapes
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe_seated
@@ -36,6 +37,8 @@ def make_colocated_plan(inputs: Inputs) -> Plan:
     check_solver()
     serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
     problem = make_problem(serial)
+    if not len(problem.table):
+        refuse_without_shapes(serial.model, serial.work, problem.pools)
     best: tuple[float, int, RolloutAllocation, float, float] | None = None
     for row in np.argsort(problem.table.time_s, kind="stable")[:MOST_ROWS].tolist():
         state = _state_bytes(serial, problem, row)
@@ -67,9 +70,9 @@ def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats
     work = msgspec.structs.replace(inputs.work, shard_size=int(table.shard_size[row]))
     for k, pool in enumerate(problem.pools.pools):
         if table.stages[row, k]:
-            tp, dp = int(table.tp[row, k]), table.data_ranks(row, k)
+            tp, dp = int(table.tp[row, k]), int(table.dp[row, k])
             terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
-            share = 1.0 if table.is_mixed[row] else float(table.shares[row, k]) / int(table.stages[row, k])
+            share = float(table.shares[row, k]) / int(table.stages[row, k])
             found[k] = model.params * share * float(state_bytes_per_param(model, terms.rank))
     return found
 

@@ -22,7 +22,7 @@ from baton.cost.memory import most_layers, rank_phases
 from baton.cost.train import StageTerms, microbatches, stage_terms
 from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
-from baton.planner.instance import Inputs
+from baton.planner.instance import Inputs, with_table
 from baton.planner.pools import GpuPool
 from baton.planner.problem import AssignmentProblem, Floats, Ints, sync_table, tensor_widths
 from baton.planner.training_shapes import (
@@ -353,7 +353,6 @@ def _realise(
                 shapes.append(Shapes(stage, tp, np.minimum(groups[place] + spare[place], family.most[place][rows])))
             tables.append(evaluated(inputs.model, inputs.work, problem.pools, list(family.order), shapes))
     table = merged_table(problem.pools, tables, is_complete=True)
-    sync_s = sync_table(inputs.model, inputs.work, problem.pools, table.shares)
-    richer = msgspec.structs.replace(problem, table=table, sync_s=sync_s)
-    found = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s)
+    richer = with_table(inputs, problem, table)
+    found, _ = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s)
     return None if found is None else (richer, found)

@@ -52,9 +52,13 @@ def solve_exact(
     time_limit_s: float = 60.0,
     ceiling_s: float = np.inf,
     bound: RolloutBound | None = None,
-) -> Solution | None:
-    """Return the division with the shortest step, or None if no division is faster than `ceiling_s`. `bound`: if given,
-    the bound of this problem or of one that differs only in its training shapes."""
+) -> tuple[Solution | None, float]:
+    """Return the fastest division found, or None if none is faster than `ceiling_s`, and a lower bound on the step time
+    of all divisions, at most `ceiling_s`.
+
+    `time_limit_s`: after it, the search stops if it has found a division or `ceiling_s` is finite. `bound`: if given,
+    the bound of this problem or of one that differs only in its training shapes.
+    """
     left_s = time_left(time_limit_s)
     bound = bound or RolloutBound(problem)
     entries = _entries(problem, bound)
@@ -66,19 +70,17 @@ def solve_exact(
         if lower >= step_s * (1 - CLOSE):
             least_s = min(least_s, lower)
             break
-        if best is not None and left_s() < 0:  # at least one plan is always found
+        if step_s < np.inf and left_s() < 0:  # the caller has a plan of `ceiling_s`, or this search has found one
             least_s = min(least_s, lower)
             break
         found, missed_s = _try(problem, program, entries, int(place), step_s)
         least_s = min(least_s, missed_s)
         if found is not None:
             best, step_s = found, found.step_s
-    if best is None:
-        return None
     covered = min(least_s, step_s)
     if not problem.table.is_complete:
         covered = min(covered, division_bound_s(problem))
-    return msgspec.structs.replace(best, bound_s=covered)
+    return best and msgspec.structs.replace(best, bound_s=covered), covered
 
 
 def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:

@@ -13,7 +13,7 @@ from baton.cost.train import in_flight, rank_of, stage_terms
 from baton.errors import UserError
 from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, tensor_widths
-from baton.planner.training_shapes import trained_widths
+from baton.planner.training_shapes import mixed_orders, trained_widths
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -47,11 +47,14 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
 
 
 def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise the UserError for a model that does not fit into the memory of any pool with any training shape."""
+    """Raise the UserError for a model that does not fit into the memory of any pool with any training shape. The caller
+    has no mixed stage, or none that fits beside a replica."""
     lines = [_training_need(model, work, pool) for pool in pools.pools]
+    also = ", and no mixed stage is possible" if mixed_orders(pools) else ""
     raise UserError(
         f"infeasible: training memory. {model.name} with microbatches of {work.longest_tokens:,.0f} tokens fits in no "
-        f"training shape ({'; '.join(lines)}). More GPUs per shape, shorter responses or a smaller model would help"
+        f"training shape{also} ({'; '.join(lines)}). More GPUs per shape, shorter responses or a smaller model would "
+        "help"
     )
 
 
@@ -77,8 +80,9 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
     )
 
 
-def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
-    """Raise the UserError if trainer and rollout fit only separately, or the staleness bound is too strict."""
+def refuse_division(problem: AssignmentProblem, model: ModelSpec, work: Workload) -> NoReturn:
+    """Raise the UserError if trainer and rollout fit only separately, the staleness bound is too strict, or the table
+    is empty."""
     table, pools = problem.table, problem.pools.pools
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:
@@ -86,6 +90,8 @@ def refuse_division(problem: AssignmentProblem, model: ModelSpec) -> NoReturn:
             f"infeasible: staleness bound. It allows {problem.step.max_running:.1f} running trajectories, fewer than "
             f"the smallest replica's {smallest}. A larger batch or a larger max_staleness would help"
         )
+    if not len(table):
+        refuse_without_shapes(model, work, problem.pools)
     gpus = table.gpus.sum(axis=1)
     row = int(np.argmin(gpus))
     shape = ", ".join(f"{count} {pool.name}" for count, pool in zip(table.gpus[row], pools, strict=True) if count)

@@ -22,7 +22,7 @@ from baton.planner.problem import (
     replica_columns,
     sync_table,
 )
-from baton.planner.training_shapes import MAX_SHAPES, mixed_orders, mixed_table, train_table
+from baton.planner.training_shapes import MAX_SHAPES, mixed_orders, train_table
 from baton.specs.cluster import Cluster
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
@@ -56,15 +56,14 @@ def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
 
 
 def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
-    """Return the problem under the cost model."""
+    """Return the problem under the cost model, without mixed stages. The table is empty if only a mixed stage may fit
+    into memory."""
     model, work = inputs.model, inputs.work
     columns = replica_columns(model, work, pools)
     table = train_table(model, work, pools, cross_types=inputs.cross_types)
     if not columns:
         refuse_without_columns(model, work, pools)
-    if not len(table) and inputs.cross_types and work.trainer == "baton" and mixed_orders(pools):
-        table = mixed_table(model, work, pools)
-    if not len(table):
+    if not len(table) and not mixed_pools(inputs, pools):
         refuse_without_shapes(model, work, pools)
     once = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
     rates = []
@@ -84,6 +83,18 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         train_rate_bound=np.array(rates),
         sync_bound_s=fastest + size / float(pools.publish_bytes_per_s.max()),
     )
+
+
+def mixed_pools(inputs: Inputs, pools: Pools) -> list[list[int]]:
+    """Return the pairs of pools that a mixed stage may use, each in the order of a pipeline."""
+    has_mixed = inputs.work.trainer == "baton" and inputs.rates is None and inputs.cross_types
+    return mixed_orders(pools) if has_mixed else []
+
+
+def with_table(inputs: Inputs, problem: AssignmentProblem, table: TrainTable) -> AssignmentProblem:
+    """Return the problem with other training shapes."""
+    sync_s = sync_table(inputs.model, inputs.work, problem.pools, table.shares)
+    return msgspec.structs.replace(problem, table=table, sync_s=sync_s)
 
 
 # ---- measured rates --------------------------------------------------------------------------------------------------

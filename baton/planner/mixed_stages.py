@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from baton.planner.bounds import RolloutBound, division_bound_s
+from baton.planner.bounds import RolloutBound
 from baton.planner.exact import Solution, solve_exact
-from baton.planner.instance import Inputs
-from baton.planner.problem import AssignmentProblem, Ints, TrainTable, sync_table
-from baton.planner.training_shapes import MAX_MIXED, merged_table, mixed_orders, mixed_rows
+from baton.planner.instance import Inputs, mixed_pools, with_table
+from baton.planner.problem import AssignmentProblem, Ints
+from baton.planner.training_shapes import MAX_MIXED, merged_table, mixed_rows
 
 
 def with_mixed_stages(
@@ -25,8 +25,6 @@ def with_mixed_stages(
 ) -> tuple[AssignmentProblem, Solution | None]:
     """Return the given solution or a better one with a mixed stage. The returned bound covers all mixed stages. The row
     of the solution refers to the table of the returned problem. `bound`: the rollout bound of the problem."""
-    if inputs.work.trainer != "baton" or inputs.rates is not None or not inputs.cross_types:
-        return problem, best
     ceiling_s = np.inf if best is None else best.step_s
     pairs = list(_pairs(inputs, problem, bound, ceiling_s))
     count = sum(len(first) for _, first, _ in pairs)
@@ -38,24 +36,17 @@ def with_mixed_stages(
         for order, first, second in pairs
         for rows in mixed_rows(inputs.model, inputs.work, problem.pools, order, first[::every], second[::every])
     ]
-    table = merged_table(problem.pools, tables, is_complete=True)
-    least_s = problem.sync_bound_s + table.time_s
-    table = table.take(least_s < ceiling_s)
-    bound_s = division_bound_s(problem) if every > 1 else np.inf
+    is_complete = every == 1 and (best is not None or problem.table.is_complete)
+    table = merged_table(problem.pools, tables, is_complete=is_complete)
+    table = table.take(problem.sync_bound_s + table.time_s < ceiling_s)
     richer = with_table(inputs, problem, table)
-    found = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
-    if best is not None:
-        bound_s = min(bound_s, best.bound_s)
+    found, bound_s = solve_exact(richer, time_limit_s=time_limit_s, ceiling_s=ceiling_s, bound=bound)
+    if best is None:
+        return richer, found
+    bound_s = min(bound_s, best.bound_s)
     if found is None:
-        return problem, best and msgspec.structs.replace(best, bound_s=bound_s)
-    found = msgspec.structs.replace(found, bound_s=min(bound_s, found.bound_s))
-    return richer, found
-
-
-def with_table(inputs: Inputs, problem: AssignmentProblem, table: TrainTable) -> AssignmentProblem:
-    """Return the problem with other training shapes."""
-    sync_s = sync_table(inputs.model, inputs.work, problem.pools, table.shares)
-    return msgspec.structs.replace(problem, table=table, sync_s=sync_s)
+        return problem, msgspec.structs.replace(best, bound_s=bound_s)
+    return richer, msgspec.structs.replace(found, bound_s=bound_s)
 
 
 def _pairs(
@@ -64,7 +55,7 @@ def _pairs(
     """Yield two pools, in the order of a pipeline, and the numbers of ranks on them that may give a step shorter than
     `ceiling_s`."""
     pools, step = problem.pools.pools, problem.step
-    orders = mixed_orders(problem.pools)
+    orders = mixed_pools(inputs, problem.pools)
     if not orders:
         return
     overhead_s = max(pool.place.efficiency.train_overhead_s for pool in pools)

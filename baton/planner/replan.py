@@ -18,10 +18,8 @@ from baton.errors import UserError
 from baton.planner.assign import pipeline_order
 from baton.planner.bounds import RolloutBound, division_bound_s
 from baton.planner.exact import Solution, solution, solve_exact
-from baton.planner.infeasible import refuse_division
-from baton.planner.instance import Inputs, make_problem
+from baton.planner.instance import Inputs, make_problem, with_table
 from baton.planner.integer import check_solver
-from baton.planner.mixed_stages import with_table
 from baton.planner.plan_from_solution import describe
 from baton.planner.problem import AssignmentProblem, Ints
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
@@ -79,7 +77,7 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
     ways.append(("everything new", richer, anew))
     if row is not None:
         narrowed = _only(problem, row)
-        ways.append(("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)))
+        ways.append(("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)[0]))
         ways.append(("training and replicas kept", problem, _filled(problem, program, row, kept)))
     else:
         ways.append(("replicas kept", problem, _trained_beside(problem, program, kept)))
@@ -92,8 +90,6 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
         bound = Bound.of(plan.breakdown.step_s, least_s, "over all plans of this cluster")
         plan = msgspec.structs.replace(plan, bound=bound)
         options.append(ReplanOption(name, plan, moved(before, jobs(plan), there)))
-    if not options:
-        refuse_division(problem, inputs.model)
     lost, added = tuple(sorted(set(before) - there)), tuple(sorted(there - set(before)))
     return Replanned(least_moves(options, slack), tuple(options), lost, added)
 

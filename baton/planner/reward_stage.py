@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from baton.clock import time_left
+from baton.clock import Clock, time_left
 from baton.cost.generate import DeviceClass
 from baton.cost.score import ScoringCost, scoring_cost
 from baton.errors import UserError
@@ -33,7 +33,10 @@ def plan_with_reward(inputs: Inputs, method: Method = "exact", *, time_limit_s: 
     model = inputs.work.reward_model
     assert model is not None, "the workload has no reward model"
     costs = list(_costs(inputs, model))
-    search = _Search(inputs, model, method, time_limit_s)
+    left_s = time_left(time_limit_s)
+    plain = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, reward_model=None))
+    least_s = make_plan(plain, method, time_limit_s=time_limit_s / 4).breakdown.step_s
+    search = _Search(plain, model, method, least_s, left_s)
     for place, cost in costs:
         search.try_type(place, cost)
     if search.best is None:
@@ -46,12 +49,10 @@ def plan_with_reward(inputs: Inputs, method: Method = "exact", *, time_limit_s: 
 class _Search:
     """Plans of the other roles for several reward stages."""
 
-    def __init__(self, inputs: Inputs, model: ModelSpec, method: Method, time_limit_s: float) -> None:
-        self._cluster, self._model, self._method = inputs.cluster, model, method
-        self._left_s = time_left(time_limit_s)
-        self._plain = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, reward_model=None))
-        self._least_s = make_plan(self._plain, method, time_limit_s=time_limit_s / 4).breakdown.step_s
-        """Step time of a plan without scoring."""
+    def __init__(self, plain: Inputs, model: ModelSpec, method: Method, least_s: float, left_s: Clock) -> None:
+        """plain: the inputs without the reward model. least_s: step time of their plan."""
+        self._cluster, self._model, self._method = plain.cluster, model, method
+        self._plain, self._least_s, self._left_s = plain, least_s, left_s
         self.best: tuple[Plan, Inputs] | None = None
         self.bounds_s: list[float] = []
         """Lower bounds on the step time, one for each stage that was tried."""
@@ -74,7 +75,7 @@ class _Search:
 
     def _try_stage(self, place: DeviceClass, cost: ScoringCost, count: int) -> bool:
         """Plan the other roles beside a stage of `count` GPUs. Return whether more GPUs for the stage may be better."""
-        gpu, room = place.gpu.name, place.memory_limit_bytes
+        gpu = place.gpu.name
         rest, gpu_ids = reserve(self._cluster, gpu, count)
         timing = {"reward_latency_s": cost.trajectory_s, "reward_concurrency": count}
         own = msgspec.structs.replace(self._plain.on(rest), work=msgspec.structs.replace(self._plain.work, **timing))
@@ -86,9 +87,17 @@ class _Search:
         self.bounds_s.append(plan.bound.step_s)
         parts = plan.breakdown
         if self.best is None or parts.step_s < self.best[0].breakdown.step_s * (1 - 1e-9):
-            model, tokens = self._model, self._plain.work.reward_batch_tokens
-            size = model.params, model.num_layers, tokens
-            stage = RewardStage(model.name, gpu, gpu_ids, cost.trajectory_s, cost.memory_bytes, room, *size)
+            stage = RewardStage(
+                model=self._model.name,
+                gpu=gpu,
+                gpu_ids=gpu_ids,
+                trajectory_s=cost.trajectory_s,
+                memory_bytes=cost.memory_bytes,
+                memory_limit_bytes=place.memory_limit_bytes,
+                params=self._model.params,
+                num_layers=self._model.num_layers,
+                batch_tokens=self._plain.work.reward_batch_tokens,
+            )
             self.best = msgspec.structs.replace(plan, reward=stage), own
         is_hidden = parts.overlaps and parts.rollout_s + parts.reward_s <= parts.train_s
         return not is_hidden and parts.reward_s > cost.trajectory_s

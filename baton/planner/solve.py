@@ -131,15 +131,15 @@ def solve(
 ) -> tuple[AssignmentProblem, Solution]:
     """Return the problem with the solution's row, and the solution of `method`, with the bound of `exact`."""
     bound = RolloutBound(problem)
-    richer, best = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
+    richer, (best, _) = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
     if best is not None and not problem.table.is_complete and inputs.rates is None and problem.step.overlaps:
         richer, best = improve(inputs, problem, best, time_limit_s=time_limit_s / 2)
     richer, best = with_mixed_stages(inputs, richer, best, bound, time_limit_s=time_limit_s / 2)
     if best is None:
-        refuse_division(problem, inputs.model)
+        refuse_division(problem if len(problem.table) else richer, inputs.model, inputs.work)
     if method == "exact":
         return richer, best
     paper = solve_paper(problem)
     if paper is None:
-        refuse_division(problem, inputs.model)
+        refuse_division(problem, inputs.model, inputs.work)
     return problem, msgspec.structs.replace(paper, bound_s=best.bound_s)

@@ -134,20 +134,6 @@ def merged_table(pools: Pools, tables: Sequence[Rows], *, is_complete: bool) -> 
     return TrainTable(stages, tp, dp, time_s + train_overhead, shares, is_complete, shard_size, is_mixed)
 
 
-def mixed_table(model: ModelSpec, work: Workload, pools: Pools) -> TrainTable:
-    """Return mixed stages, for a model that fits into memory in no other shape: all, or at most MAX_MIXED for each pair
-    of pools."""
-    tables, is_complete = [], True
-    for order in mixed_orders(pools):
-        counts = np.meshgrid(*(np.arange(1, pools.pools[k].num_gpus + 1) for k in order))
-        first, second = (count.ravel() for count in counts)
-        every = -(-len(first) // MAX_MIXED)
-        is_complete &= every == 1
-        keeps = np.nonzero(first + second <= work.num_trajectories)[0][::every]
-        tables += list(mixed_rows(model, work, pools, order, first[keeps], second[keeps]))
-    return merged_table(pools, tables, is_complete=is_complete)
-
-
 def mixed_orders(pools: Pools) -> list[list[int]]:
     """Return the pairs of pools of different GPU types that a mixed stage may use."""
     kinds = [pool.gpu for pool in pools.pools]

@@ -18,15 +18,18 @@ from baton.errors import UserError
 from baton.planner import solve
 from baton.planner.bounds import RolloutBound
 from baton.planner.certainty import step_s
+from baton.planner.colocated import make_colocated_plan
 from baton.planner.exact import solve_exact
-from baton.planner.instance import Inputs, make_problem
-from baton.planner.mixed_stages import with_mixed_stages, with_table
+from baton.planner.instance import Inputs, make_problem, with_table
+from baton.planner.mixed_stages import with_mixed_stages
+from baton.planner.pools import Pools
+from baton.planner.problem import TrainTable
 from baton.planner.replan import replan, without_nodes
-from baton.planner.training_shapes import mixed_orders, mixed_table
+from baton.planner.training_shapes import merged_table, mixed_orders, mixed_rows
 from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.specs.cluster import Cluster, ClusterSettings
 from baton.specs.model import model_spec
-from baton.specs.plan import Plan
+from baton.specs.plan import Bound, Plan
 from baton.specs.workload import WorkloadSettings
 
 pytest.importorskip("highspy")
@@ -129,6 +132,17 @@ def questions(draw: st.DrawFn) -> Inputs:
     )
 
 
+def mixed_table(asked: Inputs, pools: Pools) -> TrainTable:
+    """Return all mixed stages of all pairs of pools."""
+    tables = []
+    for order in mixed_orders(pools):
+        counts = np.meshgrid(*(np.arange(1, pools.pools[k].num_gpus + 1) for k in order))
+        first, second = (count.ravel() for count in counts)
+        keeps = first + second <= asked.work.num_trajectories
+        tables += list(mixed_rows(asked.model, asked.work, pools, order, first[keeps], second[keeps]))
+    return merged_table(pools, tables, is_complete=True)
+
+
 @settings(max_examples=60, deadline=None)
 @given(questions())
 def test_no_mixed_stage_that_the_search_skips_is_better(asked: Inputs) -> None:
@@ -139,16 +153,35 @@ def test_no_mixed_stage_that_the_search_skips_is_better(asked: Inputs) -> None:
         return
     table = problem.table
     if mixed_orders(problem.pools):
-        table = table.joined(mixed_table(asked.model, asked.work, problem.pools))
-    best = solve_exact(with_table(asked, problem, table), time_limit_s=math.inf)
+        table = table.joined(mixed_table(asked, problem.pools))
+    best, _ = solve_exact(with_table(asked, problem, table), time_limit_s=math.inf)
     bound = RolloutBound(problem)
-    without = solve_exact(problem, time_limit_s=math.inf)
+    without, _ = solve_exact(problem, time_limit_s=math.inf)
     _, found = with_mixed_stages(asked, problem, without, bound, time_limit_s=math.inf)
     assert (best is None) == (found is None)
     if best is not None and found is not None:
         assert found.step_s == pytest.approx(best.step_s, rel=1e-6)
         assert found.bound_s <= best.step_s * (1 + 1e-9)
         event("mixed" if table.is_mixed[best.row] else "not mixed")
+
+
+def test_a_search_that_has_no_time_returns_the_plan_in_hand_and_does_not_call_it_proven() -> None:
+    """A mixed stage would be a third faster, but the time limit ends before the search tries it."""
+    asked = inputs(cluster(("Fast", 1), ("Slow", 3)), algorithm={"epochs": 2}, **WIDE)
+    problem = make_problem(asked)
+    bound = RolloutBound(problem)
+    best, _ = solve_exact(problem, time_limit_s=math.inf)
+    assert best is not None
+    assert best.bound_s == pytest.approx(best.step_s)
+    _, faster = with_mixed_stages(asked, problem, best, bound, time_limit_s=math.inf)
+    kept, found = with_mixed_stages(asked, problem, best, bound, time_limit_s=0)
+    assert faster is not None
+    assert found is not None
+    assert kept is problem
+    assert (found.row, found.step_s) == (best.row, best.step_s)
+    assert found.bound_s <= faster.step_s * (1 + 1e-9) < best.step_s
+    assert not Bound.of(found.step_s, found.bound_s).is_proven
+    assert Bound.of(faster.step_s, faster.bound_s).is_proven
 
 
 @settings(max_examples=30, deadline=None)
@@ -181,6 +214,14 @@ def test_a_model_that_fits_only_into_both_types_together_is_planned() -> None:
         except UserError:
             continue
         if plan.training.is_mixed:
-            assert all(part.memory_bytes <= part.memory_limit_bytes for part in plan.training.stages)
-            return
-    pytest.fail("no memory size at which only a mixed stage fits")
+            break
+    else:
+        pytest.fail("no memory size at which only a mixed stage fits")
+    assert all(part.memory_bytes <= part.memory_limit_bytes for part in plan.training.stages)
+    again = replan(asked, plan).chosen
+    assert again.moved == ()
+    assert again.plan.training.shard_size == plan.training.shard_size
+    with pytest.raises(UserError, match=r"training memory.* no mixed stage is possible"):
+        make_colocated_plan(asked)
+    with pytest.raises(UserError, match=r"training memory.* no mixed stage is possible"):
+        make_plan(asked.on(cluster(("Fast", 1), ("Slow", 1), fast_gb=gb, slow_gb=gb)))
