@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils.peft_utils import check_peft_version
 
 from baton.errors import Damaged, EngineFault, UserError
 from baton.policy.settings import LoraSettings
@@ -167,6 +170,13 @@ def base_of_adapter(directory: Path) -> str | None:
 def _check_peft() -> None:
     if find_spec("peft") is None:
         raise UserError("LoRA needs PEFT: run `pip install 'baton-rl[lora]'`")
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError as error:
+        raise UserError(
+            f"LoRA: transformers {version('transformers')} needs PEFT {MIN_PEFT_VERSION} or newer, got "
+            f"{version('peft')}: run `pip install 'baton-rl[lora]'`, which installs versions that match"
+        ) from error
 
 
 def is_adapter(tensors: Mapping[str, Any]) -> bool:

@@ -174,6 +174,12 @@ def test_without_peft_a_sentence_says_what_to_install(base, monkeypatch):
         make_trainer(load(base), lora=LORA)
 
 
+def test_versions_of_peft_and_transformers_that_do_not_match_are_refused_with_what_to_install(base, monkeypatch):
+    monkeypatch.setattr(adapters, "MIN_PEFT_VERSION", "999.0")
+    with pytest.raises(UserError, match=r"needs PEFT 999\.0 or newer, got .*pip install 'baton-rl\[lora\]'"):
+        make_trainer(load(base), lora=LORA)
+
+
 @pytest.mark.parametrize("settings", [{"name": "ppo", "num_minibatches": 2}, {"activation_checkpointing": True}])
 def test_adapters_go_with_the_rest(base, settings):
     trainer = trained(base, **settings)
