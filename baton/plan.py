@@ -46,6 +46,7 @@ def plan(
     method: Method = "exact",
     trainer: Trainer = "baton",
     symmetric_only: bool = False,
+    mixed_stages: bool = False,
     robust: bool = False,
     rates: str | Path | None = None,
     calibration: str | Path | None = None,
@@ -76,6 +77,9 @@ def plan(
             "--colocated": colocated or None,
             "--robust": robust or None,
             "--method": None if method == "exact" else method,
+            "--mixed-stages": mixed_stages or None,
+            "--symmetric-only": symmetric_only or None,
+            "--trainer": None if trainer == "baton" else trainer,
         }
     )
     if html is not None:
@@ -92,6 +96,7 @@ def plan(
         efficiencies=calibrated.at(lambda each: each.worst) if robust else calibrated.at(),
         rates=None if rates is None else read_settings(RatesSettings, find(rates)),
         cross_types=not symmetric_only,
+        mixed_stages=mixed_stages,
     )
     if inputs.work.reward_model is not None and (colocated or given is not None or running is not None):
         raise UserError("reward.model: --colocated, --offers and --from do not plan a reward stage; remove the option")
@@ -159,6 +164,9 @@ def _check_options(values: Mapping[str, object]) -> None:
             given >= {"--rates", "--calibration"}
         ),
         "--rates and --robust exclude each other: measured rates have no range": given >= {"--rates", "--robust"},
+        "--mixed-stages needs Baton's trainer and the cost model: remove --symmetric-only, --colocated, --rates, "
+        "--method and --trainer": "--mixed-stages" in given
+        and bool(given & {"--symmetric-only", "--colocated", "--rates", "--method", "--trainer"}),
         "--lost names machines of a cluster: give --cluster": "--lost" in given and "--cluster" not in given,
     }
     for sentence, holds in contradictions.items():

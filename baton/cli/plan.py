@@ -39,6 +39,13 @@ def plan(
         typer.Option(help="Trainer of the plan. Plans for the idealised trainer of AReaL-Hex are for comparison only."),
     ] = "baton",
     symmetric_only: Annotated[bool, typer.Option("--symmetric-only", help="Train on GPUs of one type only.")] = False,
+    mixed_stages: Annotated[
+        bool,
+        typer.Option(
+            "--mixed-stages",
+            help="Also consider stages whose ranks are on two GPU types, with rows in proportion to their speeds.",
+        ),
+    ] = False,
     robust: Annotated[
         bool, typer.Option("--robust", help="Maximise the worst throughput within the ranges of the calibration.")
     ] = False,
@@ -82,6 +89,7 @@ def plan(
         method=method,
         trainer=trainer,
         symmetric_only=symmetric_only,
+        mixed_stages=mixed_stages,
         robust=robust,
         rates=rates,
         calibration=calibration,

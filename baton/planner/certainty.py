@@ -23,10 +23,11 @@ from baton.errors import UserError
 from baton.planner.instance import Inputs
 from baton.planner.links import used_pools
 from baton.planner.plan_from_solution import filled_s
-from baton.planner.pools import are_alike, make_pools
+from baton.planner.pools import Pools, make_pools
 from baton.planner.problem import make_step, sync_table
 from baton.planner.solve import make_plan, restricted
 from baton.planner.training_shapes import Shapes, evaluated, merged_table
+from baton.specs.cluster import Cluster
 from baton.specs.plan import Plan
 
 Pick = Callable[[Parameter], float]
@@ -99,9 +100,11 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     used = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     nodes = [k for k, node in enumerate(inputs.cluster.nodes) if used & set(node.gpu_ids)]
     cluster = restricted(inputs.cluster, nodes)
-    pools = make_pools(cluster, efficiencies, "alike" if are_alike(cluster) else "pessimistic")
-    owner = {gpu: k for k, pool in enumerate(pools.pools) for n in pool.nodes for gpu in cluster.nodes[n].gpu_ids}
-    if pools.view != "alike":
+    pools = make_pools(cluster, efficiencies, "alike")
+    owner = _owners(cluster, pools)
+    if any(len({owner[gpu] for gpu in stage.gpu_ids}) > 1 for stage in plan.training.stages):
+        pools = make_pools(cluster, efficiencies, "pessimistic")
+        owner = _owners(cluster, pools)
         parts = (
             [(owner[each.gpu_ids[0]], each.gpu_ids) for each in of] for of in (plan.training.stages, plan.replicas)
         )
@@ -122,6 +125,11 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
     speeds, pauses = (np.array([getattr(c, key) for _, c in costs]) for key in ("tokens_per_s", "pause_s"))
     rollout_s = filled_s(work.output_tokens, speeds, pauses)
     return make_step(work).step_s(max(float(sync[k]) for k, _ in costs), rollout_s, float(table.time_s[0]))
+
+
+def _owners(cluster: Cluster, pools: Pools) -> dict[str, int]:
+    """Return the pool of each GPU."""
+    return {gpu: k for k, pool in enumerate(pools.pools) for n in pool.nodes for gpu in cluster.nodes[n].gpu_ids}
 
 
 def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:

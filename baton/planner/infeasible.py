@@ -13,7 +13,7 @@ from baton.cost.train import in_flight, rank_of, stage_terms
 from baton.errors import UserError
 from baton.planner.pools import GpuPool, Pools
 from baton.planner.problem import REPLICA_STAGES, AssignmentProblem, tensor_widths
-from baton.planner.training_shapes import mixed_orders, trained_widths
+from baton.planner.training_shapes import trained_widths
 from baton.specs.model import ModelSpec
 from baton.specs.workload import Workload
 
@@ -46,15 +46,15 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
     )
 
 
-def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools) -> NoReturn:
-    """Raise the UserError for a model that does not fit into the memory of any pool with any training shape. The caller
-    has no mixed stage, or none that fits beside a replica."""
+def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools, *, may_mix: bool = False) -> NoReturn:
+    """Raise the UserError for a model that does not fit into the memory of any pool with any training shape. `may_mix`:
+    whether mixed stages were not tried and may fit."""
     lines = [_training_need(model, work, pool) for pool in pools.pools]
-    also = ", and no mixed stage is possible" if mixed_orders(pools) else ""
+    also = ". --mixed-stages also tries stages on two GPU types" if may_mix else ""
     raise UserError(
         f"infeasible: training memory. {model.name} with microbatches of {work.longest_tokens:,.0f} tokens fits in no "
-        f"training shape{also} ({'; '.join(lines)}). More GPUs per shape, shorter responses or a smaller model would "
-        "help"
+        f"training shape ({'; '.join(lines)}). More GPUs per shape, shorter responses or a smaller model would help"
+        f"{also}"
     )
 
 

@@ -39,6 +39,8 @@ class Inputs(msgspec.Struct, frozen=True):
     """Measured rates; they replace the cost model."""
     cross_types: bool = True
     """Whether a training pipeline may span GPU types."""
+    mixed_stages: bool = False
+    """Whether the ranks of one training stage may be on two GPU types."""
 
     def on(self, cluster: Cluster) -> Inputs:
         return msgspec.structs.replace(self, cluster=cluster)
@@ -64,7 +66,8 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
     if not columns:
         refuse_without_columns(model, work, pools)
     if not len(table) and not mixed_pools(inputs, pools):
-        refuse_without_shapes(model, work, pools)
+        others = msgspec.structs.replace(inputs, mixed_stages=not inputs.mixed_stages)
+        refuse_without_shapes(model, work, pools, may_mix=bool(mixed_pools(others, pools)))
     once = model.num_layers * layer_flops(model, work) + work.trained_tokens * model.head_flops_per_token
     rates = []
     for pool in pools.pools:
@@ -87,8 +90,8 @@ def make_cost_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
 
 def mixed_pools(inputs: Inputs, pools: Pools) -> list[list[int]]:
     """Return the pairs of pools that a mixed stage may use, each in the order of a pipeline."""
-    has_mixed = inputs.work.trainer == "baton" and inputs.rates is None and inputs.cross_types
-    return mixed_orders(pools) if has_mixed else []
+    is_possible = inputs.work.trainer == "baton" and inputs.rates is None
+    return mixed_orders(pools) if inputs.mixed_stages and is_possible else []
 
 
 def with_table(inputs: Inputs, problem: AssignmentProblem, table: TrainTable) -> AssignmentProblem:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -23,6 +24,7 @@ from baton.specs.trainer_shapes import Trainer
 from benchmarks.areal_hex.run import CLUSTERS, HERE, HOMOGENEOUS, MEASURED, cluster
 from benchmarks.machine import machine
 
+Option = Literal["", "--mixed-stages", "--symmetric-only"]
 WORKLOAD = Path(__file__).parents[2] / "recipes" / "planner" / "math-27k.toml"
 
 
@@ -35,8 +37,8 @@ def roles(plan: Plan) -> dict[str, dict[str, int]]:
     return found
 
 
-def rows(size: str, trainer: Trainer, *, crossing: bool) -> list[dict[str, object]]:
-    """Return a model's rows. `crossing`: whether a training pipeline may span GPU types."""
+def rows(size: str, trainer: Trainer, option: Option) -> list[dict[str, object]]:
+    """Return a model's rows. `option`: an option of `baton plan`, or "" for none."""
     work, model = read_workload(WORKLOAD), read_model(HERE / "models" / f"r1-distill-qwen-{size}")
     work = msgspec.structs.replace(work, trainer=trainer)
     found: list[dict[str, object]] = []
@@ -44,11 +46,12 @@ def rows(size: str, trainer: Trainer, *, crossing: bool) -> list[dict[str, objec
     for place, gpus in enumerate([(24, 0), *CLUSTERS]):
         of = cluster(*gpus)
         given = calibrate(node.gpu for node in of.nodes).at()
-        made = make_plan(Inputs(of, model, work, given, cross_types=crossing))
+        crosses, mixes = option != "--symmetric-only", option == "--mixed-stages"
+        made = make_plan(Inputs(of, model, work, given, cross_types=crosses, mixed_stages=mixes))
         base_tokens_per_s = base_tokens_per_s or made.tokens_per_s
         measured = MEASURED[size][place - 1] / HOMOGENEOUS[size][0] if place else 1.0
         parts = {name: getattr(made.breakdown, f"{name}_s") for name in ("step", "sync", "rollout", "train")}
-        row = {"model": size, "trainer": trainer, "cluster": made.cluster, "types_may_mix": crossing}
+        row = {"model": size, "trainer": trainer, "cluster": made.cluster, "option": option}
         row["measured"] = measured
         found.append({**row, "ratio": made.tokens_per_s / base_tokens_per_s, **roles(made), "seconds": parts})
     return found
@@ -93,10 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=HERE / "results" / "planned.json")
     out = parser.parse_args().out
-    ways: list[tuple[Trainer, bool]] = [("baton", True), ("baton", False), ("idealised", True), ("idealised", False)]
-    found = [row for size in HOMOGENEOUS for way, crossing in ways for row in rows(size, way, crossing=crossing)]
+    ways: list[tuple[Trainer, Option]] = [
+        ("baton", ""), ("baton", "--mixed-stages"), ("baton", "--symmetric-only"),
+        ("idealised", ""), ("idealised", "--symmetric-only"),
+    ]  # fmt: skip
+    found = [row for size in HOMOGENEOUS for way, option in ways for row in rows(size, way, option)]
     for row in found:
-        print(f"{row['model']:5} {row['trainer']:9} {row['cluster']:18} mixed {row['types_may_mix']!s:6}", end="")
+        print(f"{row['model']:5} {row['trainer']:9} {row['cluster']:18} {row['option']:16}", end="")
         print(f"{row['ratio']:5.2f} measured {row['measured']:.2f}  {row['trains']} train, {row['generates']} generate")
     sure = ranges("7b")
     print(json.dumps(sure, indent=1))

@@ -97,7 +97,8 @@ def questions(draw: st.DrawFn) -> tuple[Inputs, dict[str, tuple[str, int]]]:
     if judge is not None:
         tokens = draw(st.sampled_from([2048, 16384]))
         work = msgspec.structs.replace(work, reward_model=MODELS[judge], reward_batch_tokens=tokens)
-    return Inputs(cluster, MODELS[draw(st.sampled_from(["0.5B", "0.5B", "1.5B", *MODELS]))], work), there
+    model = MODELS[draw(st.sampled_from(["0.5B", "0.5B", "1.5B", *MODELS]))]
+    return Inputs(cluster, model, work, mixed_stages=draw(st.booleans())), there
 
 
 def recipe_of(work: Workload, placed: Placement, judges: dict[str, str]) -> Recipe:

@@ -285,7 +285,7 @@ def test_a_planned_stage_over_two_gpu_types_trains_rows_by_speed_as_one_process(
     shown["gpu"] = {name: {"bf16_tflops": tflops} for name, tflops in (("H100", 0.2), ("L20", 0.1))}
     work = msgspec.structs.replace(recipe_workload(load(())), prompt=constant(12), output=constant(24))
     spec = read_model(ROOT / "models" / "quickstart")
-    plan = make_plan(Inputs(ClusterSettings.model_validate(shown).build(), spec, work))
+    plan = make_plan(Inputs(ClusterSettings.model_validate(shown).build(), spec, work, mixed_stages=True))
     assert plan.training.is_mixed
     assert set(plan.training.gpu_ids) == {f"{a}:0", f"{b}:0"}
     witness = Witness()

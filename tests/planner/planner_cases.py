@@ -92,9 +92,9 @@ QUICK = Efficiencies(Efficiency(step_overhead_s=2e-5, publish_latency_s=1e-3))
 """Overheads in proportion to so small a model."""
 
 
-def inputs(of: Cluster, **changes: object) -> Inputs:
+def inputs(of: Cluster, *, mixed_stages: bool = False, **changes: object) -> Inputs:
     """Defaults for the rest."""
-    return Inputs(of, model(), work(**changes), QUICK)
+    return Inputs(of, model(), work(**changes), QUICK, mixed_stages=mixed_stages)
 
 
 def make_plan(asked: Inputs, method: Method = "exact") -> Plan:
@@ -213,7 +213,7 @@ def _brute_groups(question: Inputs, types: Sequence[object], chosen: Chosen) -> 
     """Time and shard size of each data-parallel group over two types: with one copy, and with copies of as many ranks
     as a power of two allows. Rows are dealt by the trainer's own function."""
     counts = [shape[2] for shape in chosen if shape and shape[:2] == (1, 1)]
-    if question.work.trainer == "idealised" or len(types) != 2 or len(counts) != 2:
+    if not question.mixed_stages or question.work.trainer == "idealised" or len(types) != 2 or len(counts) != 2:
         return
     widest = min(_place(question, kind.name)[1] for kind in types)  # type: ignore[attr-defined]
     for size in (0, max(s for s in (1, 2, 4) if s <= widest and not any(count % s for count in counts))):

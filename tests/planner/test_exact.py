@@ -29,6 +29,7 @@ def question(seed: int) -> Inputs:
     )
     return inputs(
         of,
+        mixed_stages=seed % 2 == 0,
         trainer=draw.choice(["baton", "idealised"]),
         max_staleness=draw.choice([1, 2, 8]),
         groups=draw.choice([3, 12]),
@@ -57,7 +58,7 @@ def test_pipelines_of_several_stages_equal_trying_everything(seed: int) -> None:
     draw = random.Random(seed)
     nodes = [(draw.choice(["Fast", "Slow"]), draw.choice([1, 1, 2])) for _ in range(draw.randint(4, 5))]
     of = cluster(*nodes, fast_gb=draw.choice([0.1, 0.12]), slow_gb=draw.choice([0.1, 0.12]))
-    asked = inputs(of, trainer=draw.choice(["baton", "idealised"]))
+    asked = inputs(of, mixed_stages=seed % 2 == 0, trainer=draw.choice(["baton", "idealised"]))
     assert solved(asked) == pytest.approx(brute_step_s(asked), rel=2e-4)
 
 

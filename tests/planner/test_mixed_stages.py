@@ -15,7 +15,6 @@ from planner_cases import QUICK, cluster, inputs, make_plan, model, work
 
 from baton.cost.train import forward_passes, layer_flops
 from baton.errors import UserError
-from baton.planner import solve
 from baton.planner.bounds import RolloutBound
 from baton.planner.certainty import step_s
 from baton.planner.colocated import make_colocated_plan
@@ -37,18 +36,16 @@ WIDE = {"microbatch_tokens": 2400}
 """Microbatches of more than four of the longest trajectories, so that a slow rank's may be that much smaller."""
 
 
-def without_mixed(asked: Inputs, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    with monkeypatch.context() as patched:
-        patched.setattr(solve, "with_mixed_stages", lambda inputs, problem, best, bound, time_limit_s: (problem, best))
-        return make_plan(asked)
+def without_mixed(asked: Inputs) -> Plan:
+    return make_plan(msgspec.structs.replace(asked, mixed_stages=False))
 
 
-def test_one_fast_and_one_slow_rank_train_a_third_faster_than_the_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_fast_and_one_slow_rank_train_a_third_faster_than_the_fast_one() -> None:
     """24 trajectories on ranks of speeds 1 and 0.37. After the time of 17 on the fast rank the slow one has ended 6,
     one too few; after 18 both have ended 24. Alone, the fast rank takes the time of 24. The best plan without
     a mixed stage trains on it alone, so the step is as much shorter."""
-    asked = inputs(cluster(("Fast", 1), ("Slow", 3)), algorithm={"epochs": 2}, **WIDE)
-    plan, other = make_plan(asked), without_mixed(asked, monkeypatch)
+    asked = inputs(cluster(("Fast", 1), ("Slow", 3)), mixed_stages=True, algorithm={"epochs": 2}, **WIDE)
+    plan, other = make_plan(asked), without_mixed(asked)
     assert plan.training.is_mixed
     assert [(part.gpu, part.dp, part.speed, part.layers) for part in plan.training.stages] == [
         ("Slow", 1, 0.37, (0, 4)), ("Fast", 1, 1.0, (0, 4)),
@@ -65,12 +62,12 @@ def test_one_fast_and_one_slow_rank_train_a_third_faster_than_the_fast_one(monke
     assert [plan.training.row_share(part) for part in plan.training.stages] == pytest.approx([0.37 / 1.37, 1 / 1.37])
 
 
-def test_a_slow_rank_that_cannot_have_smaller_microbatches_holds_the_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_that_cannot_have_smaller_microbatches_holds_the_others_up() -> None:
     """With microbatches of one trajectory, both ranks run equally many passes, each as long as the slow rank's."""
-    asked = inputs(cluster(("Fast", 1), ("Slow", 3)), algorithm={"epochs": 2})
+    asked = inputs(cluster(("Fast", 1), ("Slow", 3)), mixed_stages=True, algorithm={"epochs": 2})
     plan = make_plan(asked)
     assert not plan.training.is_mixed
-    assert plan.breakdown.step_s == pytest.approx(without_mixed(asked, monkeypatch).breakdown.step_s)
+    assert plan.breakdown.step_s == pytest.approx(without_mixed(asked).breakdown.step_s)
 
 
 def eights(cross: float) -> Inputs:
@@ -83,14 +80,14 @@ def eights(cross: float) -> Inputs:
     spec = model_spec({"model_type": "qwen2", "intermediate_size": 18944, "vocab_size": 152064, **config}, "7B")
     lengths = {"kind": "lognormal", "mean": 800, "max": 2048}
     shown = {"groups": 64, "group_size": 16, "prompt_tokens": {"mean": 300}, "output_tokens": lengths}
-    return Inputs(of, spec, WorkloadSettings.model_validate(shown).build())
+    return Inputs(of, spec, WorkloadSettings.model_validate(shown).build(), mixed_stages=True)
 
 
-def test_machines_of_two_types_train_as_copies_that_add_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_two_types_train_as_copies_that_add_their_gradients() -> None:
     """Each machine has a copy, so only gradients cross the link between the types. With a slow link it is not
     worth it."""
     asked = eights(25)
-    plan, other = make_plan(asked), without_mixed(asked, monkeypatch)
+    plan, other = make_plan(asked), without_mixed(asked)
     assert (plan.training.is_mixed, plan.training.shard_size, plan.training.shard_gradients) == (True, 8, False)
     assert {part.gpu for part in plan.training.stages} == {"H100", "A100-80"}
     assert other.breakdown.step_s / plan.breakdown.step_s > 1.03
@@ -101,7 +98,9 @@ def test_machines_of_two_types_train_as_copies_that_add_their_gradients(monkeypa
 
 
 def test_a_plan_with_a_mixed_stage_has_the_same_times_in_simulator_certainty_and_replan() -> None:
-    asked = inputs(cluster(("Fast", 1), ("Slow", 1), ("Slow", 1), ("Slow", 1)), algorithm={"epochs": 2}, **WIDE)
+    asked = inputs(
+        cluster(("Fast", 1), ("Slow", 1), ("Slow", 1), ("Slow", 1)), mixed_stages=True, algorithm={"epochs": 2}, **WIDE
+    )
     plan = make_plan(asked)
     assert plan.training.is_mixed
     assert step_s(asked, plan, asked.efficiencies) == pytest.approx(plan.breakdown.step_s)
@@ -125,6 +124,7 @@ def questions(draw: st.DrawFn) -> Inputs:
     of = cluster(*nodes, slow_gb=draw(st.sampled_from([0.25, 0.6])), cross=draw(st.sampled_from([5e5, 50.0, 1.0])))
     return inputs(
         of,
+        mixed_stages=True,
         max_staleness=draw(st.sampled_from([0, 1, 4])),
         groups=draw(st.sampled_from([3, 12, 40])),
         algorithm={"epochs": draw(st.sampled_from([1, 4])), "critic": draw(st.booleans())},
@@ -167,7 +167,7 @@ def test_no_mixed_stage_that_the_search_skips_is_better(asked: Inputs) -> None:
 
 def test_a_search_that_has_no_time_returns_the_plan_in_hand_and_does_not_call_it_proven() -> None:
     """A mixed stage would be a third faster, but the time limit ends before the search tries it."""
-    asked = inputs(cluster(("Fast", 1), ("Slow", 3)), algorithm={"epochs": 2}, **WIDE)
+    asked = inputs(cluster(("Fast", 1), ("Slow", 3)), mixed_stages=True, algorithm={"epochs": 2}, **WIDE)
     problem = make_problem(asked)
     bound = RolloutBound(problem)
     best, _ = solve_exact(problem, time_limit_s=math.inf)
@@ -208,7 +208,7 @@ def test_a_model_that_fits_only_into_both_types_together_is_planned() -> None:
     but each holds a third, and the fourth generates."""
     machines = [("Fast", 1), ("Fast", 1), ("Slow", 1), ("Slow", 1)]
     for gb in np.arange(0.06, 0.2, 0.002):
-        asked = Inputs(cluster(*machines, fast_gb=gb, slow_gb=gb), model(1), work(), QUICK)
+        asked = Inputs(cluster(*machines, fast_gb=gb, slow_gb=gb), model(1), work(), QUICK, mixed_stages=True)
         try:
             plan = make_plan(asked)
         except UserError:
@@ -221,7 +221,9 @@ def test_a_model_that_fits_only_into_both_types_together_is_planned() -> None:
     again = replan(asked, plan).chosen
     assert again.moved == ()
     assert again.plan.training.shard_size == plan.training.shard_size
-    with pytest.raises(UserError, match=r"training memory.* no mixed stage is possible"):
+    with pytest.raises(UserError, match=r"training memory.* would help$"):
         make_colocated_plan(asked)
-    with pytest.raises(UserError, match=r"training memory.* no mixed stage is possible"):
+    with pytest.raises(UserError, match=r"training memory.* would help$"):
         make_plan(asked.on(cluster(("Fast", 1), ("Slow", 1), fast_gb=gb, slow_gb=gb)))
+    with pytest.raises(UserError, match=r"training memory.* --mixed-stages also tries stages on two GPU types$"):
+        make_plan(msgspec.structs.replace(asked, mixed_stages=False))

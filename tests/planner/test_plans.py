@@ -70,14 +70,14 @@ def assert_grouped(gpu_ids: tuple[str, ...], tp: int) -> None:
 @given(
     st.one_of(st.tuples(NODES, MEMORY, MEMORY), st.tuples(SMALL_NODES, SMALL_MEMORY, SMALL_MEMORY)),
     st.sampled_from([1, 4]),
-    st.sampled_from(["baton", "idealised"]),
+    st.sampled_from([("baton", False), ("baton", True), ("idealised", False)]),
 )
 def test_a_plan_is_complete_and_keeps_every_limit(
-    machines: tuple[list[tuple[str, int]], float, float], max_staleness: int, trainer: str
+    machines: tuple[list[tuple[str, int]], float, float], max_staleness: int, trainer: tuple[str, bool]
 ) -> None:
     nodes, fast_gb, slow_gb = machines
     of = cluster(*nodes, fast_gb=fast_gb, slow_gb=slow_gb)
-    asked = inputs(of, max_staleness=max_staleness, trainer=trainer)
+    asked = inputs(of, max_staleness=max_staleness, trainer=trainer[0], mixed_stages=trainer[1])
     try:
         plan = make_plan(asked)
     except UserError as error:
@@ -107,13 +107,14 @@ def test_a_pipeline_of_several_stages_is_planned_where_memory_asks_for_it(
 
 
 @settings(max_examples=25, deadline=None)
-@given(NODES, st.tuples(st.sampled_from(["Fast", "Slow"]), st.integers(1, 8)))
-def test_another_machine_never_hurts(nodes: list[tuple[str, int]], another: tuple[str, int]) -> None:
+@given(NODES, st.tuples(st.sampled_from(["Fast", "Slow"]), st.integers(1, 8)), st.booleans())
+def test_another_machine_never_hurts(nodes: list[tuple[str, int]], another: tuple[str, int], mixed: bool) -> None:
+    few, many = (inputs(cluster(*there), mixed_stages=mixed) for there in (nodes, [*nodes, another]))
     try:
-        before = make_plan(inputs(cluster(*nodes))).breakdown.step_s
+        before = make_plan(few).breakdown.step_s
     except UserError:
         return
-    assert make_plan(inputs(cluster(*nodes, another))).breakdown.step_s <= before * (1 + 1e-9)
+    assert make_plan(many).breakdown.step_s <= before * (1 + 1e-9)
 
 
 @settings(max_examples=25, deadline=None)
