@@ -232,6 +232,7 @@ def test_questions_that_do_not_go_together_are_refused(files: Path) -> None:
     assert "give --cluster" in mistake(files, cluster=False)
     assert "--offers needs" in mistake(files, *offers)
     assert "exclude each other" in mistake(files, *offers, "--budget", 5, "--target-throughput", 5, cluster=False)
+    assert "--mixed-stages needs Baton's trainer" in mistake(files, "--mixed-stages", "--symmetric-only")
     assert "--budget: got -5" in mistake(files, *offers, "--budget", -5, cluster=False)
     assert "the cheapest machine costs 2.7" in mistake(files, *offers, "--budget", 1, cluster=False)
     assert "give --cluster (existing GPUs)" in mistake(files, *offers, "--budget", 9)
