@@ -15,6 +15,7 @@ REMOVED = {
     "judge.load_timeout_s": "a worker process always has 300 s to import its scorers",
     "environments.load_timeout_s": "a process always has 300 s to import its environments",
     "inspection.after_suspect": "after a suspect trajectory, the worker's next 16 are always checked",
+    "engine.cuda_graphs": "engine.kind = 'vllm' is the engine for GPUs and uses CUDA graphs",
     "engine.vllm.kv_cache_gb": "on a CPU, the KV cache always fits engine.slots × engine.max_context_tokens",
     "engine.vllm.prefix_caching": "vLLM always prefills common prefixes once",
     "engine.vllm.max_batched_tokens": "vLLM chooses the number of tokens per step",

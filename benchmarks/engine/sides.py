@@ -149,7 +149,7 @@ class Baton:
     def _watch(self) -> None:
         """Note the shape of every forward and the time of every prefill."""
         network = self.engine.network
-        decode, prefill = network.step, network.prefill
+        decode, prefill = network.decode, network.prefill
         forward: Callable[..., Any] = network._body.forward
 
         def noted_decode(ids_W: Any, position_W: Any, kv_length: int) -> Any:
@@ -169,7 +169,7 @@ class Baton:
             self._prefills.append(tuple(inputs["input_ids"].shape))
             return forward(**inputs)
 
-        network.step, network.prefill = noted_decode, noted_prefill
+        network.decode, network.prefill = noted_decode, noted_prefill
 
 
 class Generate:

@@ -28,9 +28,7 @@ class Wordless:
 
 WAYS: dict[str, dict[str, bool]] = {
     "plain": {},
-    "graphs": {"cuda_graphs": True},
     "rows": {"row_attention": True},
-    "rows, graphs": {"row_attention": True, "cuda_graphs": True},
 }
 """Settings of the engine; on a CPU there is but the first."""
 

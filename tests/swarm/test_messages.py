@@ -119,5 +119,5 @@ def test_a_segment_that_lacks_logprobs_never_becomes_one():
 
 def test_another_protocol_is_said_before_anything_is_misunderstood():
     check_protocol(WELCOME)
-    with pytest.raises(UserError, match="the hub uses protocol 9 and this worker 3"):
+    with pytest.raises(UserError, match=f"the hub uses protocol 9 and this worker {PROTOCOL}"):
         check_protocol(msgspec.structs.replace(WELCOME, protocol=9))

@@ -74,8 +74,6 @@ class EmbeddedEngine(SlotEngine):
             model,
             settings.slots,
             settings.max_context_tokens,
-            # replaying a graph does not run the hooks that record the routing
-            uses_graphs=settings.cuda_graphs and not settings.report_routing,
             attends_by_row=settings.row_attention,
         )
         self._kept = KeptPrefixes()
@@ -248,7 +246,7 @@ class EmbeddedEngine(SlotEngine):
         inputs_W = sent(torch.from_numpy(inputs[:2].copy()), device)
         with torch.inference_mode():
             with self._recorded() as chosen:
-                logits_WV = self.network.step(inputs_W[0], inputs_W[1], kv_length)
+                logits_WV = self.network.decode(inputs_W[0], inputs_W[1], kv_length)
             uniform_W = uniforms(self._noise_keys[:width], inputs[2])
             ids_W, logprob_W, masks = sample(logits_WV, self._params, uniform_W)
             drawn = torch.stack((ids_W.double(), logprob_W.double())).cpu().numpy()

@@ -38,7 +38,6 @@ from baton.rollout.engines.embedded.cache import (
     prefixes,
     round_up,
 )
-from baton.rollout.engines.embedded.graphs import CudaCapture, GraphedSteps, Step
 from baton.rollout.engines.embedded.kernels import replace_norms
 from baton.rollout.engines.embedded.length_classes import Ints, LengthClasses, SlotRange
 from baton.rollout.engines.embedded.packed import PackedLinears
@@ -98,12 +97,11 @@ class Network:
         slots: int,
         max_context_tokens: int,
         *,
-        uses_graphs: bool = False,
         attends_by_row: bool = False,
     ) -> None:
-        """Allocate the slots. Raises UserError for a model that does not work with this KV cache. uses_graphs: whether
-        `step` uses CUDA graphs on a CUDA device. attends_by_row: whether each row attends only over its own length
-        (`row_attention.py`); a decode step then always receives the whole cache."""
+        """Allocate the slots. Raises UserError for a model that does not work with this KV cache. attends_by_row:
+        whether each row attends only over its own length (`row_attention.py`); a decode step then always receives the
+        whole cache."""
         self._attends_by_row = attends_by_row
         self._attends_by_class = model.device.type == "cpu" and not attends_by_row and can_attend_by_class(model)
         if attends_by_row or self._attends_by_class:
@@ -142,9 +140,6 @@ class Network:
         self.prefill_rows: dict[PrefillShape, tuple[int, ...]] = {}
         """Prefill shape → ascending numbers of rows with which a prefill of this shape computes identical bits."""
         self.cache = self._proven_cache()
-        self._graphed = GraphedSteps(self.decode, CudaCapture) if uses_graphs and self.device.type == "cuda" else None
-        self.step: Step = self._graphed or self.decode
-        """Same as `decode`, except that the next call may overwrite the returned logits."""
 
     def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
         """Compute the keys and values of up to `PrefillShape.rows` sequences that all have the same `prefill_shape`.
@@ -242,8 +237,6 @@ class Network:
         if self.is_resting:
             return
         self.is_resting = True
-        if self._graphed is not None:
-            self._graphed.release()
         self.cache.release()
         self._packed.release()
         if not self._is_whole:
