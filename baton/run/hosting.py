@@ -353,8 +353,9 @@ class _TracedPublisher(Publisher):
         *,
         when_shared: Callable[[Mapping[str, torch.Tensor]], object] = lambda mapped: None,
         when_stored: Callable[[], object] = lambda: None,
+        later: Callable[[Callable[[], None]], object] | None = None,
     ) -> PublishedVersion:
         begin_s = time.monotonic()
-        made = super().publish(tensors, version, when_shared=when_shared, when_stored=when_stored)
+        made = super().publish(tensors, version, when_shared=when_shared, when_stored=when_stored, later=later)
         self._tracer.span("publish", "hub", 0, begin_s, time.monotonic(), version=version.number, bytes=made.bytes)
         return made

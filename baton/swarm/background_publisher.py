@@ -4,15 +4,17 @@ needs.
 controller's thread           publisher's thread                 hub's thread
   publish ───────────────────▶ the version's file ── call ──────▶ announce to the run's workers on this machine
                               chunks, manifest ──── call ──────▶ announce to all
-                              a keyframe's other chunks
                               collect ◀───────────────────────── versions that workers serve or may request
+
+A keyframe's whole encoding takes longer than its delta. It is stored in a thread of its own, so the next version does
+not wait for it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +49,9 @@ class BackgroundPublisher:
         self._hub, self._publisher, self._store = hub, publisher, store
         self._retention, self._shared = retention, shared
         self._executor = SerialExecutor("publisher")
+        self._keyframes = SerialExecutor("keyframe")
+        self._keyframe: Future[None] | None = None
+        """The storing of the last keyframe's whole encoding. Only the publisher's thread sets it."""
         self._futures: deque[Future[None]] = deque()
         self.last: PublishedVersion | None = None
         """The version that was published last; None before the first publication."""
@@ -61,8 +66,9 @@ class BackgroundPublisher:
             self._futures.popleft().result()
 
     def close(self) -> None:
-        """End the publisher's thread. May be called twice."""
+        """End the publisher's threads. May be called twice."""
         self._executor.close()
+        self._keyframes.close()
 
     def _publish(self, tensors: Mapping[str, Any], version: PolicyVersion, since_s: float) -> None:
         def when_shared(mapped: Mapping[str, Any]) -> None:
@@ -73,8 +79,18 @@ class BackgroundPublisher:
         def when_stored() -> None:
             self._hub.call(lambda: self._announce(version, since_s, False))
 
-        self.last = self._publisher.publish(tensors, version, when_shared=when_shared, when_stored=when_stored)
+        self.last = self._publisher.publish(
+            tensors, version, when_shared=when_shared, when_stored=when_stored, later=self._store_keyframe
+        )
         self._hub.call(self._remove_unused)
+
+    def _store_keyframe(self, action: Callable[[], None]) -> None:
+        """Run `action` in the other thread, or here if this thread is still busy with an earlier keyframe."""
+        if self._keyframe is not None and not self._keyframe.done():
+            action()
+            return
+        self._keyframe = self._keyframes.submit(action)
+        self._futures.append(self._keyframe)
 
     def _announce(self, version: PolicyVersion, since_s: float, only_near: bool) -> None:
         self._hub.members.broker.pace.announced[version.number] = since_s
@@ -90,4 +106,6 @@ class BackgroundPublisher:
         self._futures.append(self._executor.submit(self._collect, live))
 
     def _collect(self, live: list[PolicyVersion]) -> None:
-        self._store.collect(live, keep=self._retention.stored)
+        # The chunks of a whole encoding have no manifest until all are stored, so `collect` would remove them.
+        if self._keyframe is None or self._keyframe.done():
+            self._store.collect(live, keep=self._retention.stored)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -81,12 +82,15 @@ class Publisher:
         *,
         when_shared: Callable[[Mapping[str, torch.Tensor]], object] = lambda mapped: None,
         when_stored: Callable[[], object] = lambda: None,
+        later: Callable[[Callable[[], None]], object] | None = None,
     ) -> PublishedVersion:
         """Store a version and make it visible to readers. Publishing the same version again changes nothing.
 
         `when_shared`: called with the mapped tensors when the version's file is complete, before the version is encoded
         and stored for other machines. `when_stored`: called once when other machines can fetch the version. A keyframe
-        with a delta can be fetched before its whole encoding is stored.
+        with a delta can be fetched before its whole encoding is stored. `later`: called with a function that stores
+        this whole encoding, once and in any thread, while further versions are published; with None, it is stored
+        before this method returns.
 
         Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
         number is already published. Raises StorageFault when a file cannot be written; the version is then not visible,
@@ -113,10 +117,15 @@ class Publisher:
             made, manifest, density = iter(()), there, None
         self._store.put_manifest(manifest)
         when_stored()
-        for manifest, density in made:  # noqa: B007  the last ones are returned
-            self._store.put_manifest(manifest)
-        since = 0 if manifest.whole is not None or self._base is None else self._base.since_whole + 1
+        has_rest = there is None and manifest.expects_whole is True
+        if later is None:
+            for manifest, _ in made:
+                self._store.put_manifest(manifest)
+        is_keyframe = has_rest or manifest.whole is not None
+        since = 0 if is_keyframe or self._base is None else self._base.since_whole + 1
         self._base = _Base(version, entries, flat_buffer, since)
+        if later is not None and has_rest:
+            later(partial(self._store_rest, made))
         way = manifest.delta or manifest.whole
         return PublishedVersion(
             manifest,
@@ -125,6 +134,10 @@ class Publisher:
             seconds=time.perf_counter() - begin,
             is_new=there is None,
         )
+
+    def _store_rest(self, made: Iterator[tuple[Manifest, float | None]]) -> None:
+        for manifest, _ in made:
+            self._store.put_manifest(manifest)
 
     def _flattened(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorEntry, ...], FlatFile]:
         if self._files is not None and isinstance(tensors, TensorsOfFile):
