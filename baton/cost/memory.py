@@ -48,6 +48,8 @@ GPU_CONTEXT_BYTES = 1.5e9
 PUBLISHED_COPY = "published copy"
 SLEEPING_VLLM_BYTES = 3e9
 """Assumed bytes that a sleeping vLLM keeps on each GPU: the CUDA context, NCCL's buffers and CUDA graphs."""
+BYTES_OBJECT = 41.0
+"""Bytes of an empty `bytes` object of Python, and of the pointer to it in a tuple."""
 RUNTIME_BYTES = 0.7e9
 """Assumed bytes of Python, torch and transformers in a process on a CPU."""
 FRAGMENTATION = 0.04
@@ -117,6 +119,10 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of ids in a token's sampling mask; 0 without masks."""
     masked_tokens: float = 0.0
     """Number of tokens of a batch whose sampling masks are in the memory of a rank on a CPU."""
+    replayed_tokens: Array = 0.0
+    """Number of tokens of a rank's batch whose experts are replayed in all passes; 0 without `trainer.moe_replay`."""
+    reported_tokens: float = 0.0
+    """Number of tokens of a batch whose experts the engine reported."""
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +209,11 @@ def rank_phases(
     if how.max_kept and how.on_cpu:
         held = how.masked_tokens * how.max_kept * (2.0 if model.vocab <= 1 << 16 else 4.0)
         state = (*state, Term("sampling masks of the batch", held))
+    if np.any(how.replayed_tokens):  # int16; as if no layer were dense
+        state = (*state, Term("replayed experts", 0.0, how.replayed_tokens * model.experts_per_token * 2.0))
+    if how.reported_tokens and how.on_cpu:
+        chosen = model.num_layers * model.experts_per_token * (1.0 if model.num_experts <= 256 else 2.0)
+        state = (*state, Term("reported experts", how.reported_tokens * (chosen + BYTES_OBJECT)))
     saved, gradients = block_token_bytes(model, how)
     waits = residual * model.hidden if how.recomputes else saved
     later = Term("activations", 0.0, tokens * waits * (in_flight - 1.0))  # of other microbatches

@@ -66,15 +66,15 @@ def trainer_phases(
 
     `value_bytes`: bytes per value in linear layers. `published_bytes`: bytes per weight of a published version.
     `longest_tokens`: maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`:
-    maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that have a sampling
-    mask. `most_tokens`: tokens of the largest microbatch; by default, as many as the settings allow. `keeps_version`:
-    whether the trainer keeps the version that engines serve.
+    maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that the engine
+    sampled. `most_tokens`: tokens of the largest microbatch; by default, as many as the settings allow.
+    `keeps_version`: whether the trainer keeps the version that engines serve.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
     has_reference = algorithm.kl_coef and (lora is None or algorithm.reference is not None)
     tokens = microbatch_tokens(settings, longest_tokens, batch_tokens)
-    alone = settings.ranks == 1
+    alone, step_tokens = settings.ranks == 1, batch_tokens * algorithm.num_minibatches
     return rank_phases(
         model,
         RankShape(
@@ -94,6 +94,8 @@ def trainer_phases(
             float32_head=float32_head,
             max_kept=max_kept,
             masked_tokens=sampled_tokens,
+            replayed_tokens=step_tokens / data_ranks if settings.moe_replay != "off" else 0.0,
+            reported_tokens=sampled_tokens if settings.moe_replay == "engine" else 0.0,
             published_bytes=published_bytes if alone else 0.0,
             previous_bytes=published_bytes if keeps_version else 0.0,
         ),

@@ -66,6 +66,19 @@ def test_sampling_masks_take_four_bytes_an_id_twice_and_a_batch_is_held_on_a_cpu
     assert masked_peak == pytest.approx(peak + 5000 * 512 * 2)
 
 
+def test_replayed_experts_take_two_bytes_each_and_reported_ones_a_byte_on_a_cpu() -> None:
+    """8 of 64 experts in each of 10 layers: 80 values for each of 7,000 tokens of the rank. Of 5,000 tokens in a batch,
+    the engine reported a byte for each value, in one object of 41 bytes for each token; two bytes above 256 experts."""
+    few, many = (msgspec.structs.replace(MODEL, num_experts=n, experts_per_token=8) for n in (64, 512))
+    replays = msgspec.structs.replace(SHAPE, replayed_tokens=7000.0, reported_tokens=5000.0)
+    for name in ("forward pass", "backward pass of a block"):
+        assert _phase(name, replays, model=few) == pytest.approx(_phase(name, model=few) + 7000 * 80 * 2)
+    on_cpu = [msgspec.structs.replace(shape, on_cpu=True) for shape in (replays, SHAPE)]
+    for model, width in ((few, 1), (many, 2)):
+        with_experts, without = (_phase("forward pass", shape, model=model) for shape in on_cpu)
+        assert with_experts == pytest.approx(without + 7000 * 80 * 2 + 5000 * (80 * width + 41))
+
+
 def test_a_block_gathers_itself_and_the_next() -> None:
     """Two blocks in bfloat16, one gradient in float32 and its shard; a token's activations: norms 16 · 100, heads
     10 · (80 + 20), MLP 8 · 2000, and gradients of 2 · (2 · 2000 + 100). Of a tied head, the gathered table and its
