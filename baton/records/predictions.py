@@ -35,6 +35,7 @@ def generation_s(row: Row) -> float:
 TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "step": ("s", lambda row: row["perf/step_time"]),
     "generation": ("s", generation_s),
+    "rewards": ("s", lambda row: row["time/judge"]),
     "training": ("s", lambda row: row["time/train"]),
     "transfer": ("s", lambda row: row.get("swarm/broadcast_s", row["time/weight_sync"])),
     "staleness": ("versions", lambda row: row["staleness/mean"]),

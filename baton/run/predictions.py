@@ -15,6 +15,7 @@ from baton.specs.plan import Plan
 
 DECODE_SHARES = "decode", "decode_compute", "prefill"
 DECODE_TIMES = "step_overhead_s", "row_overhead_s", "prefill_overhead_s", "trajectory_overhead_s", "handover_s"
+MIN_REWARD_SHARE = 0.01
 FACTORS = 0.1, 10.0
 """Smallest and largest factor by which measured rates may correct an efficiency."""
 
@@ -25,6 +26,7 @@ def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Pred
     values: dict[str, float | None] = {
         "step": times.step_s,
         "generation": times.rollout_s,
+        "rewards": reward_stage_s(times.reward_s, times.step_s, overlaps=times.overlaps),
         "training": times.train_s,
         "transfer": times.sync_s - times.cycle_overhead_s,
         "staleness": plan.mean_staleness,
@@ -43,6 +45,13 @@ def predictions(source: str, values: Mapping[str, float | None], memory: MemoryB
     if memory:
         found.append(Prediction(MEMORY, memory[-1][1], memory))
     return Predictions(source, tuple(found))
+
+
+def reward_stage_s(reward_s: float, step_s: float, *, overlaps: bool) -> float | None:
+    """Return the predicted time of a step in which no trajectory runs and rewards are computed. Return None if it is
+    below 1 % of the step, so that noise would decide the comparison, and if generation overlaps with training, because
+    other trajectories then run."""
+    return None if overlaps or reward_s < MIN_REWARD_SHARE * step_s else reward_s
 
 
 def measured_rates(

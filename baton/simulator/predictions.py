@@ -6,10 +6,11 @@ from pathlib import Path
 
 from baton.cost.efficiency import CalibrationSettings
 from baton.cost.memory import RUNTIME_BYTES
+from baton.planner.problem import make_step
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_settings, read_workload
 from baton.records.predictions import MemoryByTokens, Predictions
-from baton.run.predictions import predictions
+from baton.run.predictions import predictions, reward_stage_s
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
 from baton.simulator.request import run_request
 from baton.simulator.run import RunOptions
@@ -25,12 +26,14 @@ def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, mem
     setting = source.setting(SimulationOptions(steps=min(STEPS, recipe.run.steps), recorded=recorded))
     result, _ = run_request(setting, RunOptions(recipe.run.seed), None, is_traced=False)
     more_bytes = measured.of(source.gpu).runtime_gb * 1e9 - RUNTIME_BYTES
+    stage = make_step(work)
     transfer_s = setting.publish_s if setting.swarm is None else setting.swarm.fetch_s
     return predictions(
         f"simulation with {calibration} and lengths of {workload}",
         {
             "step": result.step_s,
             "generation": result.generate_s,
+            "rewards": reward_stage_s(stage.reward_s(result.generate_s), result.step_s, overlaps=stage.overlaps),
             "training": result.train_s,
             "transfer": transfer_s,
             "staleness": result.mean_staleness,

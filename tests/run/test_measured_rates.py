@@ -10,7 +10,7 @@ import pytest
 
 from baton.cost.efficiency import Efficiencies, Efficiency
 from baton.plan import plan as make_plan
-from baton.records.predictions import RunPredictions, read_predictions
+from baton.records.predictions import RunPredictions, compare, ratios, read_predictions
 from baton.run.predictions import measured_rates, predictions_of_plan
 from baton.specs.plan import Plan
 
@@ -84,6 +84,19 @@ def test_only_a_run_of_this_plan_corrects_it(plan: Plan, tmp_path: Path) -> None
     assert "training on CPU: measured 0.50 × the predicted rate" in lines
     other = msgspec.structs.replace(plan, breakdown=msgspec.structs.replace(plan.breakdown, step_s=1e6))
     assert rates(other, tmp_path) == (KNOWN, ())
+
+
+def test_the_time_of_rewards_is_compared_unless_it_is_short_or_hidden(plan: Plan) -> None:
+    times = msgspec.structs.replace(plan.breakdown, step_s=10.0, reward_s=2.0, overlaps=False)
+    told = predictions_of_plan(msgspec.structs.replace(plan, breakdown=times), "plan.json", ())
+    assert told.of("rewards") == 2.0
+    rows = [{**row, "time/judge": 3.0} for row in measured(plan)]
+    found = next(each for each in compare(told, rows) if each.term == "rewards")
+    assert (found.measured, found.error, found.is_off) == (3.0, 0.5, True)
+    assert ratios(told, rows[0])["measured_over_predicted/rewards"] == 1.5
+    for change in ({"reward_s": 0.09}, {"overlaps": True}):
+        other = msgspec.structs.replace(plan, breakdown=msgspec.structs.replace(times, **change))
+        assert predictions_of_plan(other, "plan.json", ()).of("rewards") is None
 
 
 def test_what_a_plan_does_not_predict_is_left_out(plan: Plan) -> None:
