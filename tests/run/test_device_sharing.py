@@ -17,6 +17,7 @@ from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
+from baton.rollout import transport
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.transport import LocalTransport
 from baton.run.assemble import build_loop
@@ -33,6 +34,14 @@ from tests.run.stopping import StopWhen
 pytestmark = pytest.mark.numerics
 
 COLOCATED = 'rollout.placement="colocated"'
+
+
+@pytest.fixture(autouse=True)
+def equal_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the transport runs equally many steps, however slow the machine is."""
+    monkeypatch.setattr(transport, "STEPS_S", 60.0)
+
+
 PARTIAL = (
     'rollout.mode="partial"',
     "rollout.overprovision=2.0",
