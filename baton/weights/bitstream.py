@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 _LEVEL: Final = 1
 """zstd level. Higher levels search for repeated sequences, which these streams do not contain."""
 _SMALLEST: Final = 16
-"""Minimum bytes of a compressed stream. For a shorter stream, the zstd header outweighs the compression."""
+"""Streams with fewer bytes are not compressed, because the zstd header would cost more than compression saves."""
 _WINDOW: Final = 2**23
 """Maximum zstd window in bytes, which bounds the reader's memory. `BitWriter` uses smaller windows."""
 

@@ -28,7 +28,7 @@ class FetchStats:
     bytes_by_source: dict[str, int] = field(default_factory=dict)
     """Name of a source → number of bytes of chunks and manifests that it sent, including refused data."""
     faults: list[str] = field(default_factory=list)
-    """Description of each fault, beginning with its source."""
+    """Descriptions of faults. Each begins with the name of the source."""
     bad_sources: set[str] = field(default_factory=set)
     """Names of the sources that sent wrong data. A source that failed without sending data is not included."""
     num_steps: int = 0
@@ -41,13 +41,14 @@ class FetchStats:
 
 
 class ChunkFetcher:
-    """Requests data from one source after another until an answer passes verification. One object per fetch. It
-    sends one request at a time, also if several threads call it."""
+    """Requests data from one source after another until an answer passes verification. One object per fetch. It sends
+    one request at a time, even if several threads call it."""
 
     def __init__(
         self, sources: Sequence[WeightsSource], record: FetchStats, *, avoided: set[str], deadline_s: float
     ) -> None:
-        """Start the time limit of `deadline_s` seconds. Sources in `avoided`, to which `blame` adds, are asked last."""
+        """Start the time limit of `deadline_s` seconds. Sources in `avoided` are asked last; `blame` adds to this
+        set."""
         self._sources, self.record, self._avoided = sources, record, avoided
         self._order, self._lock = random.Random(), threading.Lock()
         self._deadline_s = deadline_s

@@ -30,7 +30,7 @@ Words = NDArray[Any]
 """[n] unsigned integers of 1, 2, 4 or 8 bytes."""
 
 _SPARSE_BELOW: Final = {1: 2.0, 2: 2.0, 4: 0.6, 8: 0.6}
-"""Bytes of a word → fraction of changed elements above which `encode` does not try "sparse".
+"""Bytes of a word → `encode` tries "sparse" up to this fraction of changed elements.
 
 If many elements of wide words changed, their differences are large, and "dense" is as short as "sparse" and faster. 2.0
 means that "sparse" is always tried."""
@@ -164,7 +164,8 @@ def _planes(words: Words, value: Callable[[slice], Words]) -> bytes:
 
 
 def _read_planes(reader: BitReader, words: Words) -> Iterator[tuple[slice, Words]]:
-    """Yield (slice, values) of each run of at most `_BLOCK` values of `_planes`; `words` gives number and dtype."""
+    """Read values that `_planes` wrote. Yield (slice, values) for blocks of at most `_BLOCK` values. `words` gives the
+    number of values and their dtype."""
     planes = [reader.stream(words.size) for _ in range(words.itemsize)][::-1]
     for block in _blocks(words.size):
         found = planes[0][block].astype(words.dtype)

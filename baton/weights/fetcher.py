@@ -79,8 +79,8 @@ class Fetcher:
         self._staged: _Staged | None = None
         """The held version as a flat buffer. None if it is mapped from `shared` or was passed to `hold`."""
         self._free: FlatFile | None = None
-        """The file of the version before the held one. The next version is written into it, unless a tensor of it is
-        still in use, because the system need not allocate its pages again."""
+        """The file of the version before the held one. The next version is written into it if none of its tensors is
+        still in use. The system then need not allocate its pages again."""
         self._lock = threading.Lock()
         self.last: FetchStats | None = None
 

@@ -29,8 +29,8 @@ def layout_of(entries: tuple[TensorEntry, ...]) -> Layout:
 def unsigned(
     tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
 ) -> tuple[TensorEntry, ...]:
-    """Return the entries of tensors, cast to `dtypes`, in the order of the flat buffer and without digests. Raises
-    WeightsFault for a dtype that the manifest does not support."""
+    """Return the entries of tensors after a cast to `dtypes`, in the order of the flat buffer. Digests are empty.
+    Raises WeightsFault for a dtype that the manifest does not support."""
     entries = [
         TensorEntry(name, dtype_name(t.dtype if dtypes is None else dtypes[name]), tuple(t.shape), "")
         for name, t in tensors.items()
@@ -66,7 +66,7 @@ def flattened(
         return TensorEntry(entry.name, entry.dtype, entry.shape, digest.hexdigest())
 
     places = zip(ordered, accumulate(entry.num_bytes for entry in ordered), strict=True)
-    # a mapping that is no dict may read a tensor into memory at each access: only one tensor at a time
+    # a mapping other than a dict may read a tensor into memory at each access, so process one tensor at a time
     threads = None if isinstance(tensors, dict) else 1
     return tuple(in_order(write, places, lambda place: place[0].num_bytes, threads=threads)), file
 

@@ -60,7 +60,7 @@ def bucket_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
         return []
     edges = np.arange(used[0], min(255, used[-1]) + 1)
     first = _bits(n[edges], k[edges])
-    last = _bits(np.full(edges.size, n[-1]), k[-1] - k[edges])  # cost of the changed elements in no bucket
+    last = _bits(np.full(edges.size, n[-1]), k[-1] - k[edges])  # cost of the changed elements outside all buckets
     between = _bits(n[None, edges] - n[edges, None], k[None, edges] - k[edges, None])
     between[np.tril_indices(edges.size)] = np.inf
     none = float(_bits(n[-1:], k[-1:])[0])

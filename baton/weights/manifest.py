@@ -38,7 +38,7 @@ WORD_BYTES: Final = {
 MAX_MANIFEST_BYTES: Final = 64 * 2**20
 MAX_CHUNK_BYTES: Final = 64 * 2**20
 MAX_PART_BYTES: Final = 8 * 2**20
-"""Maximum bytes of a decoded part, which bounds the memory of a fetch in addition to the weights."""
+"""Maximum bytes of a decoded part. This bounds the memory that a fetch needs besides the weights."""
 MAX_TENSORS: Final = 200_000
 MAX_CHUNKS: Final = 2_000_000
 MAX_TOTAL_BYTES: Final = 8 * 2**40
@@ -114,7 +114,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the tensors are an adapter, which engines merge into the model from which the run started."""
     format: int = FORMAT
     expects_whole: bool | msgspec.UnsetType = msgspec.UNSET
-    """True while the whole encoding of a keyframe is still being stored. Another manifest then replaces this one."""
+    """True while the whole encoding of a keyframe is still being stored. A manifest that includes this encoding later
+    replaces this one."""
 
     @property
     def whole(self) -> Encoding | None:
@@ -225,7 +226,7 @@ def _check_tensors(tensors: tuple[TensorEntry, ...]) -> None:
 
 
 def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
-    """Raise WeightsFault unless the parts cover the flat buffer in order, and the chunks exactly the parts."""
+    """Raise WeightsFault unless the parts cover the flat buffer in order, and the chunks contain exactly the parts."""
     _require(len(way.chunks) <= MAX_CHUNKS, f"{len(way.chunks)} chunks")
     for chunk in way.chunks:
         _require(_DIGEST.fullmatch(chunk.digest), f"chunk digest {chunk.digest[:80]!r}")
@@ -241,8 +242,8 @@ def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
         _require(part.word in (1, 2, 4, 8) and part.word <= last_word, f"a part of words of {part.word} bytes")
         is_size = 0 < part.num_bytes <= MAX_PART_BYTES and part.num_bytes % part.word == 0
         _require(is_size, f"a part of {part.num_bytes} bytes")
-        # The encoding of incompressible data is longer than the part, by the lengths of the streams: far less than 2^16
-        # bytes.
+        # An encoding of incompressible data is longer than the part, because it also contains the lengths of the
+        # streams. These take far less than 2^16 bytes.
         _require(0 <= part.size <= MAX_PART_BYTES + 2**16, f"an encoded part of {part.size} bytes")
         _require(way.base is not None or part.coding == "full", f"a part of coding {part.coding!r} without a base")
         last_word = part.word

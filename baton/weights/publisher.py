@@ -4,9 +4,9 @@
                                         ▲                                                        │
                                         └───────── the version becomes the next base ◀───────────┘
 
-A version has a delta to the previously published version, unless there is none or the whole encoding is shorter. Every
-`keyframe_every`-th version also has a whole encoding, for workers that join. An adapter is published whole, because it
-is small.
+A version has a delta to the previously published version, unless it is the first version or its whole encoding is
+shorter. Every `keyframe_every`-th version also has a whole encoding, for workers that join. An adapter is published
+whole, because it is small.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Publisher:
     """Publishes the versions of a run in ascending order."""
 
     def __init__(self, store: Store, settings: WeightsSettings, *, files: VersionFiles | None = None) -> None:
-        """files: keeps the last two versions, which workers on this machine map; the default is unnamed temporary
-        files. The last version is read from its file to encode the next."""
+        """files: stores the last two versions for workers on this machine, which map them. Without it, versions are in
+        unnamed temporary files. The last version is read from its file to encode the next."""
         self._store, self._settings, self._files = store, settings, files
         self._base: _Base | None = None
 
@@ -89,12 +89,12 @@ class Publisher:
         `when_shared`: called with the mapped tensors when the version's file is complete, before the version is encoded
         and stored for other machines. `when_stored`: called once when other machines can fetch the version. A keyframe
         with a delta can be fetched before its whole encoding is stored. `later`: called with a function that stores
-        this whole encoding, once and in any thread, while further versions are published; with None, it is stored
-        before this method returns.
+        this whole encoding. It must be called once, in any thread, and may run while further versions are published.
+        With None, the encoding is stored before this method returns.
 
         Raises WeightsFault if `tensors` do not have the version's digest, or if a different version with the same
-        number is already published. Raises StorageFault when a file cannot be written; the version is then not visible,
-        or visible without its whole encoding, and can be published again.
+        number is already published. Raises StorageFault when a file cannot be written. The version is then invisible,
+        or visible without its whole encoding. It can be published again.
         """
         begin = time.perf_counter()
         entries, file = self._flattened(tensors)

@@ -71,8 +71,8 @@ def _write_gaps(writer: BitWriter, gaps: Ints) -> None:
 
 
 def _best_ks(gaps: Ints, starts: Ints) -> Ints:
-    """Return for each block the k that takes the fewest bits, chosen among an estimate from the block's mean gap and
-    the two values next to the estimate."""
+    """Return for each block the k that takes the fewest bits. Candidates are an estimate from the block's mean gap and
+    the two values next to it."""
     sizes = np.diff(starts, append=gaps.size)
     mean = np.add.reduceat(gaps, starts) / sizes
     guess = np.clip(np.floor(np.log2(np.maximum(mean * 0.69, 1.0))).astype(np.int64), 0, _MAX_K - 1)

@@ -25,8 +25,8 @@ class WeightsSettings(Settings):
     a copy of that version. The model must be dense and not quantised."""
     dtype: PublishDtype = "auto"
     """Dtype of published weights: "float32", "bfloat16", or "auto" for the engine's dtype. Weights are rounded to this
-    dtype once, before their digest is computed. All engines load the rounded weights, also an engine in the trainer's
-    process."""
+    dtype once, before their digest is computed. All engines load the rounded weights, including an engine in the
+    trainer's process."""
     keyframe_every: int = Field(default=10, ge=1)
     """Number of versions from one keyframe to the next. A keyframe is published both as a whole and as a delta. Other
     versions are published as a delta to the previous version, or as a keyframe if a delta would be longer."""
@@ -36,8 +36,8 @@ class WeightsSettings(Settings):
     """Storage of chunks and manifests: a directory, or the URL of a bucket in fsspec's form ("s3://…"). Two runs must
     not use the same storage. The default is the run's directory."""
     files: str | None = None
-    """Existing directory of this machine for the files of versions that processes of this machine map: the last two or
-    three, and those that verification keeps. The default is the run's directory. "/dev/shm" holds them in memory."""
+    """Existing directory for the files of versions, which processes on this machine map: the last two or three
+    versions, and those that verification keeps. The default is the run's directory. "/dev/shm" holds them in memory."""
     keep: int = Field(default=20, ge=1)
     """Number of recent versions that are retained. Older versions are deleted when no worker has or needs them."""
 

@@ -22,7 +22,7 @@ from baton.files import flush_to_disk
 T = TypeVar("T")
 
 CALL_S: Final = 60.0
-"""Timeout of a call to a remote file system in seconds, plus the call's bytes / `SLOWEST_BYTES_PER_S`."""
+"""Timeout of a call to a remote file system in seconds. The call's bytes / `SLOWEST_BYTES_PER_S` are added."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
 """Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32
@@ -180,7 +180,7 @@ class RemoteStorage:
         """Do nothing: each write returned only after the remote side had stored the file."""
 
     def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in a new thread (at most `MAX_CALLS`), which keeps running if the call times out."""
+        """Make a call in one of at most `MAX_CALLS` threads. If the call times out, its thread keeps running."""
         timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
         if not self._free.acquire(timeout=timeout_s):
             raise WeightsFault(f"{self._url}: {what} was not tried: {MAX_CALLS} earlier calls have not returned")

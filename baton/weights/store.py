@@ -43,11 +43,13 @@ class Store:
         self._place: Storage = open_storage(where)
         self._lock = threading.RLock()
         self._unmarked: set[str] = set()
-        """Digests of the chunks stored after the last manifest. `collect` keeps these chunks without a manifest."""
+        """Digests of the chunks stored after the last manifest. `collect` keeps these chunks although no manifest
+        contains them."""
         self._lineage: str | None = None
         """Lineage of the version that was published last."""
         self._manifests: dict[tuple[str, int], Manifest] = {}
-        """Manifests that `collect` has read, cached because they do not change: `expects_whole` is not true."""
+        """Cache of the manifests that `collect` has read. Manifests that `expects_whole` are left out, because they
+        change."""
 
     def put_chunk(self, data: bytes) -> Chunk:
         """Write a chunk unless the store has it already. Raises StorageFault if writing fails."""
@@ -116,7 +118,7 @@ class Store:
         )
 
     def latest(self, lineage: str) -> PolicyVersion | None:
-        """Return a lineage's version of the highest number, with its digest, or None if none is published."""
+        """Return the version of a lineage with the highest number, including its digest; None if none is published."""
         numbers = (version.number for version in reversed(self.versions()) if version.lineage == lineage)
         return next((found.version for number in numbers if (found := self.find(lineage, number)) is not None), None)
 

@@ -1,7 +1,7 @@
 """Files of policy versions on this machine, from which a process maps a version instead of holding it in memory.
 
     FlatFile       one flat buffer, written piece by piece and mapped for reading
-    TensorsOfFile  the tensors of a safetensors file that a publisher on this machine may take over
+    TensorsOfFile  the tensors of a safetensors file that a publisher on this machine may adopt
     VersionFiles   the latest versions as safetensors files, which the run's workers on this machine map too
 
 Mapped pages belong to the system's file cache: the system writes them to the disk and evicts them if memory is short.
@@ -49,7 +49,7 @@ _NAMES: Final = {
 
 
 class TensorsOfFile(dict[str, torch.Tensor]):
-    """The mapped tensors of a safetensors file, which is deleted when this object is."""
+    """The mapped tensors of a safetensors file. The file is deleted together with this object."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(load_file(path))
@@ -65,8 +65,8 @@ def _remove(path: Path) -> None:
 
 
 class FlatFile:
-    """A flat buffer in a file. It is written with `write`, because writing to a mapping of a full disk ends the process
-    with SIGBUS. An unnamed file is deleted when the last reference to `bytes` is dropped."""
+    """A flat buffer in a file. Data is written with `write`: a write to the mapping would end the process with SIGBUS
+    if the disk were full. An unnamed file is deleted when the last reference to `bytes` is dropped."""
 
     def __init__(self, path: Path, num_bytes: int, header: bytes | None = None, *, is_written: bool = False) -> None:
         """Create the file `path` with a header; without a header, an unnamed file in the directory `path`. is_written:

@@ -47,7 +47,7 @@ class Rendezvous:
 
 
 def join_replica(place: Mapping[str, Any], rank: int, world_size: int) -> GlooGroup:
-    """Join a communicator that `Rendezvous.announce` has described, as `rank` ≥ 1. Raises WeightsFault if the sender
+    """Join a communicator as `rank` ≥ 1. place: the result of `Rendezvous.announce`. Raises WeightsFault if the sender
     has closed the communicator, and RuntimeError if the others do not join in time."""
     host, timeout_s = place["host"], place["timeout_s"]
     limit = timedelta(seconds=timeout_s)

@@ -249,7 +249,8 @@ class DirectSync:
         return [] if state is None else [CloseGroup(name, state.generation)]
 
     def _timer(self) -> list[Command]:
-        """Return the command that sets a timer for the earliest deadline, unless it or an earlier one is running."""
+        """Return a timer for the earliest deadline; nothing if a timer for this or an earlier time is already
+        running."""
         deadlines = [state.deadline_s for state in self.replicas.values() if state.deadline_s is not None]
         if not deadlines or (self._timer_s is not None and self._timer_s <= min(deadlines)):
             return []

@@ -1,11 +1,12 @@
-"""Direct transfers from a trainer whose ranks are other processes than the one that controls the replicas.
+"""Direct transfers from a trainer whose ranks run outside the process that controls the replicas.
 
     control process: DirectSender ─▶ RemoteTransport ── connect, send bucket ──▶ rank 0: Outlet ═ tensors ═▶ replica
                         └──────────── calls of the replica's methods ──────────────────────────────────▶ replica
 
 The ranks gather one bucket at a time, so no process holds a whole version. The control process decides everything
-(`protocol.py`), and calls the methods of a replica with the descriptions that rank 0 returns. Rank 0 uses the
-communicators of a trainer in one process: their calls of a replica's methods are recorded and returned (`_Recorder`).
+(`protocol.py`), and calls the methods of a replica with the descriptions that rank 0 returns. Rank 0 uses the same
+communicators as a trainer that is one process. They cannot call the replica from there, so `_Recorder` records these
+calls and rank 0 returns them to the control process.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class RemoteSource(Protocol):
         """Abort a communicator. Idempotent."""
 
     def check(self) -> None:
-        """Raise the error with which the ranks have ended, if they have."""
+        """Raise the ranks' error if the ranks have failed."""
 
 
 class RemoteTensors(Mapping[str, torch.Tensor]):
     """A version whose tensors the ranks of a trainer hold: name → tensor on the meta device."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: tuple[int, ...]) -> None:
-        """bucket_bytes: bytes of each bucket in which the ranks send the version."""
+        """bucket_bytes: size in bytes of each bucket that the ranks send."""
         self._tensors, self.bucket_bytes = dict(tensors), bucket_bytes
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -124,7 +125,7 @@ class RemoteCommunicator:
 
 
 class _Recorder:
-    """The `ReplicaLink` of communicators on rank 0: it records calls, which the control process makes."""
+    """The `ReplicaLink` of communicators on rank 0. It records calls, which the control process then makes."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -134,7 +135,8 @@ class _Recorder:
         self.calls.put(info)
 
     def take(self, future: Future[Any], timeout_s: float) -> dict[str, Any]:
-        """Return the next call, which the work of `future` makes. Raises the error of this work."""
+        """Wait for the next call that the thread of `future` records, and return it. Raises the error of this
+        thread."""
         left_s = time_left(timeout_s)
         while (left := left_s()) > 0:
             try:
@@ -142,7 +144,7 @@ class _Recorder:
             except Empty:
                 if future.done() and (error := future.exception()) is not None:
                     raise WeightsFault(f"rank 0 cannot send weights: {first_line(error)}") from error
-        raise WeightsFault(f"rank 0 described no transfer of weights within {timeout_s:.0f} s")
+        raise WeightsFault(f"rank 0 did not describe a transfer of weights within {timeout_s:.0f} s")
 
 
 class Outlet:

@@ -34,8 +34,8 @@ NUM_CHANGED: Final = "num_updates_list"
 ABORT: Final = "abort"
 """Key of an update that ends an unfinished transfer."""
 PIECE_WORDS = 2**15
-"""Number of words whose checksum a CPU computes in one operation. Above 2^15 elements, torch divides it among its
-threads, whose synchronisation takes longer on a busy machine."""
+"""Number of words whose checksum a CPU computes in one operation. Torch divides larger operations among its threads,
+and their synchronisation takes longer on a busy machine."""
 _ODD: Final = 0x9E3779B97F4A7C15 - 2**64
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,8 +43,9 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a tensor's words and their order: an int64 scalar on the tensor's device.
 
-    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. The checksum always changes if one word changes, or if two
-    different words of at most 4 bytes are exchanged that are less than 2^31 words apart.
+    It is Σ word_i · (2i + 1) · c modulo 2^64 with an odd c. The checksum always changes if one word changes. It also
+    changes if two different words are exchanged, if words have at most 4 bytes and the two are less than 2^31 words
+    apart.
     """
     words, size = _words(tensor), _piece_words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -77,7 +78,7 @@ def _piece_words(tensor: torch.Tensor) -> int:
 def patch_checksum(indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
     """Return the checksum of a tensor of `numel` elements that has `values` at `indices` (int64) and is NaN elsewhere.
 
-    Only the given elements are read, because Σ (2i + 1) over all i < n is n².
+    It reads only the given elements: all other words are equal, and Σ (2i + 1) over all i < n is n².
     """
     nan = int(_words(torch.full((1,), math.nan, dtype=values.dtype)))
     all_nan = (nan * numel**2 * _ODD + 2**63) % 2**64 - 2**63
@@ -94,7 +95,7 @@ class Bucket:
     info: Mapping[str, Any]
     """Description: plain values, with the names that vLLM's transfer engines use."""
     remote_bytes: int = 0
-    """Bytes of the tensors of a bucket that another process holds; `tensors` is then empty."""
+    """Size in bytes if another process holds the bucket's tensors; `tensors` is then empty."""
 
     @property
     def num_bytes(self) -> int:
@@ -134,7 +135,7 @@ class OutgoingVersion:
         return self._difference if self._difference and base == self._base else self._whole
 
     def without_difference(self) -> OutgoingVersion:
-        """Return the same version without the memory of its difference, as the base of the next version."""
+        """Return this version as the base of the next version. It does not hold its own difference, to free memory."""
         return OutgoingVersion(self.tensors, self.version, bucket_bytes=self._bucket_bytes)
 
     @cached_property
@@ -183,7 +184,7 @@ class OutgoingVersion:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is sent of a tensor."""
+    """The data that is sent for one tensor."""
 
     name: str
     sent: tuple[torch.Tensor, ...]
@@ -262,8 +263,8 @@ class IncomingVersion:
         self._next = self._holds = None
 
     def expect(self, names: Sequence[str], bucket: Mapping[str, Any]) -> None:
-        """Start a bucket. Raises WeightsFault unless it is the next bucket, of a whole version or of a difference from
-        the version that the replica held."""
+        """Start a bucket. Raises WeightsFault unless it is the next one, and belongs to a whole version or to a
+        difference from the version that the replica held."""
         index, count, sums = bucket["index"], bucket["count"], bucket["checksums"]
         if self._next is None:
             raise self._fault(f"got bucket {index}, but no transfer is running")

@@ -65,7 +65,8 @@ class VersionSource:
 
 @dataclass(frozen=True, slots=True)
 class StreamClient:
-    """The client of vLLM's trainer engines. Start and end of an update do nothing: `DirectSync` decides them."""
+    """The client of vLLM's trainer engines. Its methods that start and end an update do nothing, because `DirectSync`
+    decides when updates start and end."""
 
     link: ReplicaLink
     source: VersionSource
