@@ -4,8 +4,8 @@ A machine of the plan is matched with the machine of the same name in the cluste
 and enough GPUs. Otherwise it is matched with any free machine that has the GPU type and enough GPUs. Each process gets
 one bundle of resources:
 
-    trainer    one rank per GPU, stage by stage (the parts of a mixed stage are one stage), tensor-parallel ranks side
-               by side; on machines of type CPU, one rank per stage and machine with one thread per core
+    trainer    one rank per GPU, stage by stage (the parts of a mixed stage are one stage); tensor-parallel ranks are
+               adjacent; on machines of type CPU, one rank per stage and machine with one thread per core
     workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
     rewards    one process of the reward model per GPU of the reward stage; on machines of type CPU, one per machine
 """
@@ -85,8 +85,8 @@ class Placement(msgspec.Struct, frozen=True):
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
     """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. All stages are
-    rotated by the same number of ranks, so that ranks keep the neighbours that they have in the plan. first_worker:
+    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. For this, the
+    ranks of every stage are rotated by the same number, so ranks keep their neighbours in other stages. first_worker:
     number in the name of the first worker. It must be larger than all numbers used before, because worker names are not
     reused.
     """
@@ -116,7 +116,7 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
 
 
 def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequence[float]) -> tuple[str, ...]:
-    """Return the keys that the plan determines. `planned_speeds`: speed of each rank of a mixed stage."""
+    """Return overrides for the keys that the plan determines. `planned_speeds`: speed of each rank of a mixed stage."""
     stages = plan.training.stages[:1] if plan.training.is_mixed else plan.training.stages
     layers = [last - first for first, last in (stage.layers for stage in stages)]
     on_cpu = all(stage.gpu == CPU for stage in stages)
@@ -138,9 +138,9 @@ def _overrides(plan: Plan, ranks: Sequence[ProcessSpec], planned_speeds: Sequenc
 
 
 def _speeds(threads: Sequence[float], num_stages: int) -> list[float]:
-    """Return the speeds of the ranks of a stage relative to their mean. `threads`: their numbers of threads, or other
-    speeds. Ranks with the same index in their stages train the same rows, so the slowest of them, relative to its
-    stage, determines their speed."""
+    """Return the speeds of the ranks of a stage relative to their mean. `threads`: number of threads, or another
+    measure of speed, of each rank of all stages. Ranks with the same index in their stages train the same rows. Of
+    their relative speeds, the lowest is returned."""
     size = len(threads) // num_stages
     of_stages = [threads[first : first + size] for first in range(0, len(threads), size)]
     return [round(min(own[rank] * size / sum(own) for own in of_stages), 4) for rank in range(size)]
@@ -190,7 +190,7 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
         chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
         found[free.pop(chosen.name).id] = name
     taken = set(found.values())
-    # a machine whose name in the plan was given to another machine gets a name with its id
+    # if the plan uses the name of a free machine for another machine, the free machine gets a name with its id
     for machine in free.values():
         found[machine.id] = machine.name if machine.name not in taken else f"{machine.name}-{machine.id[:8]}"
     return found
@@ -292,9 +292,9 @@ def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec]) -> Non
 
 
 def servers_of(engine: EngineSettings, plan: Plan, infos: Sequence[ServerInfo | str]) -> dict[tuple[str, ...], str]:
-    """Return the GPUs of each replica → URL of its SGLang server. infos: what the server at each URL reports, or why it
-    did not answer. Raises UserError if the plan has another number of replicas, or if a server does not answer or has
-    another shape than its replica."""
+    """Map the GPUs of each replica to the URL of its SGLang server. infos: for each URL, the report of the server, or
+    why it did not answer. Raises UserError if there are not as many URLs as replicas, if a server does not answer, or
+    if its shape differs from that of its replica."""
     urls, key = engine.sglang.urls, "engine.sglang.urls"
     if len(urls) != len(plan.replicas) or len(set(urls)) < len(urls):
         raise UserError(

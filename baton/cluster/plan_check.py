@@ -11,7 +11,7 @@ from baton.specs.model import read_model
 from baton.specs.plan import Plan, PlannedWork
 
 TOLERANCE = 0.15
-"""A plan is still used if a count or a length in the recipe differs from the plan's by at most this fraction."""
+"""Maximum relative difference between a count or length in the recipe and in the plan."""
 
 
 def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def _reward_differences(plan: Plan, recipe: Recipe) -> list[tuple[str, object, o
 
 
 def check_reward_places(plan: Plan, recipe: Recipe, file: Path) -> None:
-    """Raise UserError if the reward models of the recipe cannot run where the plan has GPUs for a reward model."""
+    """Raise UserError if the recipe's reward models do not match the plan's GPUs for a reward model."""
     models = [each for each in recipe.reward if each.kind == "model"]
     on_plan = [each for each in models if not each.devices]
     if plan.reward is None and on_plan:

@@ -64,8 +64,8 @@ class Replanner:
         return () if self._base is None else tuple(self._base.gpu)
 
     def replan_workers(self, machines: Sequence[Machine], names: Mapping[str, str]) -> ReplanResult:
-        """Make a plan that keeps the trainer on its GPUs. names: machine id → name in the plan. If there is no such
-        plan, the result says that the current workers continue; no error is raised."""
+        """Make a plan that keeps the trainer on its GPUs. names: machine id → name in the plan. If no such plan exists,
+        the result keeps the current workers; no error is raised."""
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the current workers continue")
         if self.servers:

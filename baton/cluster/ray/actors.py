@@ -157,7 +157,7 @@ class RankActor:
 
 
 class RewardActor:
-    """An actor that holds a reward model. Its methods run in one event loop, which a batch blocks."""
+    """An actor that holds a reward model. Its methods run in one event loop, and scoring a batch blocks this loop."""
 
     def __init__(self, directory: str, gpu: int) -> None:
         """directory: the controller's working directory, for a model with a relative path. gpu: index of its GPU among

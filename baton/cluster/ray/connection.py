@@ -25,7 +25,8 @@ _ADDRESS: Final = re.compile(r"auto|[A-Za-z0-9_.\-\[\]:]+:[0-9]{1,5}")
 NODE_LABEL: Final = "ray.io/node-id"
 NAMESPACE: Final = "baton"
 GET_S: Final = 60.0
-"""Maximum seconds to fetch a result that is ready. Its machine may have failed in the meantime."""
+"""Maximum seconds to fetch a result that Ray reports as ready. The machine with the result may have failed since
+then."""
 
 
 class RayCluster:
@@ -106,8 +107,8 @@ class RayCluster:
         remove_placement_group(group)
 
     def options(self, group: Any, index: int, resources: Mapping[str, float], threads: int) -> dict[str, Any]:
-        """Return the options of an actor in a bundle of a placement group. An actor that requests no `GPU` still sees
-        the machine's GPUs, because it may have requested a GPU by another resource."""
+        """Return the options of an actor in a bundle of a placement group. An actor that does not request the resource
+        `GPU` sees all GPUs of its machine, because it may use a GPU under another resource name."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         rest = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}

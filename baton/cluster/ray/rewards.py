@@ -1,7 +1,7 @@
 """Starts the reward model of a plan: one actor on each GPU of the reward stage.
 
-The scoring thread of the run starts an actor (`launch`), sends it calls, and starts it again if it ends or hangs, as it
-does with processes of this machine (`baton/rewards/pool.py`). The resources stay reserved between two actors.
+The run's scoring thread starts an actor (`launch`), sends calls to it, and restarts it if it ends or hangs. It handles
+local processes in the same way (`baton/rewards/pool.py`). The resources stay reserved during a restart.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RayRewards:
         actor_class = self._cluster.ray.remote(RewardActor).options(
             **self._cluster.options(group, 0, spec.resources, spec.threads)
         )
-        # Ray shows an actor only the GPU that it was granted, but all GPUs if it requested them by another resource
+        # an actor that requested the resource GPU sees only its own GPU; with another resource name, it sees all
         gpu = 0 if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
         actor = actor_class.remote(str(Path.cwd()), gpu)
         try:

@@ -39,7 +39,7 @@ MAX_RESTARTS = 3
 SERVER_ANSWER_S = 30.0
 """Maximum seconds for an SGLang server to answer before the run starts."""
 NOTICE_S = 60.0
-"""Maximum seconds for Ray to detect the loss of a machine after a rank on this machine was lost."""
+"""After a rank is lost: maximum seconds to wait until Ray reports that its machine is lost, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class _RayAttempts:
 
     def _replan(self, lost: RankLost) -> None:
         """If the cluster has lost a machine of the plan, make a plan for the remaining machines. If there is no such
-        plan, continue with the current plan without the lost workers. Raises RankLost if the trainer used a lost
-        machine, or no worker is left, so that this is not possible either."""
+        plan, continue with the current plan without the lost workers. Raises RankLost if the current plan cannot
+        continue either: the trainer used a lost machine, or no worker is left."""
         remaining = self._machines(self.names)
         missing = machines_of(self.planner.plan) - {machine.name for machine in remaining}
         if not missing:
@@ -200,7 +200,8 @@ class _RayAttempts:
     def _servers(
         self, engine: EngineSettings, placement: Placement, machines: dict[str, Machine]
     ) -> dict[tuple[str, ...], str]:
-        """Return the GPUs of each replica → URL of its SGLang server, which must answer."""
+        """Map the GPUs of each replica to the URL of its SGLang server. Raises UserError if a server does not
+        answer."""
         from baton.rollout.engines.sglang.engine import api_key
         from baton.rollout.engines.sglang.servers import ask_servers
 
