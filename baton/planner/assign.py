@@ -29,7 +29,7 @@ class _Request(msgspec.Struct, frozen=True):
     count: int
     is_training: bool
     index: int
-    """Index of the pool's stage, or of the replica's column."""
+    """Index of the stage within its pool, or of the replica's column."""
 
 
 def pipeline_order(pools: Pools, stages: Sequence[int]) -> list[int]:
@@ -47,9 +47,9 @@ def seat(
 ) -> GpuAssignment:
     """Assign GPUs to every training group and replica; if `row` is None, only to replicas.
 
-    Large groups are placed first, so that all groups fit. A stage is placed on few nodes, if possible on one; replicas
-    on nodes with few free GPUs. `prefer` maps GPUs to their current roles (`train` or `rollout`), which they keep if
-    possible.
+    Large groups are placed first, so that all groups fit. Each stage is placed on as few nodes as possible, and
+    replicas on nodes with few free GPUs. `prefer` maps GPUs to their current roles (`train` or `rollout`), which they
+    keep if possible.
     """
     table, pools = problem.table, problem.pools
     staged: dict[tuple[int, int], list[tuple[str, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Lower bounds of the step time, cheap enough to order and discard hundreds of thousands of candidates.
+"""Lower bounds of the step time. They are cheap enough to sort hundreds of thousands of candidates and to discard some.
 
 Allowing fractional replicas can only improve the optimum. A pool of n GPUs therefore generates at most n · φ(T) tokens
 in time T, where φ(T) is the largest number of tokens per GPU that any shape generates in T. The staleness bound limits
@@ -17,7 +17,7 @@ from baton.planner.problem import AssignmentProblem, Floats
 GRID = 1500
 """Number of times at which φ is tabulated. φ is convex, so linear interpolation lies above φ and the bound holds."""
 PRICES = 7
-"""Number of prices λ that are tried, including 0."""
+"""Number of prices λ to try, including 0."""
 DUALS = 201
 """Number of weights w that `division_bound_s` tries."""
 

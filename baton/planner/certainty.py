@@ -1,9 +1,9 @@
 """How certain a plan is: its throughput over the ranges of the calibration, and the parameter that decides which GPU
 types train.
 
-In the cost model, a higher efficiency or a lower overhead makes no time longer. The worst case of every plan is
-therefore the calibration with the worst ends of all ranges. The plan that is best with
-this calibration has the highest throughput in the worst case.
+In the cost model, a lower efficiency or a higher overhead never makes a time shorter. The worst case of every plan is
+therefore the calibration with the worst end of every range. The best plan under this calibration has the highest
+worst-case throughput.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORST: Pick = attrgetter("worst")
 VALUE: Pick = attrgetter("value")
 BEST: Pick = attrgetter("best")
 HALVINGS = 5
-"""Number of bisection steps for the value at which other GPU types train. Each step makes a plan."""
+"""Number of bisection steps to find the value at which other GPU types train. Each step makes a plan."""
 
 
 class TrainerChange(msgspec.Struct, frozen=True):
@@ -60,8 +60,8 @@ class Certainty(msgspec.Struct, frozen=True):
     calibrated values, the best ends of all ranges."""
     trains: tuple[str, ...]
     change: TrainerChange | None
-    """Of the parameters that make other GPU types train, the one that must change by the smallest factor. None if no
-    change of a single parameter within its range makes other GPU types train."""
+    """Among the parameters whose change makes other GPU types train, the one that needs the smallest factor. None if no
+    single parameter does so within its range."""
     tried: int
     """Number of parameters that were moved to the ends of their ranges. The time limit can end the search early."""
     num_parameters: int
@@ -76,7 +76,7 @@ def certainty(
     time_limit_s: float,
     clock: Clock = time.monotonic,
 ) -> Certainty:
-    """Return how certain a plan is. `is_robust`: whether `inputs` has the worst ends of the ranges."""
+    """Return how certain a plan is. `is_robust`: whether `inputs` uses the worst ends of the ranges."""
     end_s = clock() + time_limit_s
     unchanged_s = step_s(inputs, plan, inputs.efficiencies)
     worst, value, best = (
@@ -147,8 +147,8 @@ def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
 def _nearest(
     inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, is_late: Callable[[], bool]
 ) -> tuple[TrainerChange | None, int]:
-    """Return the parameter that must change by the smallest factor to make other GPU types train in the best plan, and
-    the number of parameters that were tried."""
+    """Return the parameter that needs the smallest factor to make other GPU types train in the best plan, and the
+    number of parameters that were tried."""
     if len(inputs.cluster.gpu_types) == 1:
         return None, len(parameters)
     best: tuple[float, TrainerChange] | None = None
@@ -159,7 +159,7 @@ def _nearest(
     def at(parameter: Parameter, value: float) -> tuple[str, ...]:
         return found_with(calibration.at(lambda each: value if each is parameter else base(each)))
 
-    # the given plan may have other trainers, because it has few moves (`replan`) or is from a longer search
+    # the given plan may train on other types: `replan` limits its moves, or its search took longer
     now = found_with(inputs.efficiencies)
     for tried, parameter in enumerate(parameters):
         if is_late():

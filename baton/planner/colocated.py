@@ -29,7 +29,7 @@ NOT_CARRIED_OUT = (
     '"colocated", colocates on one device'
 )
 MOST_ROWS = 20
-"""Number of training shapes tried, fastest first. A slower shape can leave more memory for engines."""
+"""Number of training shapes to try, fastest first. A slower shape may leave more memory for engines."""
 
 
 def make_colocated_plan(inputs: Inputs) -> Plan:

@@ -1,11 +1,11 @@
-"""Searches pipelines that span GPU types if there are too many such pipelines to enumerate.
+"""Searches the pipelines that span GPU types when there are too many of them to enumerate.
 
 A candidate is a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
 fixed step time T, the pools of a candidate are independent: each pool needs a minimum number of GPUs for its stages to
-be fast enough. The remaining GPUs must generate a step's tokens in T. A candidate is excluded if a bound shows that
-this is impossible. If every candidate is excluded, T is a lower bound on the step time of pipelines that span GPU
-types. The candidates that remain at a T below the best step time may contain a better plan. The required numbers of
-GPUs are never overestimated, so the bound is valid.
+be fast enough. The remaining GPUs must generate a step's tokens in T. A bound excludes candidates whose remaining GPUs
+cannot do this. If it excludes all candidates, T is a lower bound on the step time of pipelines that span GPU types. If
+T is below the best step time so far, the candidates that remain may contain a better plan. The required numbers of GPUs
+are never overestimated, so the bound is valid.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Bools = NDArray[np.bool_]
 ROUNDS = 12
 """Maximum number of bisection steps on the step time."""
 TARGET_GAP = 0.002
-"""The search ends when the gap between the best plan and the bound is below this value."""
+"""The search ends when the relative gap between the best plan and the bound is below this value."""
 MOST_CANDIDATES = 40_000
-"""Maximum number of candidates that a round turns into training shapes."""
+"""Maximum number of candidates to turn into training shapes in one bisection step."""
 MOST_SPLITS = 4000
 """Maximum number of splits of the layers per set of pools. If there are more splits, similar splits are merged."""
 SPARE = (0, 1, 2)
-"""Numbers of additional tensor-parallel groups per pool to try when a candidate becomes training shapes."""
+"""When a candidate is turned into training shapes: numbers of additional tensor-parallel groups per pool to try."""
 PASSES = 4
-"""Number of passes that increase the required numbers of tensor-parallel groups. Several passes are made because the
-numbers depend on each other. With fewer passes, the bound is valid but weaker."""
+"""Number of passes that increase the required numbers of tensor-parallel groups, which depend on each other. Fewer
+passes give a bound that is valid but weaker."""
 
 
 class _Family(msgspec.Struct, frozen=True):
@@ -59,7 +59,8 @@ class _Family(msgspec.Struct, frozen=True):
     stages: list[Ints]
     tp: list[Ints]
     layers: list[Floats]
-    """Layers of the fullest stage of each pool. On the last pool, the output head counts as layers."""
+    """Layers of the stage with the most layers, per pool. On the last pool, the output head counts as `head_layers`
+    layers."""
     split: list[Ints]
     """Layers of each pool, over all its stages."""
     most: list[Ints]
@@ -91,7 +92,7 @@ def improve(
             continue
         found = _realise(inputs, problem, families, passing, solved_s, time_limit_s / 4)
         if found is None:
-            high = middle  # this time is neither reached nor excluded, so only a shorter time can raise the bound
+            high = middle  # no plan has this time and no bound excludes it, so only a shorter time can raise the bound
             continue
         problem, best = found
         solved_s = best.step_s
@@ -100,7 +101,7 @@ def improve(
 
 
 def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> float:
-    """Return a lower bound on the step time of pipelines on a single pool; the table has all of them."""
+    """Return a lower bound on the step time of pipelines on a single pool, all of which are in the table."""
     alone = (problem.table.stages > 0).sum(axis=1) == 1
     if not alone.any():
         return np.inf
@@ -174,11 +175,10 @@ def _splits(num_layers: int, parts: int) -> Ints:
 def _passing(
     inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, family: _Family, step_s: float
 ) -> tuple[Ints, list[Ints]]:
-    """Return the candidates (rows) that are possible within `step_s`, and the number of groups (dp) that each pool
-    needs.
+    """Return the candidates (rows) that may reach `step_s`, and the number of groups (dp) that each pool then needs.
 
-    The first pass uses the shortest publication time of each row. The remaining rows are tested once per pool: with the
-    publication time to this pool, and with engines only on the pools to which weights can be published in this time.
+    The first pass uses the shortest publication time of each row. The remaining rows are then tested once per pool,
+    with the publication time to this pool. In this test, engines run only on the pools that weights reach in this time.
     """
     sync_s = _sync_s(inputs, problem, family)
     rows: Ints = np.arange(len(sync_s), dtype=np.int64)
@@ -202,7 +202,8 @@ def _passing(
 
 
 def _sync_s(inputs: Inputs, problem: AssignmentProblem, family: _Family) -> Floats:
-    """Return publication times [candidates, pools]. A pool's share of the layers stands for its share of weights."""
+    """Return publication times [candidates, pools]. A pool's share of the layers approximates its share of the
+    weights."""
     pools = problem.pools
     shares = np.zeros((len(family.split[0]), len(pools.pools)))
     for place, k in enumerate(family.order):
@@ -246,8 +247,8 @@ def _generating(
     left_s: Floats,
     reached: Bools | None,
 ) -> tuple[Ints, list[Floats]]:
-    """Return the rows whose remaining GPUs can generate a step's tokens within `left_s` [candidates]. With
-    `reached`, only the marked pools generate."""
+    """Return the rows whose remaining GPUs can generate a step's tokens within `left_s` [candidates]. If `reached` is
+    given, only the pools that it marks generate."""
     if not len(rows):
         return rows, groups
     pools, step = problem.pools.pools, problem.step
@@ -267,7 +268,8 @@ def _generating(
 def _least_groups(
     problem: AssignmentProblem, family: _Family, place: int, alive: Ints, pace: Floats, groups: Floats
 ) -> Floats:
-    """Return the smallest dp with which no stage of a pool takes longer than `pace`. `groups`: a lower bound."""
+    """Return the smallest dp with which each stage of a pool takes at most `pace`. `groups`: a lower bound of the
+    result."""
     pool = problem.pools.pools[family.order[place]]
     rate = stage_link(problem.pools, family.order, place, family.stages[place][alive])
     node, tp = max(pool.sizes), family.tp[place][alive]
@@ -283,7 +285,7 @@ def _least_groups(
             return np.where(left > 0, np.ceil(work_s / np.maximum(left, 1e-300) * (1 - 1e-9)), np.inf)
 
     need = np.maximum(groups, asked(np.full(len(alive), float(len(pool.sizes)))))
-    for _ in range(PASSES):  # each pass adds groups on the same nodes, or one node
+    for _ in range(PASSES):  # each pass adds either groups on the same nodes or one node
         nodes = np.maximum(1.0, np.ceil(tp * np.minimum(need, 1e9) / node))
         need = np.maximum(need, np.minimum(asked(nodes), nodes * node // tp + 1))
     return need
@@ -309,7 +311,8 @@ def _tail_s(
 
 
 def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints) -> Bools:
-    """Return whether the layers fit at the largest dp. Vocabulary parameters count only on one-stage pools."""
+    """Return whether the layers fit into memory at the largest dp. Vocabulary parameters count only on one-stage
+    pools."""
     fits = np.ones(len(alive), dtype=bool)
     depth = np.sum([stage[alive] for stage in family.stages], axis=0)
     widest = np.max([most[alive] for most in family.most], axis=0)
@@ -338,7 +341,7 @@ def _realise(
     ceiling_s: float,
     time_limit_s: float,
 ) -> tuple[AssignmentProblem, Solution] | None:
-    """Turn the remaining rows into training shapes, also with `SPARE` groups, and solve with these shapes."""
+    """Turn the remaining rows into training shapes, with `SPARE` additional groups, and solve with these shapes."""
     share = MOST_CANDIDATES // max(1, sum(1 for rows, _ in passing if len(rows)))
     tables = []
     for family, (rows, groups) in zip(families, passing, strict=True):

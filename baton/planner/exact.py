@@ -1,10 +1,10 @@
 """Phase 2, `exact`: best-first search over training shapes, each with its best rollout. It proves that the plan is
 optimal, or reports a gap.
 
-The GPUs that a training shape leaves free give a lower bound on the step time. Shapes are visited in ascending order of
-this bound, and an integer program decides whether a shape gives a better plan than the best plan so far. The search
-ends when the next bound is not below the best step time. With many GPUs of many types, not all shapes are enumerated;
-`division_bound_s` gives a bound for the others.
+For each training shape, the GPUs that it leaves free give a lower bound on the step time. Shapes are visited in
+ascending order of this bound. An integer program decides whether a shape gives a better plan than the best so far. The
+search ends when the next bound is not below the best step time. With many GPUs of many types, not all shapes are
+enumerated; `division_bound_s` gives a bound for the others.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -
 
 
 class _Entries(msgspec.Struct, frozen=True):
-    """Candidates. Each candidate is a training shape and a maximum publication time: engines run only on the pools to
-    which weights can be published in that time."""
+    """Candidates. Each is a training shape with a maximum publication time: engines run only on the pools that weights
+    reach in that time."""
 
     rows: Ints
     sync_s: Floats
@@ -53,11 +53,11 @@ def solve_exact(
     ceiling_s: float = np.inf,
     bound: RolloutBound | None = None,
 ) -> tuple[Solution | None, float]:
-    """Return the fastest division found, or None if none is faster than `ceiling_s`, and a lower bound on the step time
-    of all divisions, at most `ceiling_s`.
+    """Return (division, bound): the fastest division found, or None if none is faster than `ceiling_s`; and a lower
+    bound on the step time of all divisions, at most `ceiling_s`.
 
-    `time_limit_s`: after it, the search stops if it has found a division or `ceiling_s` is finite. `bound`: if given,
-    the bound of this problem or of one that differs only in its training shapes.
+    `time_limit_s`: after this time, the search stops as soon as it has found a division, or at once if `ceiling_s` is
+    finite. `bound`: the rollout bound of this problem, or of one that differs only in its training shapes.
     """
     left_s = time_left(time_limit_s)
     bound = bound or RolloutBound(problem)
@@ -70,7 +70,7 @@ def solve_exact(
         if lower >= step_s * (1 - CLOSE):
             least_s = min(least_s, lower)
             break
-        if step_s < np.inf and left_s() < 0:  # the caller has a plan of `ceiling_s`, or this search has found one
+        if step_s < np.inf and left_s() < 0:  # a plan with step time `step_s` exists
             least_s = min(least_s, lower)
             break
         found, missed_s = _try(problem, program, entries, int(place), step_s)

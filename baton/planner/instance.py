@@ -49,7 +49,7 @@ class Inputs(msgspec.Struct, frozen=True):
 def make_problem(inputs: Inputs, view: View | None = None) -> AssignmentProblem:
     """Return the planner's problem for the cluster.
 
-    `view` determines how nodes form pools (`make_pools`). By default it is `alike` if all nodes of each GPU type are
+    `view` determines how nodes form pools (`make_pools`). The default is `alike` if all nodes of each GPU type are
     alike, otherwise `pessimistic`. Raises UserError with the bytes needed if no shape fits.
     """
     view = view or ("alike" if are_alike(inputs.cluster) else "pessimistic")
@@ -119,7 +119,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         ReplicaShape(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
         for index, pool in enumerate(pools.pools)
     )
-    # a rate table divides the layers by speed, but Baton's trainer needs equally many ranks on every stage
+    # with measured rates, layers are divided by speed, but Baton's trainer needs equally many ranks on every stage
     crosses = inputs.cross_types and work.trainer == "idealised"
     table = _rate_table(pools, train, work.trained_tokens, crosses)
     cross = rates.sync_s if rates.cross_sync_s is None else rates.cross_sync_s

@@ -1,7 +1,7 @@
 """Plans on machines of one GPU type that have different links.
 
-The search over pools assumes one bandwidth for all links of a kind. This module then exchanges machines, so that the
-links that the plan uses are fast, and computes the plan's times with the slowest of these links. A plan uses these
+The search over pools assumes one bandwidth for all links of a kind. After the search, this module exchanges machines to
+give the plan fast links. It then computes the plan's times with the slowest link that the plan uses. A plan uses these
 links between machines:
 
     ring        between neighbouring machines of a stage, which gather layers and reduce gradients around a ring in the
@@ -24,18 +24,18 @@ from baton.planner.problem import Floats, Ints
 from baton.specs.cluster import Cluster
 
 Part = tuple[int, tuple[str, ...]]
-"""Pool, and names of GPUs: of a stage in the order of its ranks, of a part of a mixed stage, or of a replica."""
+"""Pool, and names of the GPUs of a stage (in the order of its ranks), of a part of a mixed stage, or of a replica."""
 
 POWER = 16
-"""Power of 1 / bandwidth in the sum that the exchange of machines minimises. A high power makes the slowest link
+"""The exchange of machines minimises a sum of 1 / bandwidth to this power. A high power makes the slowest link
 dominate."""
 EMPHASES = ((1.0, 1.0), (1.0, 1e-4), (1e-4, 1.0))
-"""Pairs of cost weights for links of a ring and links between stages. The search tries each pair, because it does not
-know which kind of link limits the step."""
+"""Pairs of cost weights for links of a ring and links between stages. The search tries every pair, because the kind of
+link that limits the step is not known."""
 SLOWEST = 8
-"""Number of machines with the slowest links whose exchange is tried before the search ends."""
+"""Each step tries to exchange this number of machines: those with the slowest links."""
 MOST_SWAPS = 20_000
-"""Maximum number of exchanges of two machines that are evaluated for one emphasis."""
+"""Maximum number of exchanges of two machines to evaluate for each pair of `EMPHASES`."""
 
 
 class _UsedLinks(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ def parts_of(seats: GpuAssignment, pools_of_columns: Sequence[int]) -> tuple[lis
 def used_pools(
     cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part], *, is_mixed: bool = False
 ) -> Pools:
-    """Return all pools, with link rates replaced by those of the slowest links that these stages and replicas use.
+    """Return all pools, with the bandwidth of the slowest links that these stages and replicas use.
     `is_mixed`: whether the stages are the parts of one stage."""
     used = _used(cluster, stages, replicas, is_mixed=is_mixed)
     rates = _rates(cluster)
@@ -93,8 +93,8 @@ def used_pools(
 
 
 def faster_seats(cluster: Cluster, pools: Pools, seats: GpuAssignment, columns: Sequence[int]) -> list[GpuAssignment]:
-    """Return one assignment for each of `EMPHASES`: machines of a pool with equally many GPUs are exchanged, so that
-    the used links are fast. `columns`: the pool of each column of the problem."""
+    """Return one assignment for each of `EMPHASES`. To use fast links, it exchanges machines of a pool that have
+    equally many GPUs. `columns`: the pool of each column of the problem."""
     used = _used(cluster, *parts_of(seats, columns), is_mixed=seats.is_mixed)
     names = [node.name for node in cluster.nodes]
     found = []
@@ -153,8 +153,8 @@ def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part], *,
 def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple[float, float]) -> list[int]:
     """Return, for each machine of the assignment, the machine that takes its place.
 
-    Each step takes the machine with the slowest links and exchanges it with the machine of its pool and size that
-    reduces the cost most. The search ends when no exchange of one of the slowest machines reduces the cost.
+    Each step exchanges the machine with the slowest links for another machine of the same pool and size, the one that
+    reduces the cost most. The search ends when no exchange of one of the `SLOWEST` machines reduces the cost.
     """
     slowness: NDArray[np.float64] = _slowness(cluster, pools)
     links = np.concatenate([used.ring, used.boundary])
@@ -196,7 +196,8 @@ def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple
 
 
 def _slowness(cluster: Cluster, pools: Pools) -> Floats:
-    """Return (fastest link between their pools / their link) ** POWER of each two machines, [machines, machines]."""
+    """Return, for each pair of machines, (fastest link between their pools / their link) ** POWER, [machines,
+    machines]."""
     rates = _rates(cluster)
     fastest = np.ones_like(rates)
     for mine in pools.pools:

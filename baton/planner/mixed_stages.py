@@ -1,9 +1,10 @@
 """Searches mixed stages: one stage whose data-parallel ranks are on two GPU types, with rows in proportion to speed.
 
-There are too many pairs of numbers of GPUs to compute the times of all, so this search comes after that of the other
-shapes. A pair is computed only if two conditions allow a shorter step than the best so far: the stage's GPUs can train
-a batch in this time, without any communication; and the other GPUs can generate a batch in this time, with fractional
-replicas. Both are linear in the two numbers. No pair that could be better is skipped, so the bound stays valid.
+A mixed stage is a pair of GPU counts, one for each type. There are too many pairs to compute the times of all. This
+search therefore runs after the search over other shapes, and computes a pair only if two conditions hold for the best
+step time so far: the stage's GPUs could train a batch in this time without communication, and the other GPUs could
+generate a batch in this time with fractional replicas. Both conditions are linear in the two counts. They hold for
+every better pair, so the bound stays valid.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def with_mixed_stages(
 def _pairs(
     inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, ceiling_s: float
 ) -> Iterator[tuple[list[int], Ints, Ints]]:
-    """Yield two pools, in the order of a pipeline, and the numbers of ranks on them that may give a step shorter than
-    `ceiling_s`."""
+    """Yield (two pools in the order of a pipeline, numbers of ranks on the first, numbers of ranks on the second) for
+    the stages that may make a step shorter than `ceiling_s`."""
     pools, step = problem.pools.pools, problem.step
     orders = mixed_pools(inputs, problem.pools)
     if not orders:

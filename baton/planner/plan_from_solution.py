@@ -25,8 +25,8 @@ from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica,
 def describe(
     inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: dict[str, str] | None = None
 ) -> Plan:
-    """Return the plan of a solution. If machines of one GPU type have different links, the plan has the times of the
-    links that it uses, and without `prefer` machines are exchanged for faster links."""
+    """Return the plan of a solution. If machines of one GPU type have different links, the plan's times are those of
+    the links that it uses. In this case, if `prefer` is None, machines are exchanged for machines with faster links."""
     seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
     if problem.pools.view == "alike" or inputs.rates is not None:
         return describe_seated(inputs, problem, solution, method, seats, seats)
@@ -43,7 +43,7 @@ def describe(
 def _on_pools(
     inputs: Inputs, problem: AssignmentProblem, solution: Solution, pools: Pools
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the problem with only the solution's training shape, on pools with other links, and the solution in this
+    """Return a problem on pools with other links that has only the solution's training shape, and the solution in this
     problem."""
     table, model, work = problem.table, inputs.model, inputs.work
     order = pipeline_order(pools, table.stages[solution.row].tolist())
@@ -74,7 +74,7 @@ def describe_seated(
     """Return the plan of a solution with given GPUs for trainer and replicas."""
     training = describe_training(inputs, problem, solution.row, training_seats)
     step = problem.step
-    # the solver may return a longer time than these replicas need
+    # the solver may return more time than these replicas need
     rollout_s = needed_s(problem, solution.rollout.counts)
     total = step.step_s(solution.sync_s, rollout_s, training.time_s)
     breakdown = Breakdown(
@@ -116,8 +116,8 @@ def _cycle_overhead_s(inputs: Inputs, problem: AssignmentProblem, row: int) -> f
 
 
 def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
-    """Return the time in which the chosen replicas generate a batch. The rollout time in the solution may be longer,
-    because the solver stops at a rollout time below which the step does not become shorter."""
+    """Return the time in which the chosen replicas generate a batch. The solution's rollout time may be longer: the
+    solver stops as soon as a shorter rollout would not shorten the step."""
     counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
     pause = np.array([column.cost.pause_s for column in problem.columns])
@@ -182,8 +182,8 @@ def describe_training(inputs: Inputs, problem: AssignmentProblem, row: int, seat
 
 
 def stage_layers(inputs: Inputs, balance: LayerBalance, stages: Sequence[int]) -> list[int]:
-    """Return the number of layers of each stage, in the order of the pipeline. If the stages of the balance have more
-    layers in total than the model, the stages with the most layers get fewer layers."""
+    """Return the number of layers of each stage, in the order of the pipeline. If the balance has more layers in total
+    than the model, the surplus is taken from the stages with the most layers."""
     found: list[int] = []
     for place, count in enumerate(stages):
         first, between, last = (int(each[0]) for each in balance.stage_layers[place])

@@ -1,13 +1,12 @@
-"""Pools of interchangeable GPUs of one type. A search over pools only counts GPUs and does not distinguish single GPUs.
+"""Pools of interchangeable GPUs of one type. A search over pools only counts GPUs.
 
-Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. If the nodes of
-a type are not alike, a pool can still contain the whole type. A pessimistic pool has the slowest links, so its plans
-are feasible. An optimistic pool has the fastest links, so the step time of its best plan is a lower bound.
+Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. A pool may also
+contain all nodes of a type that are not alike, with one assumed link speed. A pessimistic pool has the slowest links,
+so its plans are feasible. An optimistic pool has the fastest links, so the step time of its best plan is a lower bound.
 
-Tensor-parallel groups have 2^i GPUs of one node. Such groups fit into the nodes if and only if a condition holds for
-every size g: all groups of size g or larger together have at most g · Σ_nodes ⌊GPUs / g⌋ GPUs. (Proof: place large
-groups first; each uses a multiple of g GPUs of a node.) Whether groups fit can therefore be decided without a choice of
-nodes.
+Tensor-parallel groups have 2^i GPUs of one node. Such groups fit into the nodes if and only if, for every size g, the
+groups of size g or larger have at most g · Σ_nodes ⌊GPUs / g⌋ GPUs in total. (Proof: place large groups first; each
+uses a multiple of g GPUs of a node.) This condition does not depend on the choice of nodes.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from baton.specs.cluster import Cluster, Node
 
 View = Literal["alike", "pessimistic", "optimistic"]
 MAX_POOLS = 6
-"""Maximum number of pools of nodes that are alike. If a cluster has more such pools, only pools of whole types are
-planned, because a search over subsets of so many pools takes too long."""
+"""Maximum number of pools of nodes that are alike. A cluster with more of them is planned only with pools of whole
+types, because a search over subsets of so many pools takes too long."""
 
 
 class GpuPool(msgspec.Struct, frozen=True):
@@ -79,8 +78,8 @@ def are_alike(cluster: Cluster) -> bool:
 
 
 def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike") -> Pools:
-    """Return the pools of a cluster. With `view = "alike"`, a pool contains nodes that are alike. Otherwise it contains
-    all nodes of a GPU type, with the slowest links (`pessimistic`) or the fastest links (`optimistic`)."""
+    """Return the pools of a cluster. With `view = "alike"`, a pool contains nodes that are alike. With other views, it
+    contains all nodes of a GPU type, with the slowest links (`pessimistic`) or the fastest (`optimistic`)."""
     if view == "alike":
         groups = _alike(cluster)
     else:

@@ -62,13 +62,13 @@ class TrainTable(msgspec.Struct, frozen=True):
 
     @property
     def groups(self) -> Ints:
-        """[candidates, pools] size of the groups of GPUs that must be on one machine: those of a tensor-parallel group,
-        or of a copy of the stage."""
+        """[candidates, pools] number of GPUs that must be on one machine together: a tensor-parallel group, or a copy
+        of the stage."""
         found: Ints = np.where(self.stages > 0, np.maximum(self.tp, self.shard_size[:, None]), 0)
         return found
 
     def data_ranks(self, row: int, pool: int) -> int:
-        """Return the data-parallel width of a stage on a pool; that of a mixed stage is over all its pools."""
+        """Return the data-parallel width of a stage on a pool; a mixed stage counts the ranks of all its pools."""
         return int(self.dp[row].sum() if self.is_mixed[row] else self.dp[row, pool])
 
     def __len__(self) -> int:
@@ -127,7 +127,8 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     step: StepModel
     trained_tokens: float
     train_rate_bound: Floats
-    """[pools] upper bound on any shape's batches per second and GPU, for bounds if the table is incomplete."""
+    """[pools] upper bound on the batches per second and GPU of all shapes; used for bounds if the table is
+    incomplete."""
     sync_bound_s: float
     """Lower bound on the publication time."""
 
@@ -148,8 +149,8 @@ def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[Rep
 
 
 def tensor_widths(model: ModelSpec, pool: GpuPool) -> list[int]:
-    """Return the tensor-parallel widths: powers of two within a node that divide the attention heads, and that divide
-    the key/value heads or are multiples of them, as vLLM requires."""
+    """Return the tensor-parallel widths: powers of two that fit into a node and divide the number of attention heads.
+    As vLLM requires, each also divides the number of key/value heads or is a multiple of it."""
     heads, keys = model.num_heads, model.num_kv_heads
     return [level for level in pool.levels if heads % level == 0 and (keys % level == 0 or level % keys == 0)]
 
@@ -167,8 +168,8 @@ def make_step(work: Workload) -> StepModel:
 
 
 def sync_table(model: ModelSpec, work: Workload, pools: Pools, shares: Floats) -> Floats:
-    """Return times [candidates, pools] from the end of a train step until engines serve the new version. `shares`
-    [candidates, pools]: trained share of the weights."""
+    """Return the times [candidates, pools] from the end of a train step until engines serve the new version. `shares`
+    [candidates, pools]: share of the weights that a pool trains."""
     latency = np.array([pool.place.efficiency.between_steps_s for pool in pools.pools])
     times: Floats = publish_s(model, work, shares, pools.publish_bytes_per_s, latency)
     return times

@@ -1,10 +1,10 @@
 """Phase 2, `paper`: equation 3 and bisection on γ, as published in AReaL-Hex (2511.00796), section 4.3 and algorithm 1.
 
 This is a baseline. Equation 3 selects many GPUs with fast links instead of few GPUs that train fast: on the paper's 56
-GPUs, it selects 40 H20 for training instead of 8 H800. The paper leaves three points open; this module decides them as
-follows. The training side's share of FLOP/s must be close to γ: within half of the largest gap between two successive
-values of this share over all divisions. Training and rollout have at least one GPU each. The search returns the best
-plan that it found.
+GPUs, it selects 40 H20 for training instead of 8 H800. The paper leaves three points open, which this module decides.
+First, the training side's share of FLOP/s must be close to γ: the difference is at most half of the largest gap between
+two successive shares over all divisions. Second, training and rollout have at least one GPU each. Third, the search
+returns the best plan that it found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.planner.problem import AssignmentProblem, Floats, Ints
 from baton.planner.replicas import CLOSE, RolloutProgram
 
 STABLE = 20
-"""Iterations without improvement after which the search stops (K in the paper)."""
+"""The search stops after this number of iterations without improvement (K in the paper)."""
 MAX_DIVISIONS = 50_000
 """Maximum number of divisions by single GPUs. Above it, the cluster is divided by nodes or groups of nodes."""
 
@@ -111,7 +111,7 @@ def solve_paper(problem: AssignmentProblem) -> Solution | None:
 
 
 def _rows_within(problem: AssignmentProblem, train: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which training shapes fit into the first `train[k]` GPUs of each pool."""
+    """Mark the training shapes that fit into the first `train[k]` GPUs of each pool k."""
     table = problem.table
     fits = np.ones(len(table), dtype=bool)
     for k, pool in enumerate(problem.pools.pools):
@@ -134,7 +134,7 @@ def taken_sizes(pool: GpuPool, count: int) -> list[int]:
 
 
 def evaluate_division(problem: AssignmentProblem, program: RolloutProgram, train: Ints) -> Solution | None:
-    """Return the fastest training shape and replicas of a fixed division; None if a side does not fit."""
+    """Return the fastest training shape and replicas of a given division; None if one of the two does not fit."""
     fits = np.nonzero(_rows_within(problem, train))[0]
     if not len(fits):
         return None

@@ -1,8 +1,8 @@
 """Chooses machines to rent: the highest throughput for a budget, or the lowest price for a throughput.
 
-An offer is a machine type with a price. A combination of machine counts is a cluster. Bounds on the throughput of all
-combinations are computed at once, with fractional GPUs. The search visits combinations in the order of these bounds,
-and skips combinations that a bound excludes.
+An offer is a machine type with a price. A combination of machine counts is a cluster. With fractional GPUs, upper
+bounds on the throughput of all combinations are computed at once. The search visits combinations in the order of these
+bounds, and skips those that a bound excludes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Market(msgspec.Struct, frozen=True):
     offers: OffersSettings
     inputs: Inputs
     problem: AssignmentProblem
-    """Planner's problem for a cluster of all offers. The bounds are computed from this problem."""
+    """The planner's problem for a cluster of all offers, from which the bounds are computed."""
     prices: Floats
     """[offers] price of one machine per hour."""
     pool_of: list[int]
@@ -181,8 +181,8 @@ def _most(limit: int | None, budget: float, price: float) -> int:
 
 
 def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: bool) -> Ints:
-    """Return the machine counts within a budget, [choices, offers]. With `only_full`, a choice is omitted if the budget
-    suffices for one more machine in addition to it."""
+    """Return the machine counts within a budget, [choices, offers]. With `only_full`, choices that leave enough of the
+    budget for one more machine are omitted."""
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(
@@ -220,7 +220,7 @@ def _pool_counts(market: _Market, choices: Ints) -> Floats:
 
 
 def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return, for each choice, whether a bound allows `step_s`: `division_bound_s` for many choices at once."""
+    """Mark the choices that may reach `step_s`. This is the test of `division_bound_s`, for many choices at once."""
     problem, counts = market.problem, _pool_counts(market, choices)
     bound, step = RolloutBound(problem), problem.step
     left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s

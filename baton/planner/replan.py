@@ -1,10 +1,10 @@
 """Replanning after machines were lost or added: a good new plan that moves few GPUs.
 
 Up to three plans are made. The first plan ignores the running plan. If the training shape still fits, the second plan
-keeps the training shape. The third plan keeps the training shape and the surviving replicas, and places more replicas
-on the free GPUs. If the training shape does not fit, the second plan keeps the surviving replicas and trains on the
-other GPUs. Among the plans that are slower than the fastest by at most the fraction `slack`, the plan with the fewest
-moves is chosen. A GPU moves if it was in the cluster before and now has another role, training shape or replica shape.
+keeps it, and the third plan also keeps the surviving replicas and places more replicas on the free GPUs. If the
+training shape does not fit, the second plan keeps the surviving replicas and trains on the other GPUs. Plans that are
+slower than the fastest by at most the fraction `slack` are acceptable, and the acceptable plan with the fewest moves is
+chosen. A GPU moves if it was in the cluster before and now has another role, training shape or replica shape.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
 
 
 def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
-    """Return the plan of the current cluster that moves the fewest GPUs, among the plans that are slower than the
-    fastest by at most the fraction `slack`."""
+    """Plan the current cluster. Of the plans that are slower than the fastest by at most the fraction `slack`, return
+    the one that moves the fewest GPUs."""
     check_solver()
     problem = _with_mixed_stage(inputs, make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
@@ -95,14 +95,15 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
 
 
 def least_moves(options: Sequence[ReplanOption], slack: float) -> ReplanOption:
-    """Return the option that moves the fewest GPUs, among those slower than the fastest by at most `slack`."""
+    """Of the options that are slower than the fastest by at most the fraction `slack`, return the one with the fewest
+    moves."""
     fastest = min(option.plan.breakdown.step_s for option in options)
     near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + slack)]
     return min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))
 
 
 def jobs(plan: Plan) -> dict[str, str]:
-    """Return a text for each GPU's job, which is equal in two plans if role and shape are equal."""
+    """Return a text for each GPU that describes its job. Two texts are equal if role and shape are equal."""
     found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
     shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)
     for replica in plan.replicas:
@@ -123,7 +124,7 @@ def _pool_of(problem: AssignmentProblem, gpu: str) -> int | None:
 
 
 def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> list[int]:
-    """Return, for each column, how many of its replicas in the running plan still have all their GPUs."""
+    """Return, for each replica shape (column), how many of the running plan's replicas still have all their GPUs."""
     counts = [0] * len(problem.columns)
     for replica in running.replicas:
         pool = _pool_of(problem, replica.gpu)
@@ -135,7 +136,7 @@ def _surviving(problem: AssignmentProblem, running: Plan, there: set[str]) -> li
 
 
 def _with_mixed_stage(inputs: Inputs, problem: AssignmentProblem, running: Plan) -> AssignmentProblem:
-    """Return the problem with the mixed stage of the running plan, because problems are made without mixed stages."""
+    """Add the mixed stage of the running plan to the problem, because problems are made without mixed stages."""
     parts = {_pool_of(problem, stage.gpu): stage for stage in running.training.stages}
     pools = problem.pools.pools
     if not running.training.is_mixed or not all(

@@ -1,10 +1,10 @@
 """Phase 1, rollout side: the number of replicas of each shape, as an integer program.
 
-y is the number of replicas of a shape, h the speed of one replica. AReaL-Hex's equation 2 is bilinear: it multiplies y
-by the work of a replica. But the optimal work is known: if work is proportional to speed, all replicas end at the same
-time Θ = tokens / Σ y·h. The remaining problem, max Σ y·h with the available GPUs, is a knapsack with one dimension per
-pool. A replica that pauses r seconds per step generates h·(Θ − r) tokens. Newton's method then finds the least Θ with
-max Σ y·h·(Θ − r) ≥ tokens, and solves such a knapsack in each iteration.
+y is the number of replicas of a shape, h the speed of one replica. Equation 2 of AReaL-Hex is bilinear, because it
+multiplies y by the work of a replica. The optimal work is known, however: with work proportional to speed, all replicas
+end at the same time Θ = tokens / Σ y·h. The remaining problem, max Σ y·h with the available GPUs, is a knapsack with
+one dimension per pool. A replica that pauses r seconds per step generates h·(Θ − r) tokens. Newton's method therefore
+finds the least Θ with max Σ y·h·(Θ − r) ≥ tokens; each iteration solves one knapsack.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RolloutProgram:
         self._most: dict[tuple[object, ...], IntegerSolution] = {}
 
     def left(self, gpus: Sequence[int], tp: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of GPUs that remain usable at each level (group size) of each pool, if training uses
+        """Return, for each pool and level (group size), the number of GPUs that remain usable when training uses
         `gpus[k]` GPUs of pool k in groups of `tp[k]`."""
         return tuple(
             self._pools[pool].capacity(level) - (int(gpus[pool]) if tp[pool] >= level else 0)
@@ -55,8 +55,8 @@ class RolloutProgram:
         )
 
     def less(self, left: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
-        """Return `left` minus the GPUs of the given numbers of replicas of each shape. A value of the result is
-        negative if the replicas do not fit."""
+        """Subtract the GPUs of `counts` replicas of each shape from `left`. If the replicas do not fit, a value of the
+        result is negative."""
         used = self._matrix @ np.array(counts)
         return tuple(int(room - taken) for room, taken in zip(left, used, strict=True))
 
@@ -69,7 +69,7 @@ class RolloutProgram:
 
     def fastest(self, left: tuple[int, ...], allowed: Sequence[bool], least_s: float) -> RolloutAllocation | None:
         """Return the replicas that generate a step's tokens in the shortest time, or None if no replica fits. `least_s`
-        is the shortest useful rollout time: a shorter rollout is impossible or would not shorten the step."""
+        is the shortest useful rollout time: shorter rollouts are impossible or do not shorten the step."""
         key = (left, tuple(allowed), least_s)
         if key not in self._best:
             found = self._newton(left, allowed, least_s)
@@ -124,9 +124,9 @@ class RolloutProgram:
         return IntegerSolution(tuple(counts.tolist()), answer.value, answer.bound)
 
     def _undominated(self, usable: Ints, gains: Floats, left: tuple[int, ...]) -> Ints:
-        """Return the columns that are not dominated. A column is dominated by a column of the same pool that generates
-        at least as many tokens with at most as many GPUs, in groups that are not larger. If the staleness bound may
-        limit the running trajectories, the dominating column must not run more of them."""
+        """Return the columns that no other column dominates. Column a dominates column b of the same pool if a
+        generates at least as many tokens with at most as many GPUs, in groups of at most the same size. If the
+        staleness bound may limit the running trajectories, a must also run at most as many of them."""
         room = dict(zip(self._rows, left, strict=True))
         slots = sum(
             room[pool, 1] * max((self._batch[c] / self._gpus[c] for c in usable if self._pool[c] == pool), default=0.0)

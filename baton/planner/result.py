@@ -28,7 +28,7 @@ class PlanResult(msgspec.Struct, frozen=True):
     choice: RentalChoice | None = None
     replanned: Replanned | None = None
     measured: tuple[str, ...] = ()
-    """Rates measured in the run of the running plan, one line each. The new plan uses these rates."""
+    """Rates that the run with the current plan has measured, one line each. The new plan uses these rates."""
     certainty: Certainty | None = None
     """How certain the plan is; None with `rates`, with `method = "paper"`, and for colocated plans."""
 

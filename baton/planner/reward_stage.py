@@ -1,9 +1,9 @@
 """Chooses the GPUs of the reward model: k GPUs of one type, by a search over types and k.
 
-Each GPU holds the whole reward model. For each choice, the other GPUs are planned with its scoring time. The search
-skips choices that cannot be better, for three reasons. A batch of N trajectories takes N · t / k to score, and no step
-is shorter. If scoring does not lengthen the step, more GPUs for it would only be taken from the other roles. The search
-begins at the smallest k that scores a batch within the step of a plan without scoring.
+Each GPU holds the whole reward model and scores a trajectory in time t. For each choice, the other GPUs are planned
+with its scoring time. Three rules skip choices that cannot be better. A step takes at least N · t / k, the time to
+score a batch of N trajectories. When scoring no longer lengthens the step, larger k only take GPUs from the other
+roles. The search begins at the smallest k that scores a batch within the step of a plan without scoring.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ GB = 1e9
 
 
 def plan_with_reward(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> tuple[Plan, Inputs]:
-    """Return the best plan with a reward stage, and the inputs of its other roles: the other GPUs, with the scoring
-    time of the stage. Raises UserError if no plan is feasible."""
+    """Return the best plan with a reward stage, and the planner's inputs for the other roles: the cluster without the
+    stage's GPUs, and its scoring time. Raises UserError if no plan is feasible."""
     model = inputs.work.reward_model
     assert model is not None, "the workload has no reward model"
     costs = list(_costs(inputs, model))
@@ -123,8 +123,8 @@ def _costs(inputs: Inputs, model: ModelSpec) -> Iterator[tuple[DeviceClass, Scor
 
 
 def beside(cluster: Cluster, stage: RewardStage, machines: Collection[str]) -> tuple[Cluster, RewardStage]:
-    """Return the cluster without the GPUs of a reward stage, and the stage on those that are on `machines`. Raises
-    UserError if none is left."""
+    """Return the cluster without the GPUs of a reward stage, and the stage reduced to its GPUs on `machines`. Raises
+    UserError if the stage has no GPU there."""
     own = Counter(gpu_id.rpartition(":")[0] for gpu_id in stage.gpu_ids)
     if not own.keys() & set(machines):
         raise UserError("no GPU of the reward model is left; make a plan for the remaining machines, then use --resume")
@@ -140,8 +140,8 @@ def beside(cluster: Cluster, stage: RewardStage, machines: Collection[str]) -> t
 
 
 def reserve(cluster: Cluster, gpu: str, count: int) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster without `count` GPUs of a type, and the ids of these GPUs. GPUs of the smallest machines are
-    taken first, and the last GPUs of a machine, so that as few machines as possible are divided."""
+    """Return the cluster without `count` GPUs of a type, and the ids of these GPUs. Small machines are taken first, and
+    from each machine its last GPUs, so that few machines are divided."""
     nodes, taken = list(cluster.nodes), list[str]()
     own = (place for place, node in enumerate(nodes) if node.gpu.name == gpu)
     for place in sorted(own, key=lambda place: (nodes[place].num_gpus, -place)):

@@ -25,17 +25,17 @@ from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Method, Plan
 
 MOST_GPUS_IN_PARTS = 128
-"""Maximum size of a cluster for which plans with a single machine of a GPU type are tried. In larger clusters, such
-a plan would leave most GPUs of that type idle."""
+"""Maximum number of GPUs of a cluster in which plans with a single machine of a GPU type are tried. In larger clusters,
+such a plan would leave most GPUs of that type idle."""
 LEFT_OUT = "the links of its machine would slow the exchange of weights or gradients by more than it would gain"
 
 
 def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> Plan:
     """Return the best plan of a cluster. Raises UserError with the binding constraint if no plan is feasible.
 
-    A pool of several nodes communicates at the speed of the links between them, so a plan that uses only one of its
-    nodes can be faster. In clusters of up to MOST_GPUS_IN_PARTS, each pool is therefore also tried with a single
-    node, unless a bound shows that this cannot be better.
+    A pool of several nodes communicates over the links between these nodes, so a plan that uses only one node of a pool
+    can be faster. In clusters of at most `MOST_GPUS_IN_PARTS` GPUs, each pool is therefore also tried with a single
+    node. A bound skips attempts that cannot be better.
     """
     check_solver()
     assert inputs.work.reward_model is None, "plan_with_reward plans the reward stage"
@@ -43,7 +43,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
     best: Plan | None = None
     least_s, refusal = float("inf"), None
     for part in _parts(inputs.cluster):
-        # a part is planned even if the time limit is used up, because the largest part is not always the best
+        # parts are planned even after the time limit, because the largest part is not always the best
         ceiling_s = best.breakdown.step_s if best is not None else float("inf")
         try:
             plan = _plan(inputs.on(part), method, max(5.0, left_s()), ceiling_s)
@@ -98,10 +98,10 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
     """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
-    If the nodes of a GPU type have different links, several solutions are made: with pools of whole types at their
-    slowest and at their fastest links, and with pools of nodes that are alike. Each is placed on nodes with fast links,
-    and the plan with the shortest step at the links that it uses is returned. The bound of the returned plan is
-    computed with the fastest links.
+    If the nodes of a GPU type have different links, several solutions are found: with pools of whole types, at their
+    slowest and at their fastest links, and with pools of nodes that are alike. Each solution is placed on nodes with
+    fast links, and its step time is computed with the links that it uses. The plan with the shortest step is returned.
+    Its bound is computed with the fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)
@@ -129,7 +129,8 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
 def solve(
     inputs: Inputs, problem: AssignmentProblem, method: Method, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the problem with the solution's row, and the solution of `method`, with the bound of `exact`."""
+    """Return the solution of `method`, with the bound of `exact`, and the problem whose table contains the solution's
+    row."""
     bound = RolloutBound(problem)
     richer, (best, _) = problem, solve_exact(problem, time_limit_s=time_limit_s / 2, bound=bound)
     if best is not None and not problem.table.is_complete and inputs.rates is None and problem.step.overlaps:

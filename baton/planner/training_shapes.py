@@ -1,10 +1,10 @@
 """Phase 1, training side: all training shapes on given pools, and their times.
 
-A pipeline has its own number of stages, `stages`, on each of its pools. A stage has `dp` tensor-parallel groups of `tp`
-GPUs. In a pipeline, tensor and data parallelism stay within a GPU type; only the pipeline crosses types (AReaL-Hex
-4.2.1, Metis). Baton's trainer supports only the shapes of `specs/trainer_shapes.py`, with the same number of ranks on
-each stage. The fastest type is last, because the last stage has the output head. Layers are distributed so that the
-slowest stage is as fast as possible and all stages fit into memory.
+On each of its pools, a pipeline has `stages` stages. A stage has `dp` tensor-parallel groups of `tp` GPUs. All GPUs of
+a stage have the same type, and only the pipeline spans types (AReaL-Hex 4.2.1, Metis). Baton's trainer supports only
+the shapes of `specs/trainer_shapes.py`, with the same number of ranks on each stage. The fastest GPU type is last,
+because the last stage has the output head. Layers are distributed to make the slowest stage as fast as possible, while
+all stages fit into memory.
 
 A mixed stage is another shape of Baton's trainer: one stage, whose data-parallel ranks are on several GPU types and
 train rows in proportion to their speeds (`mixed_stages.py` searches them).
@@ -47,9 +47,9 @@ MAX_CROSSED = 3
 MAX_SHAPES = 400_000
 """Maximum number of shapes that are evaluated for a set of pools."""
 MAX_MIXED = 400_000
-"""Maximum number of mixed stages whose times are computed. If more are possible, evenly spaced ones are taken."""
+"""Maximum number of mixed stages whose times are computed. If there are more, an evenly spaced subset is taken."""
 SATURATED_SHAPES = 3
-"""Number of shapes tried on each pool that trains with all its GPUs, if not all shapes are evaluated."""
+"""When not all shapes are evaluated: number of shapes to try on each pool that trains with all its GPUs."""
 
 
 Rows = tuple[Ints, Ints, Ints, Floats, Floats, Ints, NDArray[np.bool_]]
@@ -89,7 +89,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
     optimizer_s: Floats
     microbatches: Floats
     shard_gradients: NDArray[np.bool_]
-    """Whether gradients are reduced after each microbatch, because unsharded gradients do not fit into memory."""
+    """Whether gradients are reduced after each microbatch and kept sharded, because whole gradients do not fit into
+    memory."""
     shard_size: Ints
     """Number of ranks that share a copy of a stage, if several copies are faster; 0 if all ranks share one copy."""
 
@@ -143,8 +144,9 @@ def mixed_orders(pools: Pools) -> list[list[int]]:
 def mixed_rows(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], first: Ints, second: Ints
 ) -> Iterator[Rows]:
-    """Yield the mixed stages with these numbers of ranks on two pools: with one copy of the model, and with as few
-    copies as possible if each is within one machine. The ranks of a copy are a power of two that divides both numbers.
+    """Yield the mixed stages with these numbers of ranks on two pools: first with one copy of the model, then with as
+    few copies as possible where each copy is within one machine. The number of ranks of a copy is a power of two that
+    divides both numbers.
     """
     ones = np.ones_like(first)
 
@@ -165,7 +167,7 @@ def mixed_rows(
 
 
 def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> Shapes:
-    """Return all (stages, tp, dp) that fit into the nodes of a pool."""
+    """Return all shapes (stages, tp, dp) that fit into the nodes of a pool."""
     pool = pools.pools[index]
     rows = [
         (stages, tp, dp)
@@ -178,7 +180,7 @@ def pool_shapes(model: ModelSpec, work: Workload, pools: Pools, index: int) -> S
 
 def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[tuple[int, int]]:
     """Yield each pair (number of stages, tensor-parallel width) that the trainer supports on one pool. On CPUs, a rank
-    is a machine with many threads, so Baton's trainer has neither stages nor tensor parallelism."""
+    is a machine with many threads, and Baton's trainer then uses one stage and no tensor parallelism."""
     columns = model.ffn_params / 3 / model.hidden if model.num_experts == 1 else 0.5  # experts are not divided by TP
     for stages, tp in product(STAGES, tensor_widths(model, pool)):
         is_split = tp > 1 and not can_split(tp, model.num_heads, model.num_kv_heads, columns)
@@ -204,7 +206,8 @@ def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> Iterator
 
 
 def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield all combinations of the pools' shapes, or those in which all pools but one train with all GPUs."""
+    """Yield all combinations of the pools' shapes. If there are too many, yield those in which at most one pool trains
+    with only some of its GPUs."""
     if count <= MAX_SHAPES:
         yield _product(alone)
         return
@@ -233,7 +236,7 @@ def evaluated(
     *,
     is_mixed: bool = False,
 ) -> Rows:
-    """Return the shapes, times and shares of the layers of the pipelines, or mixed stages, that fit into memory.
+    """Return the pipelines or mixed stages that fit into memory, with their times and shares of the layers.
     `shard_size`: see `balanced`."""
     total = sum(part.stages for part in shapes)
     shapes = [part.take(np.asarray((total <= model.num_layers) | is_mixed)) for part in shapes]
@@ -273,11 +276,11 @@ def balanced(
     is_mixed: bool = False,
 ) -> LayerBalance:
     """Distribute the layers so that the slowest stage is as fast as possible, and return the resulting times. With
-    `is_mixed`, `shapes` are the parts of one stage, and each part has all layers; `shard_size` must then
-    be given.
+    `is_mixed`, `shapes` are the parts of one stage, each part has all layers, and `shard_size` is required.
 
     Baton's trainer shards gradients if unsharded gradients do not fit. `shard_size`: number of ranks that share a copy
-    of a stage, 0 for all of its ranks. By default, each machine has a copy where copies fit and are faster.
+    of a stage; 0 for all ranks of the stage. By default, each machine has a copy if copies fit into memory and are
+    faster.
     """
     if shard_size is not None:
         sharded = msgspec.structs.replace(work, shard_size=shard_size)
@@ -307,7 +310,8 @@ def _fitting(
     order: Sequence[int],
     shapes: Sequence[Shapes],
 ) -> LayerBalance:
-    """Return the result of `balance` with unsharded gradients, or with sharded ones where only those fit."""
+    """Return the result of `balance` with unsharded gradients. Candidates that fit only with sharded gradients use
+    these."""
     found = balance(model, work, pools, order, shapes)
     if work.trainer == "idealised" or work.shard_gradients or np.isfinite(found.pace_s).all():
         return found
@@ -358,7 +362,7 @@ def _mixed_link(pools: Pools, order: Sequence[int], counts: Sequence[Ints]) -> F
 
 
 def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -> LayerBalance:
-    """Return `one` for the candidates that `is_one` marks, and `other` for the rest."""
+    """Take the candidates that `is_one` marks from `one`, and the rest from `other`."""
 
     def merged(first: Any, second: Any) -> Any:
         is_array = isinstance(first, np.ndarray)
@@ -371,8 +375,8 @@ def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -
 def _balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """`balanced` for the sharding in `work`. The search starts at the pace (time of the slowest stage) that fractional
-    layers would allow, and raises it to the next possible value until all layers are placed."""
+    """Like `balanced`, for the sharding in `work`. The search starts at the pace (time of the slowest stage) that
+    fractional layers would allow. It raises the pace to the next possible value until all layers are placed."""
     widest = np.max([part.dp for part in shapes], axis=0)
     depth = np.sum([part.stages for part in shapes], axis=0)
     count = microbatches(work, widest)
@@ -426,8 +430,8 @@ def _kinds(
     terms: Sequence[StageTerms],
     in_flight: Floats,
 ) -> list[list[_Kind]]:
-    """Return three `_Kind` for each pool: its stages that are first in the pipeline, in between, and last in the
-    pipeline. If the pipeline has only one stage, this stage counts as the last."""
+    """Return three `_Kind` for each pool: its stages at the start, in the middle and at the end of the pipeline. The
+    only stage of a one-stage pipeline counts as its end."""
     found = []
     depth = np.sum([part.stages for part in shapes], axis=0)
     for place, (index, part, term) in enumerate(zip(order, shapes, terms, strict=True)):
@@ -456,7 +460,8 @@ def _kinds(
 
 
 def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> Floats:
-    """Return the bandwidth of the slowest link of a pool's stages with each other or with neighbours, [candidates]."""
+    """Return the bandwidth [candidates] of the slowest link that connects a pool's stages with each other or with the
+    stages of the neighbouring pools."""
     index = order[place]
     pool = pools.pools[index].place
     slowest = np.where(stages > 1, pool.inter_bytes_per_s, np.inf)

@@ -44,8 +44,8 @@ class PricePoint(msgspec.Struct, frozen=True):
 
 
 def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0) -> list[Marginal]:
-    """Return the throughput with one more GPU, for each GPU type. The GPU is in a machine of its own, with links
-    like the other machines of its type."""
+    """Return, for each GPU type, the throughput with one more GPU of this type. The added GPU is in a machine of its
+    own, whose links are those of the other machines of its type."""
     found = []
     for name in inputs.cluster.gpu_types:
         place = next(k for k, node in enumerate(inputs.cluster.nodes) if node.gpu.name == name)
@@ -74,7 +74,7 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
 
 
 def price_curve(inputs: Inputs) -> list[PricePoint]:
-    """Return throughput and price of parts of this cluster, with the efficient points marked."""
+    """Return throughput and price of parts of this cluster. The points that are efficient are marked."""
     left_s = time_left(CURVE_LIMIT_S)
     cluster = inputs.cluster
     by_type = [
