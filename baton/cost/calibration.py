@@ -21,14 +21,15 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""Efficiency that is a share of a peak → (attribute of `Gpu` with the peak, size and name of the file's unit)."""
+"""Key of an efficiency that is a share of a peak → (attribute of `Gpu` with this peak, size of the file's unit in SI
+units, name of this unit)."""
 
 
 class AchievedSettings(Settings):
     """A value of the catalogue of achieved rates."""
 
     value: float
-    """The value that plans use. For a GPU type, the efficiencies in `PEAKS` are absolute rates."""
+    """The value that plans use. In the section of a GPU type, the efficiencies in `PEAKS` are absolute rates."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]
@@ -49,7 +50,7 @@ class Parameter(msgspec.Struct, frozen=True):
     origin: str
     source: str
     peak: float = 1.0
-    """Peak performance in `unit`, of which the value is a share; 1 if the value is not a share."""
+    """Peak performance in the catalogue's unit; the value is a share of it. 1 if the value is not a share."""
     unit: str = ""
 
     @property
@@ -102,11 +103,11 @@ def achieved() -> dict[str, dict[str, AchievedSettings]]:
 
 
 def calibrate(extra: Iterable[Gpu], own: CalibrationSettings | None = None) -> GpuCalibration:
-    """Return the calibration of the catalogue's GPU types and of `extra` (the GPUs of the cluster or of the offers,
-    which may have other peaks).
+    """Return the calibration of the catalogue's GPU types and of `extra`: the GPUs of the cluster or of the offers,
+    which may have other peaks.
 
-    For a GPU type that `own` names, no published values are used. For all other GPU types, the keys in the [default]
-    section of `own` replace the published values.
+    For GPU types that `own` names, no published values are used. For the others, the keys in the section [default] of
+    `own` replace the published values.
     """
     known = {**gpu_types(), **{gpu.name: gpu for gpu in extra}}
     given = own.build() if own is not None else Efficiencies()

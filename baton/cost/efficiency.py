@@ -1,5 +1,5 @@
-"""The share of its peak performance that a GPU reaches in each phase: defaults with their sources, or a calibration
-file."""
+"""Efficiencies: the share of its peak performance that a GPU reaches in each phase. They are defaults, with their
+sources, or come from a calibration file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from baton.settings import Settings
 
 
 def most_share(gpu: str) -> float:
-    """Return the largest share of the catalogue's peaks that a GPU type can have. For CPU cores it is above 1, because
-    the catalogue has the peak of a core without matrix instructions."""
+    """Return the largest share of the catalogue's peak that a GPU type can reach. It is above 1 for CPU cores, because
+    the catalogue has their peak without matrix instructions."""
     return 100.0 if gpu == "CPU" else 1.0
 
 
@@ -64,7 +64,7 @@ class Efficiency(Settings):
     """Time of a train step outside generation, scoring, training and publication, such as the time for journal and
     metrics."""
     runtime_gb: float = Field(default=RUNTIME_BYTES / 1e9, gt=0)
-    """Memory of a trainer on a CPU outside of the tensors that the memory law counts, 10^9 bytes. Only the predictions
+    """Memory of a trainer on a CPU in addition to the tensors that `memory.py` counts, 10^9 bytes. Only the predictions
     of a run use this value."""
     memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that a plan may use."""

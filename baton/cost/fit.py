@@ -1,5 +1,4 @@
-"""Fits efficiencies to measured times: finds the parameters with which the cost model reproduces the measurements
-best."""
+"""Fits efficiencies to measured times: finds the parameters with which the cost model predicts these times best."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from baton.specs.workload import Workload, constant
 
 ROUNDS = 400
 LEAST = 1e-6
-"""Least fitted share; `most_share` is the largest."""
+"""Smallest share that a fit may give; `most_share` is the largest."""
 BACKWARD = 0.5, 10.0
 """Range of the fitted `backward`."""
 
@@ -82,7 +81,8 @@ def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int
 def with_rollout(
     model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement
 ) -> tuple[Efficiency, Measurement]:
-    """Fit `trajectory_overhead_s` to the time of a whole batch; return efficiencies and predicted measurement."""
+    """Fit `trajectory_overhead_s` to the time of a whole batch. Return the efficiencies, and the measurement with its
+    prediction."""
     rest_s = point.seconds - rollout_s(model, work, place, engines, point)
     overhead_s = max(0.0, rest_s * engines / point.batch)
     found = place.efficiency.model_copy(update={"trajectory_overhead_s": overhead_s})
@@ -156,8 +156,8 @@ def _least_squares(columns: Sequence[NDArray[np.float64]], seconds: NDArray[np.f
 
 
 def _descend(start: Efficiency, keys: Sequence[str], error: Callable[[Efficiency], float], most: float) -> Efficiency:
-    """Minimise `error` by coordinate descent. Each value is multiplied or divided by a factor, which is reduced when no
-    such change lowers the error. most: largest value of a key."""
+    """Minimise `error` by coordinate descent. Each value is multiplied or divided by a factor. The factor is reduced
+    when no change of a value lowers the error. most: largest value of a key."""
     values = {key: max(getattr(start, key), LEAST) for key in keys}
     best = error(start.model_copy(update=values))
     factor = 4.0

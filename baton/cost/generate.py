@@ -57,10 +57,10 @@ class ReplicaCost(msgspec.Struct, frozen=True):
     batch: int
     tokens_per_s: float
     pause_s: float
-    """Generation time lost per train step: with overlap, to prefill running trajectories under the new version; without
-    overlap, at the end of a batch, when few trajectories still run."""
+    """Generation time lost per train step. With overlap: the time to prefill running trajectories under the new
+    version. Without overlap: the loss at the end of a batch, when few trajectories still run."""
     memory_bytes: float
-    """Memory used on the GPU of the replica that needs the most memory."""
+    """Memory used on one GPU of the replica: the one that needs the most."""
 
     @property
     def num_gpus(self) -> int:
@@ -99,8 +99,8 @@ def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, .
 
 
 def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
-    """Return the bytes of KV cache that a trajectory of `tokens` tokens takes on the GPU that holds the largest part of
-    this cache. If `tp` exceeds the number of KV heads, the heads are replicated."""
+    """Return the bytes of KV cache of a trajectory of `tokens` tokens, on the GPU with the largest part of this cache.
+    If `tp` exceeds the number of KV heads, the heads are replicated."""
     per_layer = model.seen(tokens) * model.kv_values_per_token * work.kv_bytes
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
@@ -183,9 +183,9 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
 def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, batch: float) -> float:
     """Return the mean number of positions that a decode step of a full batch reads per trajectory.
 
-    In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, a
-    trajectory reads as many positions as the longest running trajectory of its length class has. A trajectory observed
-    at a random time is beyond position x with probability ∫_x^∞ P(L > y) dy / E[L].
+    In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, it reads
+    the context of the longest running trajectory of its length class. At a random time, a trajectory is beyond position
+    x with probability ∫_x^∞ P(L > y) dy / E[L].
     """
     if not work.engine_context_tokens:
         return work.live_context_tokens
@@ -198,14 +198,14 @@ def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, ba
 
 
 def class_cost_tokens(model: ModelSpec, place: DeviceClass) -> float:
-    """Return the cost of one more length class, as the number of positions that are scanned in the same time. It is
-    infinite on a GPU, because only engines on a CPU have classes."""
+    """Return the cost of one more length class, as a number of positions that take the same time. It is infinite on a
+    GPU, because only engines on a CPU have classes."""
     return 2 * CLASS_VALUES / model.kv_values_per_token if place.gpu.name == "CPU" else math.inf
 
 
 def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], class_cost: float) -> float:
-    """Return the mean number of positions that a row of a fixed cache reads, plus the cost of the classes divided by
-    the number of rows.
+    """Return the mean number of positions that a row of a fixed cache reads, plus each row's part of the cost of the
+    classes.
 
     The rows are divided into one to three classes so that the sum is minimal. length_N: ascending lengths that may end
     a class. rows_N: number of rows up to each length.
@@ -223,9 +223,8 @@ def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], c
 def prefills_per_trajectory(work: Workload, batch: float) -> float:
     """Return the number of prefills per trajectory, for an engine with a full batch.
 
-    Trajectories that arrive between two decode steps share a prefill, and so do trajectories that share a prompt. If
-    arrivals are independent, at a rate of batch / E[L] per step, a share 1 - exp(-batch / E[L]) of the steps has an
-    arrival.
+    Trajectories that arrive between two decode steps share a prefill, and so do trajectories that share a prompt. With
+    independent arrivals at a rate of batch / E[L] per step, a share 1 - exp(-batch / E[L]) of the steps has an arrival.
     """
     arrivals = batch / work.output.mean
     return min(1 / work.group_size if work.shared_prefill else 1.0, -math.expm1(-arrivals) / arrivals)
@@ -239,7 +238,7 @@ def drain_s(
     edges = np.linspace(0, work.output.longest, DRAIN_POINTS + 1)
     middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
     alive = work.output.survival(list(middle))
-    # alive is the survival share of one trajectory; any_alive is the probability that the batch still has one
+    # alive: probability that one trajectory still runs; longest: probability that any of the batch still runs
     longest = [1 - (1 - share) ** batch for share in alive]
     total = 0.0
     for position, share, any_alive in zip(middle, alive, longest, strict=True):

@@ -38,7 +38,7 @@ MOST_LOGITS = 2**28
 LOGIT_BYTES = 10.0
 """Bytes per logit: product in bfloat16 (2), logit in float32 (4), probability or gradient in float32 (4)."""
 PRODUCT_ROWS = 8192
-"""Rows of the head's gradient that are computed at a time on CUDA in bfloat16 (`policy/head.py`)."""
+"""Number of rows of the head's gradient that CUDA computes at a time in bfloat16 (`policy/head.py`)."""
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
 """Bytes per trained parameter: float32 master weight, float32 gradient, two float32 moments."""
 PACKED_MOMENTS_BYTES = 2 * (1 + 4 / 256)
@@ -53,7 +53,7 @@ BYTES_OBJECT = 41.0
 RUNTIME_BYTES = 0.7e9
 """Assumed bytes of Python, torch and transformers in a process on a CPU."""
 FRAGMENTATION = 0.04
-"""Assumed memory that the allocator holds and cannot use, as a share of the tensors' bytes."""
+"""Assumed memory that the allocator holds but cannot use, as a share of the tensors' bytes."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -92,8 +92,7 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     is_stage: Array = False
     """Whether the rank belongs to one of several pipeline stages. FSDP then gathers even a single rank's weights."""
     value_bytes: int = 2
-    """Bytes of a value in linear layers: 2 for bfloat16, to which autocast (one process) or FSDP (several ranks)
-    casts."""
+    """Bytes of a value in linear layers: 2 if autocast (one process) or FSDP (several ranks) casts to bfloat16."""
     recomputes: bool = True
     """Whether activations are recomputed in the backward pass."""
     whole_gradients: bool = False
@@ -112,7 +111,7 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     published_bytes: Array = 0.0
     """Bytes per weight in the copy that this process publishes; 0 if another process publishes."""
     previous_bytes: float = 0.0
-    """Bytes per weight of the whole version that engines serve, if this process keeps it for the next difference."""
+    """Bytes per weight of the version that engines serve, if this process keeps a copy to compute the next delta."""
     float32_head: bool = False
     """Whether the head's products are float32 while other layers compute in bfloat16."""
     max_kept: int = 0
@@ -136,13 +135,14 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     float32_head: bool = False
     """Whether a decode step on a CPU casts the head to float32."""
     packs: bool = False
-    """Whether linear layers have packed copies, which is so in bfloat16 on a CPU."""
+    """Whether linear layers have packed copies, as in bfloat16 on a CPU."""
     adapter_params: float = 0.0
     """Parameters of the adapters that are merged into the weights; 0 if whole versions are loaded."""
 
 
 def table_params(model: ModelSpec, is_first: Array, is_last: Array) -> Array:
-    """Return the parameters of a stage's embedding (first stage) and head (last stage). Tied weights count once."""
+    """Return the number of parameters of a stage's embedding (first stage) and head (last stage). Tied weights count
+    once."""
     both = np.logical_and(is_first, is_last) & model.is_tied
     return model.embedding_params * (np.asarray(is_first, float) + np.asarray(is_last, float) - np.asarray(both, float))
 
@@ -158,9 +158,9 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
     """Return, for one token, the bytes that a block saves for its backward pass and the bytes of its gradients.
 
     H is the hidden size. With bfloat16 gathers, a norm saves its float32 input (4 H), the normalised input (2 H) and
-    its output (2 H). Per query value, attention saves the float32 input of the norm, the normalised and the rotated
-    value, and the output (4 + 2 + 2 + 2). The MLP saves the gate, its activation, the up-projection and the product (4
-    · 2). Autocast has a float32 residual stream and casts the input of each linear layer.
+    its output (2 H). For each value of a query, attention saves the float32 input of the norm, the normalised value,
+    the rotated value and the output (4 + 2 + 2 + 2). For each value of the MLP, it saves gate, activation,
+    up-projection and product (4 · 2). Autocast has a float32 residual stream and casts the input of each linear layer.
     """
     hidden, width = model.hidden, model.num_heads * model.head_dim / how.split
     keys, mlp = model.kv_values_per_token / 2 / how.split, model.active_ffn_params / 3 / model.hidden / how.split
@@ -175,7 +175,8 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
 
 
 def _is_rounded(how: RankShape) -> Array:
-    """Return whether the residual stream is bfloat16: with gathered or frozen bfloat16 weights, not with autocast."""
+    """Return whether the residual stream is bfloat16. It is with gathered or frozen bfloat16 weights, but not with
+    autocast."""
     has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
 
@@ -192,7 +193,7 @@ def _table_split(how: RankShape) -> Array:
 def rank_phases(
     model: ModelSpec, how: RankShape, is_first: Array = True, is_last: Array = True, in_flight: Array = 1.0
 ) -> tuple[Phase, ...]:
-    """Return the phases of a rank of a pipeline stage; a pipeline of one stage is the default. `in_flight`: number of
+    """Return the phases of a rank of a pipeline stage, by default of a pipeline of one stage. `in_flight`: number of
     microbatches whose activations are kept."""
     first, last = np.asarray(is_first, float), np.asarray(is_last, float)
     tokens, wide, shards = how.tokens, how.value_bytes, np.asarray(how.shards, float)
@@ -209,7 +210,7 @@ def rank_phases(
     if how.max_kept and how.on_cpu:
         held = how.masked_tokens * how.max_kept * (2.0 if model.vocab <= 1 << 16 else 4.0)
         state = (*state, Term("sampling masks of the batch", held))
-    if np.any(how.replayed_tokens):  # int16; as if no layer were dense
+    if np.any(how.replayed_tokens):  # int16; dense layers are counted too
         state = (*state, Term("replayed experts", 0.0, how.replayed_tokens * model.experts_per_token * 2.0))
     if how.reported_tokens and how.on_cpu:
         chosen = model.num_layers * model.experts_per_token * (1.0 if model.num_experts <= 256 else 2.0)
@@ -236,10 +237,10 @@ def rank_phases(
     product = np.maximum(product, 2.0 * head * is_sharded * (wide == 2))  # or its sum is cast to the gathered dtype
     head_work = last * (trains_all * (4 * head + product) + (cast + apart * wide) * head + wide * tokens * model.hidden)
     of_head = Term("head and its gradient", head_work + is_sharded * wide * layer)
-    # one gradient is reduced in float32 while the next is computed: the head's, then each block's
+    # one gradient is reduced in float32 while the next is computed: first that of the head, then that of each block
     reduced = np.maximum(apart * last * 4 * head, is_sharded * layer * (4 + 4 / shards))
     blocks = is_sharded * layer * 2 * wide + trains_all * reduced + cast * layer
-    # the gradient of a tied head waits for the embedding's
+    # the gradient of a tied head is kept until that of the embedding is computed
     waiting = trains_all * last * head * np.where(is_sharded > 0, tied * wide, 4.0 * model.is_tied * first)
     blocks = blocks + waiting + tokens * (saved * how.recomputes + gradients)
     # gathered tables are freed before their gradients are copied to float32
@@ -264,8 +265,8 @@ def rank_phases(
 
 
 def _between(copies: Term, how: RankShape) -> tuple[Term, ...]:
-    """Return the copies that still exist in the head's backward pass. Without recomputation, these are the copies of
-    block weights, because saved tensors refer to them; with recomputation, there are none."""
+    """Return the copies of weights that still exist in the head's backward pass. Without recomputation, these are the
+    copies of block weights, to which saved tensors refer. With recomputation, there are none."""
     return () if how.recomputes else (Term(copies.name, 0.0, copies.per_layer),)
 
 
@@ -355,8 +356,8 @@ def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
-    """Return how many logits a trainer may compute at a time. The additional logits take at most half of the gap
-    between the largest phase with logits and the peak, so no such phase reaches the peak."""
+    """Return how many logits a trainer may compute at a time. Logits beyond `MAX_LOGITS` take at most half of the gap
+    between the largest phase with logits and the peak, so no phase with logits determines the peak."""
     with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
     room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
     return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))

@@ -6,8 +6,8 @@ S stages, a step takes
 
     max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
 
-under a 1F1B schedule, whose speed is that of the slowest stage. The number of tokens of a microbatch per data-parallel
-rank is the length of the longest trajectory (AReaL, 2505.24298, table 3), or `microbatch_tokens` if that is larger.
+under a 1F1B schedule, which is as fast as its slowest stage. On each data-parallel rank, a microbatch has as many
+tokens as the longest trajectory (AReaL, 2505.24298, table 3), or `microbatch_tokens` if that is larger.
 
 All functions take numpy arrays of equal length for tp, dp and layers, so a search evaluates many candidates at once.
 """
@@ -34,14 +34,14 @@ GRADIENT_BYTES = 6.0
 
 
 class StageTerms(msgspec.Struct, frozen=True):
-    """Coefficients of a stage's time, which is linear in the number of layers, and the rank that determines the stage's
-    memory. Arrays have one value per candidate."""
+    """Coefficients of a stage's time, which is linear in the number of layers, and the shape of the rank that
+    determines the stage's memory. Arrays have one value per candidate."""
 
     per_layer_s: Array
     """Time per layer for the whole batch: compute and tensor-parallel sums."""
     head_s: Array
     boundary_tokens_bytes: Array
-    """Bytes that are sent to the next stage, per train step and node of the stage."""
+    """Bytes that each node of the stage sends to the next stage per train step."""
     gradients_per_layer_s: Array
     optimizer_per_layer_s: Array
     rank: RankShape
@@ -51,7 +51,7 @@ class RowShares(msgspec.Struct, frozen=True):
     """How the ranks of a stage on several GPU types divide the trajectories of a batch."""
 
     own: Array
-    """Largest share of the batch on a rank of one GPU type."""
+    """Share of the batch on a rank of this GPU type; the largest, if these ranks differ."""
     largest: Array
     """Largest share of the batch on any rank of the stage. It determines the number of microbatches."""
 
@@ -80,7 +80,7 @@ def microbatches(work: Workload, dp: Array) -> Array:
 
 def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
     """Return the number of microbatches whose activations the first of `depth` stages keeps at the same time. For
-    Baton's trainer, the number allows for a batch in which all trajectories are as long as the longest."""
+    Baton's trainer, this number is sufficient even if all trajectories are as long as the longest."""
     if work.trainer == "idealised":
         return np.minimum(depth, microbatches(work, dp))
     most_tokens = work.num_trajectories * work.longest_tokens / work.minibatches / np.asarray(dp)
@@ -99,9 +99,9 @@ def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> R
 def rank_speeds(work: Workload, places: Sequence[DeviceClass]) -> list[float]:
     """Return `trainer.speeds` of a rank on each of these GPU types, relative to the fastest.
 
-    If ranks exchange weights or gradients in each pass, they run the same number of passes, and a microbatch has at
-    least one trajectory. A slow rank then gets at least the share of the longest trajectory in the largest microbatch:
-    with a smaller share, the fastest ranks would run further passes alone.
+    If ranks exchange weights or gradients in each pass, all ranks run the same number of passes, and each microbatch
+    has at least one trajectory. The speed of a slow rank is then at least (longest trajectory) / (largest microbatch).
+    With a lower speed, the fast ranks would need more passes than the slow rank has trajectories.
     """
     passes = [forward_passes(work, place.efficiency.backward) for place in places]
     speeds = [place.gpu.flops * place.efficiency.train / own for place, own in zip(places, passes, strict=True)]
@@ -115,7 +115,7 @@ def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array])
     `counts`: ranks of each type, [candidates].
 
     Each trajectory goes to the rank that then ends first (`trainer/parallel/balance.py`). For trajectories of equal
-    length, the slowest rank ends at the earliest time at which all ranks together have ended enough of them.
+    length, the last rank ends at the earliest time in which all ranks together can train the batch.
     """
     total = work.num_trajectories
     with np.errstate(divide="ignore"):
@@ -133,12 +133,12 @@ def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array])
 def mixed_terms(
     model: ModelSpec, work: Workload, places: Sequence[DeviceClass], counts: Sequence[Array], bytes_per_s: Array
 ) -> list[StageTerms]:
-    """Return the coefficients of a mixed stage with `counts` ranks on each of several GPU types; the slowest
-    type determines each time. `bytes_per_s`: bandwidth of the slowest link between two machines of the stage,
-    [candidates]. With `work.shard_size`, each copy of the model is within one machine."""
+    """Return the coefficients of a mixed stage, for each of its GPU types; the slowest type determines each time.
+    `counts`: number of ranks of each type. `bytes_per_s` [candidates]: bandwidth of the slowest link between two
+    machines of the stage. With `work.shard_size`, each copy of the model is within one machine."""
     shares = row_shares(work, rank_speeds(work, places), counts)
     ranks = np.sum(counts, axis=0)
-    # the stage is on several machines, however few ranks it has
+    # even a stage with few ranks is on several machines
     inside = work.shard_size or 0.5
     found = []
     for place, own in zip(places, shares, strict=True):
@@ -160,12 +160,12 @@ def stage_terms(
     by default, each rank gets equally many trajectories.
 
     Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer, and
-    computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among so many
-    ranks, and gradients are also summed over the copies. The idealised trainer gathers weights once per update.
+    computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among this number
+    of ranks, and gradients are also summed over the copies. The idealised trainer gathers weights once per update.
     """
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu
-    # ranks wait for the rank with one trajectory more
+    # some ranks have one trajectory more than others, and all wait for these
     share = np.ceil(work.num_trajectories / dp) / work.num_trajectories if shares is None else shares.own
     flop_s = share / (tp * gpu.flops * eff.train)
     passes = forward_passes(work, eff.backward)
@@ -176,7 +176,7 @@ def stage_terms(
     shards = np.minimum(dp, work.shard_size or np.inf)
     models = 1 + work.has_critic
     across, within = place.inter_bytes_per_s * eff.link, place.link_bytes_per_s * eff.link
-    # time to gather or reduce one byte per value among the ranks of a copy, and to add it over the copies
+    # time to gather or reduce one byte per parameter among the ranks of a copy, and to sum it over the copies
     sent = (shards - 1) / shards * model.layer_params
     exchange_s = np.where(tp * shards > node_gpus, sent / across, sent / tp / within)
     copies_s = 2 * (1 - shards / dp) * model.layer_params / np.where(tp * dp > node_gpus, across, within)
@@ -209,7 +209,8 @@ def stage_terms(
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Return the gradient or optimiser time of a stage. Vocabulary parameters count as layers of equal size."""
+    """Return the gradient or optimiser time of a stage. Its vocabulary parameters count as a number of layers of equal
+    size."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s
 

@@ -11,7 +11,7 @@ Action = Callable[..., None]
 
 
 class NoProgress(Exception):
-    """Raised if no event is scheduled although the run is not complete, or if the run makes no progress."""
+    """Raised if the run is incomplete and no event is scheduled, or if the run makes no progress."""
 
 
 class VirtualClock:
@@ -52,9 +52,9 @@ class VirtualClock:
         self.now_s = until_s
 
     def poll(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
-        """Run actions until `is_over`, at most those of the next `timeout_s` seconds. Return `is_over()`. The caller
-        repeats a call that has timed out. The calls during which no action would run are skipped: the time advances by
-        a multiple of `timeout_s`. Raises NoProgress if no action is scheduled that could end the wait."""
+        """Run the actions of the next `timeout_s` seconds, but stop when `is_over()` is true. Return `is_over()`. A
+        caller repeats a call that has timed out, so repetitions in which no action would run are skipped: the time
+        advances by a multiple of `timeout_s`. Raises NoProgress if no action is scheduled."""
         until_s, before = self.now_s + timeout_s, self.num_fired
         while not is_over():
             if self._heap and self._heap[0][0] <= until_s:

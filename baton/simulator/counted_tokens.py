@@ -1,6 +1,6 @@
-"""Tokens of a simulated trajectory, which have a position and an origin. A simulated run therefore uses the leases,
-reports and trajectories of a live run, and a trajectory of any length takes the memory of a few numbers. The values are
-valid token ids, so messages and journal encode them as in a live run."""
+"""Tokens of a simulated trajectory: each token is only a position and an origin, so a trajectory of any length takes
+the memory of a few numbers. The values are valid token ids. The leases, reports, messages and journal of a simulated
+run are therefore those of a live run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NUM_ORIGINS = 2**11 - 1
 
 
 class CountedTokens(TokenColumn[Any]):
-    """Consecutive tokens. Each value is the token's position plus the origin times `ORIGIN`, or its negative for
-    logprobs: engines with keyed noise have origin 0, so all of them generate equal tokens."""
+    """Consecutive tokens. A token's value is its position + origin · `ORIGIN`; its logprob is the negative of this
+    value. Engines with keyed noise have origin 0, so all of them generate equal tokens."""
 
     __slots__ = ()
     _buffer: range  # type: ignore[assignment]
@@ -39,14 +39,14 @@ class CountedTokens(TokenColumn[Any]):
 
 
 def counted_segment(start: int, num_tokens: int, version: int, origin: int = 0) -> Segment:
-    """Return a segment of the tokens from position `start` on."""
+    """Return a segment of `num_tokens` tokens that begins at position `start`."""
     start += ((origin - 1) % NUM_ORIGINS + 1) * ORIGIN if origin else 0
     stop = start + num_tokens
     return Segment(CountedTokens(range(start, stop)), CountedTokens(range(-start, -stop, -1)), version)
 
 
 def counted(message: Any) -> Any:
-    """Return a message that was decoded, with counted tokens again."""
+    """Convert the tokens of a decoded message to counted tokens."""
     match message:
         case Report(segments=segments):
             return msgspec.structs.replace(message, segments=tuple(map(_counted, segments)))
@@ -59,5 +59,5 @@ def counted(message: Any) -> Any:
 
 def _counted(segment: Segment) -> Segment:
     ids, count = segment.token_ids, len(segment.token_ids)
-    is_run = ids[-1] - ids[0] == count - 1  # else the tokens of two leases follow each other
+    is_run = ids[-1] - ids[0] == count - 1  # otherwise the segment has tokens of two leases
     return counted_segment(ids[0], count, segment.policy_version) if is_run else segment

@@ -34,7 +34,7 @@ from baton.types import FinishReason, FromWorker, Lease, Report, Retry
 WATERMARK = 0.01
 """A sequence is admitted only if this share of the KV cache stays free, as in vLLM."""
 CLASS_ENDS = 32
-"""Maximum number of rows, in the order of their contexts, that are considered as the last row of a length class."""
+"""Rows are sorted by context length. At most this number of rows are considered as the last row of a length class."""
 # seconds by which two times may differ and still count as equal, because of rounding errors
 _CLOSE = 1e-9
 
@@ -60,7 +60,7 @@ class SimulatedLease:
     end_step: int = -1
     """Number of the engine step that completes the trajectory; -1 while the lease waits for a slot."""
     born: int = 0
-    """Sequence number that the lease got when it was admitted to a slot."""
+    """Sequence number of the lease's admission to a slot."""
     lane: int = 0
     since_s: float = 0.0
     """Time when the lease was admitted to a slot."""
@@ -91,7 +91,7 @@ class SimEngine:
         self.name, self.slots, self.busy = spec.name, spec.slots, EngineTime()
         self.version: int | None = None
         self.wrong = 0
-        """Origin of the tokens of further leases; 0 while the engine generates correct tokens."""
+        """Origin of the tokens of the next leases; 0 while the engine generates correct tokens."""
         self._has_own_noise = spec.kind in OWN_NOISE
         self._clock, self._speed, self._owner, self._tracer = clock, spec.speed, owner, tracer
         self._kv_tokens, self._report_every_s = spec.kv_tokens, report_every_s
@@ -108,7 +108,7 @@ class SimEngine:
         self._switch: tuple[int, bool, float] | None = None
         self._width = self._context = self._step = self._born = 0
         self._planned, self._step_s, self._slope_s, self._since_s = 0, 0.0, 0.0, 0.0
-        """`_since_s`: end of the last whole step, or of the prefill that followed this step."""
+        """`_since_s`: end of the last whole step or, if a prefill followed this step, end of the prefill."""
         self._wake = 0
         """Sequence number of the last scheduled wake. Earlier wakes are ignored."""
         self._report_s, self._slowness = math.inf, 1.0
@@ -154,7 +154,8 @@ class SimEngine:
             self._poke()
 
     def switch(self, version: int, *, resumes: bool, load_s: float = 0.0) -> None:
-        """Load another version after the current step. If `resumes`, prefill running trajectories again."""
+        """Load another version after the current step. With `resumes`, running trajectories continue and are prefilled
+        again."""
         self._switch = (version, resumes, load_s)
         self._poke()
 

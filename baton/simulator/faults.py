@@ -9,9 +9,9 @@ for_s = 60.0
 ```
 
 Kinds: `crash`, `hang` (no progress and no messages for for_s), `slow` (by factor), `leave` (reports its tokens, then
-ends), `join` (adds a worker like `worker`), `wrong` (generates other tokens than other workers for for_s; 0: always),
-`restart` (the controller stops and resumes after for_s), `partition` (messages are delayed until it ends, fetches
-fail), and `storm` (messages: loss, duplicate, reorder, delay_s; fetches: corrupt).
+ends), `join` (adds a worker like `worker`), `wrong` (generates other tokens than correct workers for for_s; 0: always),
+`restart` (the controller stops and resumes after for_s), `partition` (until it ends, messages are delayed and fetches
+fail), and `storm` (faults of messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
 """
 
 from __future__ import annotations

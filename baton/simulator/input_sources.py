@@ -31,7 +31,7 @@ from baton.specs.workload import LengthSettings, Workload
 REPORTS_PER_STEP = 20
 """Number of reports per train step in a run without faults. More frequent reports would not change the results."""
 RATED_SLOTS = 64
-"""Number of slots of an engine if its plan was made with a table of rates, because such a table has no batch sizes."""
+"""Number of slots of an engine if its plan was made with a table of rates, which has no batch sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PlanSource:
     work: Workload
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     cluster: Cluster | None = None
-    """Cluster file of the plan, for the bandwidths of links. If None, the bandwidths of the catalogue are used."""
+    """The plan's cluster, for the bandwidths of its links. If None, the bandwidths of the catalogue are used."""
 
     def setting(self, options: SimulationOptions) -> Setting:
         """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""
@@ -182,7 +182,7 @@ def rollout_settings(base: dict[str, Any], overrides: Sequence[str]) -> RolloutS
     tree: dict[str, Any] = {"rollout": {}}
     for override in _with_section(overrides):
         set_key(tree, *key_and_value(override))
-    # values that are defaults of the plan's mode do not apply to another mode
+    # the base has the defaults of the plan's mode, which do not apply to another mode
     if tree["rollout"].get("mode", base["mode"]) != base["mode"]:
         base = {key: value for key, value in base.items() if key not in ("on_new_version", "max_staleness")}
     return parse_recipe(_PlanOverrides, tree | {"rollout": base | tree["rollout"]}, "--plan").rollout

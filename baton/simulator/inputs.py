@@ -24,10 +24,10 @@ class EngineSpec:
     """Throughput of a slot according to the plan, relative to the other engines."""
     num_gpus: int = 1
     kind: str = "embedded"
-    """Kind of engine. Engines with noise of their own generate other tokens under each lease."""
+    """Kind of engine. Engines without keyed noise generate other tokens under each lease."""
     class_cost: float | None = None
-    """Cost of one more length class in a decode step, in positions. A row attends over the longest context of its class
-    (`cost/generate.py: scanned_tokens`). None: every row attends over its own context."""
+    """Cost of one more length class in a decode step, as a number of positions. A row attends over the longest context
+    of its class (`cost/generate.py: scanned_tokens`). None: every row attends over its own context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,12 @@ class Setting:
     swarm: SwarmSpec | None = None
     """Hub and workers. None if the engines share one queue and load new weights at the same time."""
     train_slowdown: float = 1.0
-    """Factor by which a train step takes longer while engines use the same cores."""
+    """Factor by which a train step is slower while engines use the same cores."""
     engine_slowdown: float = 1.0
     """Factor by which engines are slower during a train step."""
     handover_s: float = 0.0
-    """Seconds from an engine's report of a finished trajectory until its next trajectory from the queue."""
+    """Seconds from an engine's report of a finished trajectory until the engine receives the next trajectory of the
+    queue."""
     shares_prefill: bool = True
     price_per_h: float = 0.0
     currency: str = "USD"

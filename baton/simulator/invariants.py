@@ -1,14 +1,14 @@
-"""Checks the invariants of docs/architecture.md at every event, by means of counts that this module makes itself.
+"""Checks the invariants of docs/architecture.md at every event, with counts of its own.
 
-* Conservation: every trajectory is in exactly one state, which is the same in the scheduler and in these counts. The
-  number of generated tokens equals trained + masked + filtered + dropped + lost + carried exactly. The groups of a
-  batch are complete, have the required number, and are never trained twice.
+* Conservation: every trajectory is in exactly one state, and the scheduler and these counts agree on it. The number of
+  generated tokens is exactly trained + masked + filtered + dropped + lost + carried. A batch has the required number of
+  groups. Its groups are complete and are never trained twice.
 * Append only: a trajectory grows only by whole segments with ascending versions, and ends at its scripted length.
-* Staleness: no trained token exceeds the staleness bound, because older tokens are masked. The number of open groups is
+* Staleness: tokens beyond the staleness bound are masked, so none of them is trained. The number of open groups is
   limited.
 * Version: tokens have the requested version, and that version is published. No trajectory runs while weights are
   loaded, unless the mode allows this.
-* Order: a trajectory that has tokens is leased before one that has none. No trajectory is leased during a pause.
+* Order: trajectories with tokens are leased before trajectories without tokens. No trajectory is leased during a pause.
 * Leases: the invariants of `lease_invariants.py`.
 * Workers: no worker is quarantined, because all simulated workers are correct.
 """
@@ -72,7 +72,7 @@ class InvariantChecker(EventObserver):
         self._is_paused = False
         self._places = 0
         self._counts: Counter[str] = Counter()
-        """Account (such as generated or lost) → number of tokens since the controller started."""
+        """Category of tokens, such as generated or lost → number of tokens since the controller started."""
         self._leases: LeaseInvariants | None = None
 
     def check(self, holds: bool, law: str, what: Any = "") -> None:

@@ -1,13 +1,13 @@
 """Checks the invariants of the lease table at every event. All counts are made from the table's events and commands, so
 this module needs no simulation: tests check a single `LeaseTable` with it.
 
-* Conservation: the number of reported tokens equals committed + discarded + open exactly. Every task is in one state.
+* Conservation: the number of reported tokens is exactly committed + discarded + open. Every task is in one state.
 * Append only: committed tokens only grow, and the tokens of two leases never mix.
-* Leases: a task has at most two leases, and a lease number is used once. A lease's worker serves the required version
-  and has a free slot. The order of tasks is kept, backup leases come last, no task waits while a worker has a slot for
-  it, and an event of a lease that has ended has no effect.
-* Time: a worker without a message or without progress is disconnected at its timeout, and no other worker is. An
-  aborted task is returned by the heartbeat timeout.
+* Leases: a task has at most two leases, and a lease number is used once. A worker that gets a lease serves the required
+  version and has a free slot. Tasks are leased in order, and backup leases come last. No task waits while a worker has
+  a slot for it. An event of a lease that has ended has no effect.
+* Time: a worker is disconnected if and only if it has sent no message, or made no progress, for the respective timeout.
+  An aborted task is returned within the heartbeat timeout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.swarm.lease_credit import FIRST_LEASES, TOKENS_PER_LEASE
 from baton.swarm.leases import LeaseTable
 
 Check = Callable[[bool, str, Any], None]
-"""Raises an error unless its first argument holds. Further arguments: the name of the invariant, and details."""
+"""Raises an error unless its first argument is true. Further arguments: the name of the invariant, and details."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class LeaseInvariants:
         self._workers: dict[int, _OwnWorker] = {}
         self._tasks: dict[int, _OwnTask] = {}
         self._leases: dict[int, _OwnLease] = {}
-        """All leases, also those that have ended."""
+        """All leases, including those that have ended."""
         self._reported = self._committed = 0
         self._wasted: Counter[str] = Counter()
         self._delivered: Counter[str] = Counter()
@@ -306,7 +306,7 @@ class LeaseInvariants:
         return (number for number, task in self._tasks.items() if not task.live)
 
     def _continues(self, task: _OwnTask, lease: int) -> bool:
-        """Return whether a lease has the same tokens as its task, as far as both have tokens."""
+        """Return whether the tokens of a lease are consistent with those of its task."""
         own = self._leases[lease]
         if self._rules.restarts:
             return task.origin in (None, own.origin)
@@ -316,13 +316,13 @@ class LeaseInvariants:
         return slots + int(self._rules.prefetch * slots)
 
     def _room(self, worker: int) -> int:
-        """Return the number of slots that a worker may use. The table's count of credit is used; `_granted` checks its
-        upper bound."""
+        """Return the number of slots that a worker may use. It follows from the credit that the table counts;
+        `_granted` checks an upper bound of this credit."""
         known = self.table.workers.get(worker)
         return self._workers[worker].slots if known is None else known.room
 
     def _is_full(self, worker: int | None, *, places: bool = False) -> bool:
-        """Return whether a worker has no free slot, or with `places` no place for a lease that waits for a slot."""
+        """Return whether a worker has no free slot. With `places`: whether it also has no place for a waiting lease."""
         assert worker is not None
         room, known = self._room(worker), self.table.workers.get(worker)
         is_limited = known is not None and not known.owner_allows

@@ -1,9 +1,9 @@
-"""The network between hub and workers, with messages, latencies of connections, and faults.
+"""The network between hub and workers: messages, latencies and faults.
 
 The messages are those of `swarm/messages.py`, with counted tokens. In runs with faults, they are encoded and decoded.
 
-Without faults, messages arrive in order. During a `partition` or a `storm`, messages may be delayed, reordered or
-repeated, or a message is lost and the connection is cut. Fetches may fail.
+Without faults, messages arrive in order. During a `partition` or a `storm`, messages may be delayed, reordered,
+repeated or lost, and fetches may fail. The loss of a message also cuts the connection.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SimulatedConnection:
     heard_s: float = field(default=0.0)
     """Time at which the last message arrived, or the connection began."""
     due_s: float = math.inf
-    """Time of the next check for silence; infinite without `watch`."""
+    """Time of the next check whether messages still arrive; infinite without `watch`."""
     silence_s: Callable[[], float] = field(init=False)
     on_silence: Callable[[], None] = field(init=False)
 
@@ -79,7 +79,7 @@ class SimulatedConnection:
         self._expect()
 
     def _expect(self) -> None:
-        """Check at the time by which a message must arrive, unless a check is due earlier."""
+        """Schedule a check for the time by which a message must arrive, unless an earlier check is scheduled."""
         at_s = max(self.clock.now_s, self.heard_s + self.silence_s())
         if at_s < self.due_s:
             self.due_s = at_s
@@ -115,8 +115,8 @@ class SimulatedOutgoing(Outgoing):
 
     def put(self, message: FromHub) -> bool:
         down = self._down
-        # for speed: without faults no message is lost, so Ack takes no time and HeartbeatAck, which only shows that
-        # the hub is alive, is not sent
+        # without faults no message is lost; to save simulation time, Ack then arrives at once, and HeartbeatAck, which
+        # only shows that the hub is alive, is not sent
         if down.fate is not None or not isinstance(message, Ack | HeartbeatAck):
             down.send(message)
         elif isinstance(message, Ack):

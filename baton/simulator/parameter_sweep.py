@@ -1,4 +1,4 @@
-"""Simulates a run under many settings. The result is a table of all settings and the setting that is recommended."""
+"""Simulates a run under many settings. The result is a table of all settings, and a recommendation."""
 
 from __future__ import annotations
 
@@ -101,8 +101,9 @@ def _point(
 def recommend(points: Sequence[SweepPoint]) -> tuple[int | None, str]:
     """Return the index of the recommended point, and the reason for the recommendation.
 
-    Points that mask more than MAX_MASKED of their tokens are excluded, unless all points do. Of the remaining points
-    whose throughput counts as equal to the highest, the point with the least staleness is recommended.
+    Points that mask more than MAX_MASKED of their tokens are excluded, unless all points do. Of the remaining points,
+    those with almost the highest throughput (see `CLOSE`) are compared, and the one with the least staleness is
+    recommended.
     """
     run = [(place, point.result) for place, point in enumerate(points) if point.result is not None]
     if not run:

@@ -20,7 +20,7 @@ from baton.types import FromHub, FromWorker, Lease, PolicyVersion
 
 
 class SimulatedEnginePool(SimulatedTransport):
-    """A `SimulatedTransport` over engines of one machine. It does what `EnginePool` does with engine processes."""
+    """A `SimulatedTransport` over engines of one machine. It corresponds to `EnginePool` for engine processes."""
 
     name = "the simulated pool"
 
@@ -100,7 +100,8 @@ class SimulatedEnginePool(SimulatedTransport):
                 self._after_handover(engine.abort, message.lease_id)
 
     def _after_handover(self, what: Callable[..., None], *about: object) -> None:
-        """Call an engine after `handover_s`, because a process reads messages only after its next step has started."""
+        """Call an engine after `handover_s`, because an engine process that is busy with a step reads messages only
+        later."""
         if self._setting.handover_s:
             self._clock.after(self._setting.handover_s, what, *about)
         else:

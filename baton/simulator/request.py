@@ -28,7 +28,7 @@ SHOWN_LINES = 60
 
 
 class InvariantBroken(BatonError):
-    """The user's error for an InvariantViolation, with the seed and the last lines of the event log."""
+    """Error for the user after an InvariantViolation, with the seed and the last lines of the event log."""
 
 
 class Spans:
@@ -78,7 +78,7 @@ class ReproducedViolation:
     """Every event and command up to the violation."""
 
     def sentence(self, shown: int = SHOWN_LINES) -> str:
-        """Return a string with the invariant, the seed, the faults and the last `shown` lines of the log."""
+        """Return a message with the invariant, the seed, the faults and the last `shown` lines of the log."""
         faults = "\n".join(f"  {f.model_dump(exclude_defaults=True)}" for f in self.faults) or "  none"
         left_out = max(0, len(self.log) - shown)
         lines = "\n".join(f"  {line}" for line in self.log[left_out:])

@@ -23,7 +23,7 @@ STEADY_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One train step. Steps that a restart of the controller interrupted are left out."""
+    """One train step. Steps that a restart of the controller interrupted are not recorded."""
 
     wait_s: float
     """Time from the request for the batch until the batch was complete."""
@@ -45,12 +45,12 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class RunRecord(Ledger):
-    """Record of one run. Its token counts are summed over all incarnations of the controller."""
+    """Record of one run. Its token counts are sums over all starts of the controller."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     seconds: float = 0.0
     engines: list[tuple[EngineSpec, EngineTime]] = field(default_factory=list)
-    """The engines, also those that have ended, and how they used their time."""
+    """The engines, including those that have ended, and how they used their time."""
     carried: int = 0
     """Number of tokens in open groups at the end of the run."""
     unreported: int = 0
@@ -87,7 +87,7 @@ class Shares(msgspec.Struct, frozen=True):
     load: float
     idle: float
     occupancy: float
-    """Share of the time, averaged over slots, in which a slot decoded a trajectory."""
+    """Share of the time in which a slot decoded a trajectory; mean over all slots."""
     tokens_per_s: float
     preemptions: int
 
@@ -119,9 +119,10 @@ class Result(msgspec.Struct, frozen=True):
     trainer_busy: float
     """Share of the steady state in which the trainer trains."""
     rollout_occupancy: float
-    """Mean share of the time in which a slot had a lease, without times in which no trajectory ran."""
+    """Share of the time in which a slot had a lease; mean over all slots. Times in which no trajectory ran are
+    excluded."""
     engines: list[Shares]
-    """Use of time of each kind of engine. Engines of the same shape are one entry."""
+    """How each kind of engine used its time. Engines of the same shape are one entry."""
     staleness: dict[int, float]
     """Staleness → share of the batches' tokens."""
     mean_staleness: float
@@ -229,7 +230,7 @@ def _staleness(steps: Sequence[SimulatedStep]) -> dict[int, float]:
 
 
 def _engines(record: RunRecord) -> list[Shares]:
-    """Return the use of time of each kind of engine. Engines are of one kind if their names differ only in a number."""
+    """Return how each kind of engine used its time. Engines are of one kind if their names differ only in a number."""
     kinds: dict[str, list[tuple[EngineSpec, EngineTime]]] = {}
     for spec, time in record.engines:
         kinds.setdefault(spec.name.rstrip("0123456789").rstrip("#- "), []).append((spec, time))

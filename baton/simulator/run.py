@@ -90,5 +90,6 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
 
 
 def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
-    """Simulate a run. Raises NoProgress if the run stops making progress, and InvariantViolation."""
+    """Simulate a run. Raises NoProgress if the run makes no progress, and InvariantViolation if an invariant does not
+    hold."""
     return build(setting, options).run()

@@ -1,9 +1,9 @@
 """Prompt lengths, response lengths and rewards of trajectories. They depend only on the seed and on the trajectory's
 ids, so two runs with different decisions of the scheduler have the same work.
 
-Lengths follow a `Lengths` distribution. Lengths within a group are correlated (`correlation`), because a hard prompt
-leads to long responses of all members. `drift` changes the lengths during training. Alternatively, the lengths are
-those of the groups of a recorded run, in the same order; these include correlation and drift.
+Lengths follow a `Lengths` distribution. Lengths within a group are correlated (`correlation`), because all responses to
+a hard prompt tend to be long. `drift` changes the lengths during training. Alternatively, the lengths are those of a
+recorded run's groups, in the same order; they include correlation and drift.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from baton.types import Lease, Prompt, SamplingParams
 BLOCK = 256
 """Number of groups that are drawn together."""
 KEPT_BLOCKS = 256
-"""Maximum number of cached blocks. A block that was dropped is drawn again when it is needed, with the same numbers."""
+"""Maximum number of cached blocks. A block that was dropped is drawn again, with the same numbers, when it is
+needed."""
 _NORMAL_CDF = np.frompyfunc(NormalDist().cdf, 1, 1)
 
 
@@ -43,13 +44,15 @@ class TrajectoryWork:
     prompt: Lengths
     output: Lengths
     correlation: float = 0.0
-    """Correlation, from 0 to 1, of the normal scores from which the lengths of two members of a group are computed."""
+    """Correlation (0 to 1) within a group: lengths are computed from normal scores, and those of two members correlate
+    by this value."""
     drift: float = 0.0
     """Relative growth of all lengths per train step. Lengths never exceed the longest length."""
     trained_share: float = 1.0
     """Share of groups whose rewards differ."""
     recorded: tuple[RecordedGroup, ...] = ()
-    """Groups of a recorded run. If given, they are used in order and repeatedly, instead of the distributions."""
+    """Groups of a recorded run. If given, they replace the distributions; they are used in order, and repeated at the
+    end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class Script:
         return Lease(lease.lease_id, known, sampling, lease.noise_seed, lease.version, lease.is_exact)
 
     def reward(self, group_id: int, sample_index: int) -> float:
-        """Return a reward of 0 or 1. In a group without an advantage, all members have the same reward."""
+        """Return a reward of 0 or 1. In groups that teach nothing, all members have the same reward."""
         if not self._teaches(group_id):
             return float(group_id % 2)
         return float(sample_index % 2)

@@ -38,7 +38,7 @@ from baton.simulator.transport import ControllerStopped, SimulatedTransport
 from baton.types import Group, PolicyVersion, SamplingParams
 
 HANG_S = 24 * 3600.0
-"""A run fails with NoProgress after this virtual time without a message of an engine."""
+"""Maximum virtual time without a message of an engine. The run then fails with NoProgress."""
 SAMPLING = SeededSampling(SamplingParams(1), 0)
 """The length of each trajectory is scripted (`Script.limited`)."""
 
@@ -54,7 +54,7 @@ class EventObserver(Protocol):
         """Called before a command is applied."""
 
     def settled(self, event: TimedEvent) -> None:
-        """Called after an event, and all events that it caused, have been handled."""
+        """Called when an event and all events that it caused have been handled."""
         return
 
     def on_batch(self, groups: Sequence[Group]) -> None:
@@ -148,7 +148,7 @@ class Simulation(BatchRecords):
         self._scorer.close()
         if self._steps.has_begun:
             record.close(self.scheduler.ledger, self.scheduler.num_carried_tokens)
-        else:  # the last process only trained recorded batches
+        else:  # after its last start, the controller only trained recorded batches
             record.close(Ledger(), self._carried_tokens)
         return record
 
@@ -162,7 +162,7 @@ class Simulation(BatchRecords):
         ledger = Ledger()
         if self._steps.has_begun:
             scheduler = self.scheduler
-            # nonzero if a batch has been delivered but not recorded
+            # both are nonzero only if a batch has been delivered but not recorded
             consumed, masked = scheduler.step.consumed_tokens, scheduler.step.masked_tokens
             ledger, self._carried_tokens = scheduler.ledger, scheduler.num_carried_tokens + consumed
             ledger.trained -= consumed - masked

@@ -50,7 +50,7 @@ Count = Callable[[str], None]
 
 
 class ObservedLeaseBroker(LeaseBroker):
-    """A `LeaseBroker` that calls observers, and counts what it does because of faults."""
+    """A `LeaseBroker` that calls observers, and counts its reactions to faults."""
 
     def __init__(
         self, table: LeaseTable, check: ReportCheck, clock: Clock, watches: Sequence[EventObserver], count: Count
@@ -77,7 +77,7 @@ class ObservedLeaseBroker(LeaseBroker):
 
 
 class Swarm(SimulatedTransport):
-    """A `SimulatedTransport` of the live hub's decisions and of simulated workers, which may join and leave."""
+    """A `SimulatedTransport` with the decision code of the live hub and simulated workers, which may join and leave."""
 
     name = "the simulated swarm"
 
@@ -107,12 +107,12 @@ class Swarm(SimulatedTransport):
         self._sessions: dict[SimWorker, HubSession] = {}
         """The hub's sessions with the connected workers."""
         self.members: Membership
-        """The hub of the current incarnation of the controller."""
+        """The hub since the last start of the controller."""
 
     # ---- methods of SimulatedTransport -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start a new incarnation of the hub. After a restart, the workers reconnect by themselves."""
+        """Start a new hub. After a restart of the controller, the workers reconnect by themselves."""
         self.incarnation += 1
         self.is_down = False
         self.members, self._sessions = self._new_hub(), {}
@@ -170,7 +170,7 @@ class Swarm(SimulatedTransport):
 
     def _new_hub(self) -> Membership:
         clock, spec = (lambda: self.clock.now_s), self.spec
-        # the time of a check is linear in the tokens; without faults, there is no message to complain about
+        # the time of a check is linear in the number of tokens; without faults, all messages are valid
         limits = ReportLimits(vocabulary=sys.maxsize, max_context_tokens=sys.maxsize)
         check = partial(check_report, limits=limits, text=str) if self.trouble else lambda *_, **__: None
         broker = ObservedLeaseBroker(self._make_table(spec.rules), check, clock, self._watches, self.count)

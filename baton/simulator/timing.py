@@ -117,7 +117,7 @@ class TrainSpeed:
     token_s: float
     """Seconds per token of prompts and responses."""
     squared_s: float
-    """Seconds per squared number of tokens of a trajectory (attention)."""
+    """Seconds per square of a trajectory's number of tokens (attention)."""
 
     def step_s(self, lengths: Sequence[int]) -> float:
         return self.fixed_s + self.token_s * sum(lengths) + self.squared_s * sum(n * n for n in lengths)

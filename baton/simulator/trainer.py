@@ -11,7 +11,7 @@ from baton.trainer.trainer import Pending, PublishedWeights, StepTrainer
 from baton.types import Batch, Group, PolicyVersion
 
 CLOSE = 1e-9
-"""Part of the virtual time by which a train step may end early, because of rounding errors."""
+"""Relative tolerance for the end of a train step, because of rounding errors."""
 
 
 class VirtualTrainer(StepTrainer):
@@ -45,8 +45,8 @@ class VirtualTrainer(StepTrainer):
 
 
 class VirtualStep(Pending):
-    """A train step in virtual time. In the background, trainer and engines are slower while both are busy. The metrics
-    are the times of begin and end, `begin_s` and `end_s`."""
+    """A train step in virtual time. With `in_background`, trainer and engines are slower while both are busy. The
+    metrics are `begin_s` and `end_s`."""
 
     def __init__(self, trainer: VirtualTrainer, batch: Batch, *, in_background: bool) -> None:
         self._trainer, self._clock, self._step = trainer, trainer.clock, batch.step
@@ -55,7 +55,7 @@ class VirtualStep(Pending):
         """Remaining time of the step, if no trajectory runs."""
         self._begin_s = self._last_s = self._clock.now_s
         self._slowdown = 0.0
-        """Factor since `_last_s` by which the step is slower; 0 before the first call of `_has_ended`."""
+        """Factor by which the step has been slower since `_last_s`; 0 before the first call of `_has_ended`."""
         if in_background:
             trainer.port.slow(trainer.setting.engine_slowdown)
 
@@ -84,6 +84,6 @@ class VirtualStep(Pending):
 
 
 def token_counts(groups: Sequence[Group]) -> list[int]:
-    """Return each trajectory's number of tokens, with masked tokens, which the trainer computes too."""
+    """Return each trajectory's number of tokens, including masked tokens, because the trainer also computes these."""
     members = [member.trajectory for group in groups for member in group.members]
     return [len(trajectory.prompt_ids) + trajectory.num_tokens for trajectory in members]

@@ -1,5 +1,5 @@
-"""The interface between the controller and simulated engines: the interface of a live run, with further methods for a
-simulation. The messages have counted tokens."""
+"""The interface between the controller and simulated engines: that of a live run, and further methods for simulations.
+The messages have counted tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from baton.simulator.inputs import EngineSpec
 
 @dataclass
 class ControllerStopped(Exception):
-    """Raised by the fault `restart` in a wait of the controller, which loses its state as in a kill."""
+    """Raised by the fault `restart` while the controller waits. The controller loses its state, as if it were
+    killed."""
 
     down_s: float
     """Seconds until the controller starts again."""
@@ -40,7 +41,7 @@ class SimulatedTransport(WorkerTransport, Protocol):
     """A pool of engines or a swarm. Its waits advance the virtual clock."""
 
     def begin(self) -> None:
-        """Start the engines, also when the controller resumes after `restart`."""
+        """Start the engines, at the first start and whenever the controller resumes after `restart`."""
         return
 
     def restart(self) -> None:

@@ -25,7 +25,7 @@ class WorkerHost(Protocol):
     """The hub and the network from a worker's point of view."""
 
     def try_connect(self, worker: SimWorker) -> bool:
-        """Connect a worker to the hub. Return whether this has succeeded."""
+        """Connect a worker to the hub. Return whether it is connected."""
 
     def fetches(self, worker: SimWorker, version: PolicyVersion) -> str:
         """Return the reason why the fetch of a version has failed, or an empty string if it has succeeded."""
@@ -118,7 +118,7 @@ class SimWorker:
             self._connect_later()
 
     def on_silence(self) -> None:
-        """Handle that the hub has sent no message for `WorkerSession.silence_s`."""
+        """Called when the hub has sent no message for `WorkerSession.silence_s`."""
         if not self.is_frozen:
             self.cut()
 
@@ -164,7 +164,8 @@ class SimWorker:
         if self.is_frozen:
             self._unread.append(message)
             return
-        # a storm repeats and reorders messages, but the messages of a connection begin with exactly one Welcome
+        # a storm may repeat and reorder messages, but the first message of a connection, and only this one, is a
+        # Welcome
         if isinstance(message, Welcome) == self.session.is_welcomed:
             return
         try:
