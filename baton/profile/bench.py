@@ -1,19 +1,19 @@
-"""`baton bench rollout`: runs the rollout modes alternately, one batch at a time, each on its own engine. Response
-lengths are scripted; a few responses are much longer than the others.
+"""`baton bench rollout`: runs the rollout modes alternately, one batch at a time. Each mode has its own engine.
+Response lengths are scripted; a few responses are much longer than the others.
 
 Only the rollout side is measured: the trainer takes no time, and each version loads the same weights again. The control
-`sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. Its concurrency is
-that of `partial`, but it generates no groups beyond the batch.
+`sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. The control therefore
+has the concurrency of `partial`, but generates no groups beyond the batch.
 
-The bound is the time that the engine alone needs for the same tokens: an engine with a queue that is never empty, whose
-slots are therefore always full, which prefills each prompt once and never loads weights. Everything outside the engine
-takes no time. This engine runs between the batches of the modes, so that a change of the machine's speed affects both.
+The bound is the time that the engine alone needs for the same tokens. This engine's queue is never empty, so its slots
+are always full. It prefills each prompt once and never loads weights. Everything outside the engine takes no time. It
+runs between the batches of the modes, so that a change of the machine's speed affects bound and modes.
 
-The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. It
-consists of one prefill per prompt and a time for each token, namely 1/slots of the time of a decode step in which all
-slots are in use and the rows have the position of this token on average. Such steps are measured at three average
-positions; their time is assumed to be linear in the average position. The mean time of a mode's own full steps would
-not be a bound: while all slots of `sync` are in use, its responses are still short, so attention is cheap.
+The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. It is
+the sum of one prefill per prompt and a time for each token. The time for a token is 1/slots of the time of a full
+decode step: all slots are in use, and the mean position of the rows is the token's position. Such steps are measured at
+three mean positions, between which time is assumed to be linear. The mean time of a mode's own full steps would not be
+a bound: while all slots of `sync` are in use, its responses are still short, so attention is cheap.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from baton.types import (
 
 CONTROL = "sync_2x"
 WARM_UP_STEPS = 2
-"""Steps of each mode before the measurement, after which the number of carried groups is steady."""
+"""Number of unmeasured steps of each mode at the start. After them, the number of carried groups is steady."""
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
-"""Step sizes of two low-discrepancy sequences. With such sequences instead of random numbers, even a few groups have
-nearly the requested spread of lengths."""
+"""Step sizes of two low-discrepancy sequences. Unlike random numbers, they give even a few groups nearly the requested
+spread of lengths."""
 
 
 @dataclass(frozen=True)
 class ScriptedLengths:
-    """Scripted response lengths, which are the same for every mode. They are lognormal with a maximum, and correlated
-    within groups.
+    """Scripted response lengths, equal for every mode. Their distribution is lognormal with a maximum, and they are
+    correlated within groups.
 
     A length is median · exp(between · z_group + within · z_trajectory), limited to 1 … `longest`. The median is chosen
     so that the mean is `mean`.
@@ -79,7 +79,7 @@ class ScriptedLengths:
     seed: int = 0
 
     def length(self, group_id: int, sample_index: int) -> int:
-        if (group_id, sample_index) not in self._lengths:  # each is drawn once, not by each mode
+        if (group_id, sample_index) not in self._lengths:  # each length is drawn only once, not by each mode
             self._lengths[group_id, sample_index] = self._cut(self._median, group_id, sample_index)
         return self._lengths[group_id, sample_index]
 
@@ -111,9 +111,8 @@ class ModeResult(msgspec.Struct, frozen=True):
     mode: str
     steps: int
     tokens: int
-    """Number of response tokens that were generated for batches: the tokens of the delivered batches, plus the growth
-    of the tokens in open groups. In the long run, the growth is zero; over a few batches of long responses, it is
-    not."""
+    """Number of response tokens generated for batches: the tokens of the delivered batches, plus the increase of the
+    tokens in open groups. This increase is zero in the long run, but not over a few batches of long responses."""
     delivered_tokens: int
     seconds: float
     """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
@@ -131,10 +130,11 @@ class ModeResult(msgspec.Struct, frozen=True):
     """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
     over the context length of the longest row."""
     reprefilled_frac: float
-    """Number of tokens that the engine prefilled beyond one prompt per delivered group, divided by the number of
-    generated tokens. The additional prefilled tokens belong to aborted responses and their prompts."""
+    """Number of tokens prefilled in addition to one prompt per delivered group, divided by the number of generated
+    tokens. These tokens belong to aborted responses and their prompts."""
     shares: dict[str, float]
-    """Shares of the time: decode, prefill (additional time of a step with a prefill), loads, controller (the rest)."""
+    """Shares of the time: decode, prefill (additional time of steps with a prefill), loads, and controller (the
+    rest)."""
     mean_staleness: float
     """Staleness of each trajectory's oldest token, averaged over trajectories."""
     rounds_tokens_per_s: tuple[float, ...]
@@ -152,15 +152,14 @@ class BenchResult(msgspec.Struct, frozen=True):
     between: float
     within: float
     full_step_ms: float
-    """Time of a decode step that the bound of decode steps assumes (all slots in use), averaged over the tokens of all
-    modes."""
+    """Time of a full decode step (all slots in use) in the bound of decode steps; mean over the tokens of all modes."""
     full_step_ms_per_1k: float
-    """Additional time of a decode step with all slots in use if the mean position of the rows is 1,000 higher."""
+    """Additional time of a full decode step if the mean position of its rows is 1,000 higher."""
     step_ms_by_width: dict[int, float]
     """Number of rows in a decode step → mean time in ms of such steps without prefill, over all modes."""
     prefill_ms_per_token: float
     bound_over_sync: float | None
-    """Upper bound on the factor by which any mode can be faster than sync."""
+    """Upper bound on the speed of all modes, relative to `sync`."""
     modes: tuple[ModeResult, ...]
 
 
@@ -251,7 +250,7 @@ class ModeBench:
         self._version = -1
         self.seconds, self.steps = 0.0, 0
         self.delivered, self.opened = Work(), Work()
-        """Tokens of the delivered batches, and the growth of the tokens of open groups."""
+        """Tokens of the delivered batches, and the increase of the tokens in open groups."""
         self.rounds: list[float] = []
         self.decode_rows = self.decoded = self.prefilled = self.prompt_tokens = 0
         self.staleness: list[int] = []
@@ -277,7 +276,7 @@ class ModeBench:
         self.opened += now - opened
         self.prompt_tokens += sum(len(g.members[0].trajectory.prompt_ids) - 1 for g in groups)
         self.seconds, self.steps = self.seconds + seconds, self.steps + 1
-        if seconds:  # the clock may show no time between two batches that are complete at once
+        if seconds:  # for batches that are complete at once, the clock may not advance
             self.rounds.append(batch.tokens / seconds)
         self.decode_rows += after.decode_rows - before.decode_rows
         self.decoded += after.decoded_tokens - before.decoded_tokens
@@ -378,13 +377,13 @@ def measure(
 ) -> BenchResult:
     """Run the modes alternately until each mode has delivered `steps` batches; return the results.
 
-    alone: an engine for the bound, which runs before each round of batches. full_steps: measures decode steps with all
-    slots in use, for the bound of decode steps: (mean position, seconds) of each step. Without these two, both bounds
-    use the mean of the modes' own full steps for every position.
+    alone: an engine for the bound, which runs before each round of batches. full_steps: returns (mean position,
+    seconds) of measured full decode steps, for the bound of decode steps. Without these two, both bounds use the mean
+    of the modes' own full steps for every position.
     """
     points: list[tuple[int, float]] = []
     gc.collect()
-    gc.freeze()  # as in a run: one full collection took as long as half a batch
+    gc.freeze()  # as in a run: a full collection took as long as half a batch
     try:
         for number in range(warm_up + steps):
             is_counted = number >= warm_up
@@ -418,8 +417,8 @@ def measure(
         return decode_s(side.work) + side.prompt_tokens * prefill_s
 
     def bound_s(side: ModeBench) -> float:
-        """Return the engine's own time for the side's tokens. Their mean position differs slightly from the mean
-        position of the tokens that the engine generated alone."""
+        """Return the time of the engine alone for the tokens of a mode. The mean positions of the two sets of tokens
+        differ slightly."""
         if alone is None:
             return step_bound_s(side)
         scale = side.work.tokens / alone.work.tokens
@@ -476,7 +475,7 @@ def bench_engine(
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
     """Measure the modes with a fake engine that has a slot for every trajectory. Its step time does not depend on the
-    number of rows. The clock counts decode steps. This models a GPU with small batches of a large model."""
+    number of rows, as on a GPU with small batches of a large model. The clock counts decode steps."""
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
     sides = []

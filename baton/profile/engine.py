@@ -28,7 +28,7 @@ REPEATS = 5
 CONTEXT_SHARES = (0.125, 0.35, 0.7)
 """Context lengths at which decode and prefill are measured, as shares of the engine's maximum context length."""
 START_S = 600.0
-"""Maximum number of seconds until a busy engine has started. Several engines start at the same time."""
+"""Maximum seconds until a busy engine has started; several engines start at the same time."""
 Say = Callable[[str], None]
 
 

@@ -11,11 +11,11 @@ from baton.rollout.engine import Engine
 from baton.types import FromWorker, Lease, Report, SamplingParams, Trajectory
 
 _PROBE_TOKENS = 12
-"""Number of tokens of each row in the measurement of full steps. The last step is not counted, because it also reports
-all rows."""
+"""Number of tokens of each row in the measurement of full steps. The last step is excluded, because it also reports all
+rows."""
 _UNCOUNTED = 3
-"""Number of steps at the start that are not counted. The first step admits the rows; the following ones are slower than
-later ones, because caches of the processor still contain other data."""
+"""Number of steps at the start that are excluded. The first step admits the rows; the next ones are slow, because the
+processor's caches still contain other data."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ class EngineAlone:
 
 
 def full_steps_of(engine: Engine, longest: int, clock: Callable[[], float]) -> list[tuple[int, float]]:
-    """Return (mean position of the rows, seconds) of decode steps with all slots in use: the median of several steps
-    for each of three mean positions. The rows have four lengths, as rows of a run are not all equally long either."""
+    """Return (mean position of the rows, seconds) of decode steps with all slots in use, for three mean positions. The
+    time is the median of several steps. The rows have four different lengths, because the rows of a run are not equally
+    long."""
     slots, found = engine.slots, []
     params = SamplingParams(_PROBE_TOKENS)
     for mean in (longest // 8, longest // 4, longest // 2):

@@ -3,8 +3,8 @@
 `engine.py` measures decode and prefill for several batch sizes and context lengths. `train_steps.py` measures batches
 of the recipe's prompts and train steps, alternately. Every figure is a median over repeats. The cost model's parameters
 are then fitted to these measurements. On a CPU, an engine process has one thread, the trainer has all threads, and a
-core counts as a GPU. Finally, `whole_steps.py` runs the recipe for some train steps, and corrects the parameters by the
-times of this run, in which all processes share cores and memory.
+core counts as a GPU. Finally, `whole_steps.py` runs the recipe for some train steps, in which all processes share cores
+and memory, and corrects the parameters by the measured times.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] = (), *, num_steps: int) -> Profile:
-    """Measure the recipe's model, engine and trainer on its device, then a run of `num_steps` train steps. Raises
-    UserError if the GPU's name is unknown or the run fails.
+    """Measure the recipe's model, engine and trainer on the recipe's device, then a run of `num_steps` train steps.
+    Raises UserError if the GPU's name is unknown or the run fails.
 
     `companion` is a command that runs a busy engine. If the recipe has several engine processes on a CPU, one process
     is measured while the others are busy, because all processes share memory and cores.

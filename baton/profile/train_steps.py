@@ -1,8 +1,8 @@
 """Measures the times of batches and train steps, alternately as in mode `sync`.
 
-The trajectories of a train step have the lengths of generated trajectories, or multiples of these lengths. Either all
-groups or half of the groups have advantages that are not zero. The other groups need no backward pass, so the fit can
-separate the times of backward and forward passes.
+The trajectories of a train step have the lengths of generated trajectories, or multiples of these lengths. Advantages
+are nonzero in all groups or in half of the groups. The other groups need no backward pass, so the fit can separate the
+times of backward and forward passes.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _lengths(recipe: Recipe, trajectories: Sequence[Trajectory]) -> Workload:
 
 
 def _trainer(recipe: Recipe) -> Trainer:
-    """Build the recipe's trainer with one rank, and with a learning rate so low that the weights hardly change."""
+    """Build the recipe's trainer with one rank and a learning rate that hardly changes the weights."""
     alone: dict[str, object] = {"ranks": 1, "stages": 1, "tensor_parallel": 1}
     # The batches have made-up behavior logprobs, so the mismatch has no meaning. Trajectories without advantage get a
     # forward pass too, so the fit can separate forward and backward passes.
@@ -198,8 +198,8 @@ def _step_s(trainer: Trainer, batch: Batch) -> float:
 
 
 def _batch(trainer: Trainer, trajectories: Sequence[Trajectory], factor: float, share: float, longest: int) -> Batch:
-    """Return a batch with the lengths of `trajectories` times `factor`. Rewards differ in the share `share` of the
-    groups."""
+    """Return a batch with the lengths of `trajectories` times `factor`. `share`: fraction of groups with different
+    rewards."""
     version = trainer.version.number
     generator = torch.Generator().manual_seed(version)
     groups: dict[int, list[ScoredTrajectory]] = {}

@@ -1,10 +1,10 @@
 """Measures whole train steps: runs the recipe for a few steps, and fits how much slower trainer and engines are in this
-run than alone.
+run than each of them is alone.
 
 In a run, all processes of the recipe share cores and memory: trainer or ranks, engine processes or workers, controller
 and hub. The run is simulated with the lengths of its own trajectories. The efficiencies are changed until simulation
-and run have equal times of training and generation; in mode `async`, equal numbers of tokens per second and occupied
-slot instead of equal times of generation, because engines also wait for the trainer.
+and run have equal times of training and generation. In mode `async`, tokens per second and occupied slot replace the
+time of generation, because engines also wait for the trainer.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from baton.simulator.timing import TrainSpeed
 LONGEST_S = 3600.0
 """Maximum number of seconds of the measured run."""
 ROUNDS = 8
-"""Number of simulations with which the speed of the engines is fitted."""
+"""Number of simulations that fit the speed of the engines."""
 DAMPING = 0.6
-"""Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a
-time, and each of these is then slower again, so full corrections overshoot and oscillate."""
+"""Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a time, which makes each
+trajectory slower again. Full corrections would therefore overshoot and oscillate."""
 IDLE = 0.02
-"""Maximum share of a train step in which trajectories run, for a train step that counts as one without generation."""
+"""A train step counts as one without generation if trajectories run in at most this share of its time."""
 MOST_SLOWDOWN = 10.0
 LEAST_RUNTIME_BYTES = 5e7
 
@@ -61,9 +61,9 @@ LEAST_RUNTIME_BYTES = 5e7
 def with_whole_steps(
     recipe: Recipe, gpu: str, known: Efficiency, num_steps: int, say: Say
 ) -> tuple[Efficiency, list[Measurement]]:
-    """Run the recipe for `num_steps` train steps, and fit the efficiencies to the run. Return them, and the
-    measurements with the predictions of a simulation. For a multi-turn task, which the simulator does not support, only
-    publication and memory are fitted. Raises UserError if the run fails."""
+    """Run the recipe for `num_steps` train steps, and fit the efficiencies to the run. Return the efficiencies, and the
+    measurements with predictions of a simulation. Multi-turn tasks cannot be simulated; for them, only publication and
+    memory are fitted. Raises UserError if the run fails."""
     recipe = _measured_recipe(recipe, num_steps)
     with tempfile.TemporaryDirectory() as directory:
         run = _run(recipe, Path(directory))
@@ -80,8 +80,8 @@ def with_whole_steps(
 
 
 def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
-    """Return the recipe of the measured run. Its seed is not the recipe's, so predictions for the recipe are fitted to
-    other batches than a run of the recipe has."""
+    """Return the recipe of the measured run. It has another seed than the recipe, so predictions are not fitted to the
+    batches of the run that they predict."""
     changes = {
         "run": {"name": "run", "seed": recipe.run.seed + 1, "steps": num_steps},
         "eval": {"enabled": False, "task": ()},
@@ -95,7 +95,7 @@ def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
 
 
 def _run(recipe: Recipe, directory: Path) -> Path:
-    """Run the recipe in another process, whose memory is that of a run, and return the run's directory."""
+    """Run the recipe in a separate process, so that its memory is that of a run, and return the run's directory."""
     own = recipe.run.model_copy(update={"directory": str(directory)})
     recipe, file = recipe.model_copy(update={"run": own}), directory / "recipe.toml"
     file.write_text(tomli_w.dumps(without_none(recipe.model_dump(mode="json"))), encoding="utf-8")
@@ -122,7 +122,7 @@ def measured_directly(recipe: Recipe, rows: Sequence[Row], memory: MemoryByToken
     rest_s = terms["step"] - terms["training"] - _mean(steady, "time/weight_sync")
     if is_async:
         rest_s -= _mean(steady, "time/wait_for_batch")
-    else:  # workers of a swarm load the new version before they generate; a simulation has the time of scoring
+    else:  # swarm workers load the new version before they generate; the simulation counts scoring separately
         rest_s -= terms["generation"] + _mean(steady, "time/judge") + terms["transfer"] * recipe.swarm.is_on
     found = {"publish": 1.0, "publish_latency_s": terms["transfer"], "cycle_overhead_s": max(0.0, rest_s)}
     if memory:
@@ -137,8 +137,9 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 
 
 def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[float, float]:
-    """Return two factors for mode `async`: the training time of the steps without generation, divided by the predicted
-    time (1 if there are no such steps); and the factor by which training is slower while trajectories run."""
+    """Return two factors for mode `async`. The first is the training time of the steps without generation, divided by
+    the predicted time; 1 without such steps. The second is the factor by which training is slower while trajectories
+    run."""
     opened, beside = RunDirectory.open(run), list[tuple[float, float, float]]()
     alone_s = predicted_s = 0.0
     for row in steady_rows(rows):
@@ -150,15 +151,15 @@ def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[f
             beside.append((expected_s, row["time/train"], min(row["time/train"], row["time/generate_hidden"])))
     slower = alone_s / predicted_s if predicted_s else 1.0
     overlap_s = sum(hidden_s for _, _, hidden_s in beside)
-    # work that was done during the overlap, in seconds of the trainer alone
+    # work done during the overlap, as the seconds that the trainer alone would need for it
     done_s = sum(slower * expected_s - train_s + hidden_s for expected_s, train_s, hidden_s in beside)
     return slower, overlap_s / max(done_s, overlap_s / MOST_SLOWDOWN) if overlap_s else 1.0
 
 
 def _slot_rate(steps: Sequence[tuple[float, float]]) -> float:
     """Return the number of tokens that an occupied slot generates per second; 0 if no slot was occupied. steps:
-    generated tokens and seconds of occupied slots of each train step; the first step, which includes the start of the
-    engines, does not count."""
+    (generated tokens, seconds of occupied slots) of each train step. The first step does not count, because it includes
+    the start of the engines."""
     slot_s = sum(seconds for _, seconds in steps[1:])
     return sum(tokens for tokens, _ in steps[1:]) / slot_s if slot_s else 0.0
 
@@ -166,9 +167,10 @@ def _slot_rate(steps: Sequence[tuple[float, float]]) -> float:
 def fit_run(
     recipe: Recipe, gpu: str, known: Efficiency, run: Path, rows: Sequence[Row]
 ) -> tuple[Efficiency, list[Measurement]]:
-    """Fit the speeds of trainer and engines. In mode `async` they run at the same time, and their slowdowns beside each
-    other are fitted; the speed of the trainer alone is measured at the end of the run, when all batches have been
-    generated. In other modes, all efficiencies of trainer or engines are multiplied by a factor."""
+    """Fit the speeds of trainer and engines. In mode `async`, they run at the same time, and the fit finds how much
+    each slows the other down. The speed of the trainer alone is then measured at the end of the run, when all batches
+    have been generated. In other modes, all efficiencies of the trainer are multiplied by one factor, and those of the
+    engines by another."""
     terms, work, groups = _terms(rows), workload_of_run(run), recorded_groups(run)
 
     def setting(efficiency: Efficiency) -> Setting:
@@ -184,7 +186,7 @@ def fit_run(
     if recipe.rollout.mode == "async":
         given = setting(known)
         slower, beside = _train_factors(run, rows, given.train)
-        # the slowdowns of a setting include the effect of fewer cores
+        # the slowdowns in `given` include the effect of fewer cores
         update = {"train_beside": known.train_beside * beside / given.train_slowdown}
         known = scaled(known, gpu, 1 / slower, ("train",), ("train_overhead_s",)).model_copy(update=update)
         steps = [row for row in rows if "perf/step_time" in row]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 Z_95 = 1.959964
-"""A normally distributed value is within this number of standard deviations of its mean with a probability of 95 %."""
+"""Half width, in standard deviations, of the 95 % interval of a normal distribution."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     temperature: float
     """Sampling temperature; 0 means greedy decoding."""
     accuracy: Interval | None
-    """Share of correct responses (avg@k); None if no response has a reward."""
+    """Share of responses that are correct (avg@k); None if no response has a reward."""
     pass_at_k: Interval | None
     """Share of prompts with at least one correct response among their k responses. For k = 1, this is the accuracy."""
     mean_length_tokens: float
@@ -42,7 +42,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     unjudged: int = 0
     """Number of responses whose scoring failed; accuracy and pass@k exclude them."""
     reward: float | None = None
-    """Mean reward of the scored responses; None if none was scored, or in a result of an earlier Baton."""
+    """Mean reward of the scored responses; None if no response was scored, or if an earlier Baton wrote the result."""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     """Name of a reward part → its mean."""
     step: int | None = None

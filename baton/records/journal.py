@@ -6,8 +6,8 @@ so they survive a kill of any process. `settle` flushes them to disk, so they su
 `settle` before it records a batch and before it renames a checkpoint. A power failure therefore loses at most the
 rollouts since the last batch, which are then generated again.
 
-Groups that a checkpoint contains are deleted. Groups of later batches stay; a group is open if the journal lists it in
-no batch. Every entry has a digest, which is verified when the journal is opened.
+Groups that a checkpoint contains are deleted. Groups of later batches stay. A group is open if no batch in the journal
+contains it. Every entry has a digest, which is verified when the journal is opened.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ _TYPES: dict[str, Any] = {
     "segments": tuple[Segment, ...],  # key: group id, sample index, token offset; of an unfinished trajectory
     "finished": Trajectory,  # key: group id, sample index
     "judged": ScoredTrajectory,  # key: group id, sample index
-    # key: group id, sample index, number of exchanges; content: what the last exchange added. 0 exchanges: the whole of
-    # an episode that is over and not scored yet
+    # key: group id, sample index, number of exchanges; content: the data that the last exchange added. With 0
+    # exchanges, # the content is a complete episode that is not scored yet
     "episode": Episode,
     "path": Trajectory,  # key: group id, sample index; a later path of an episode, which starts with its new prompt
     "turn": int,  # key: group id, sample index; content: number of tokens of the trajectory when its last turn ended
@@ -222,7 +222,8 @@ class Journal:
         self.commit()
 
     def revoked(self, group_id: int, sample_index: int) -> None:
-        """Delete tokens and reward of a trajectory that is no longer trusted; it starts again from its prompt."""
+        """Delete the tokens and the reward of a trajectory that is no longer trusted. The trajectory starts again from
+        its prompt."""
         self._remove(("segments", "finished", "judged", *_OF_AN_EPISODE), group_id, sample_index)
 
     def discarded(self, group_id: int, cause: str) -> None:
@@ -260,7 +261,7 @@ class Journal:
             self._is_open = False
 
     def roll_back(self) -> None:
-        """Undo the changes since the last commit, as a kill of this process does."""
+        """Undo the changes since the last commit, as a kill of this process would."""
         self._db.rollback()
         self._is_open = False
 

@@ -77,7 +77,7 @@ class LeaseTrace:
         if isinstance(message, Retry):
             self.ended(message.lease_id, "refused")
             return
-        # the engine has given the lease a slot, but this process has not yet received the report that freed the slot
+        # the engine has assigned a slot to the lease, but the report that freed this slot has not arrived yet
         if message.segments and held.lane is None:
             self._open_span(held, self.clock())
         for segment in message.segments:
@@ -105,7 +105,8 @@ class LeaseTrace:
             self._open_span(next(iter(of_engine.waiting.values())), now_s)
 
     def paused(self) -> None:
-        """End the spans of all leases that have a slot, because nothing is generated until `continued`."""
+        """End the spans of all leases that have a slot, because engines generate no tokens until `continued` is
+        called."""
         now_s = self.clock()
         for held in self._held.values():
             if held.lane is not None:

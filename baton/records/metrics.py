@@ -175,7 +175,7 @@ class WeightsAndBiases:
                 f"Weights & Biases did not start: {str(error).strip()} "
                 "To run without it, set WANDB_MODE=offline, which keeps its files on disk, or remove wandb from [log]"
             ) from error
-        # the x-axis is a separate metric, because W&B's step must not decrease and a resumed run writes steps again
+        # the x-axis is a separate metric: W&B's own step must not decrease, but a resumed run writes steps again
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._is_broken = False

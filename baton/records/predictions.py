@@ -17,18 +17,18 @@ from baton.files import write_whole
 
 FILE = "predictions.json"
 MEMORY = "trainer memory"
-"""The term whose prediction depends on the run's largest microbatch, and thereby on response lengths."""
+"""The term whose prediction depends on the run's largest microbatch, and therefore on response lengths."""
 TOLERANCE = 0.15
 """A term is off if the measured value differs from the predicted value by more than this fraction. For terms whose unit
 is `share`, this number is the allowed difference instead."""
 WARM_SHARE = 0.2
-"""The measured means exclude this share of the train steps, at the start of the run."""
+"""Share of the train steps, at the start of the run, that measured means exclude."""
 
 Row = Mapping[str, float]
 
 
 def generation_s(row: Row) -> float:
-    """Return for how many seconds of a train step trajectories were running."""
+    """Return the seconds of a train step in which trajectories were running."""
     return row["time/generate"] + row.get("time/generate_hidden", 0.0)
 
 
@@ -48,7 +48,8 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
 """Name of a term → (unit, function that computes the term from a row of metrics). The function raises KeyError if the
-row lacks a metric. The response length is an input of the predictions, and explains differences of other terms."""
+row lacks a metric. The response length is not predicted but an input; a difference in it explains differences in other
+terms."""
 
 
 MemoryByTokens = tuple[tuple[int, float], ...]
@@ -62,7 +63,8 @@ class Prediction(msgspec.Struct, frozen=True):
     term: str
     value: float
     by_tokens: MemoryByTokens = ()
-    """Only for the term `MEMORY`. `value` has the bytes of the last pair: responses of the maximum length."""
+    """Only for the term `MEMORY`. `value` is the number of bytes in the last pair, for responses of the maximum
+    length."""
 
     def at(self, tokens: float | None) -> float:
         """Return the predicted value for a largest microbatch of `tokens` tokens. None: the maximum number."""
@@ -72,7 +74,7 @@ class Prediction(msgspec.Struct, frozen=True):
         return float(np.interp(tokens, places, values))
 
     def assumption(self, tokens: float | None) -> str:
-        """Return a sentence with the assumption of `at` about the largest microbatch; empty if there is none."""
+        """Return a sentence that states what `at` assumes about the largest microbatch; empty without an assumption."""
         if not self.by_tokens:
             return ""
         most = f"{self.by_tokens[-1][0]:,} tokens, the most that the recipe allows"
@@ -118,11 +120,11 @@ class Comparison(msgspec.Struct, frozen=True):
     is_off: bool
     """Whether the absolute value of `error` exceeds `TOLERANCE`."""
     assumption: str = ""
-    """Sentence with the assumption about the run on which the predicted value depends; empty if there is none."""
+    """Sentence that states the predicted value's assumption about the run; empty without an assumption."""
 
 
 def steady_rows(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows of train steps without the first ones (`WARM_SHARE`)."""
+    """Return the rows of train steps, without the first `WARM_SHARE` of the steps."""
     steps = [row for row in rows if "perf/step_time" in row]
     return steps[max(min(1, len(steps) - 1), int(WARM_SHARE * len(steps))) :] if steps else []
 
@@ -165,7 +167,7 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
     for row in rows:
         try:
             values.append(of(row))
-        except (KeyError, TypeError):  # not measured; a value that is not finite is read as None
+        except (KeyError, TypeError):  # not measured, or None, which stands for a value that is not finite
             continue
     if not values:
         return None

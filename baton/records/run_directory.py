@@ -46,14 +46,14 @@ from baton.types import Group, plain
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 Source = Literal["batch", "evaluation", "greedy", "skipped"]
-"""Recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled or the greedy
-responses of the evaluation after the step. `skipped`: the batch of the step that `skip_groups` removed last."""
+"""Which recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled or the greedy
+responses of the evaluation after the step. `skipped`: the batch of this step that `skip_groups` last removed."""
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)
 _TRAINING_KEYS = ("run.steps", "rollout.batch_groups", "rollout.group_size", "rollout.max_new_tokens", "algorithm.name")
-"""Recipe keys that summaries and reports read. They are checked because a recipe.toml that was truncated at the end of
-a line is valid TOML without these keys."""
+"""Recipe keys that summaries and reports read. They are checked because a recipe.toml that was truncated after a line
+is still valid TOML."""
 
 
 class RecordedEvaluation(msgspec.Struct, frozen=True):
@@ -78,7 +78,8 @@ class RunDirectory:
 
     @classmethod
     def check_free(cls, path: Path, *, overwrite: bool) -> None:
-        """Raise UserError if the path contains a run and not `overwrite`, or files that do not belong to a run."""
+        """Raise UserError if the path contains a run and `overwrite` is False, or if it contains files that do not
+        belong to a run."""
         if not path.exists():
             return
         if not path.is_dir():
@@ -207,7 +208,7 @@ class RunDirectory:
             raise UserError(f"{self.path} has no {kind} of step {step}; recorded: {recorded}")
         try:
             data = file.read_bytes()
-            if not data:  # an empty file is damaged, but gzip decompresses it without an error
+            if not data:  # gzip decompresses an empty file without an error, although it is damaged
                 raise EOFError("it is empty")
             return [_group(line) for line in gzip.decompress(data).splitlines()]
         except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:

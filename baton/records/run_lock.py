@@ -30,8 +30,8 @@ from baton.files import make_directory, write_whole
 
 RETRY_S = 0.05
 RETRIES = 20
-"""Number of retries of `take`. A lock may be held briefly without a run: by a call of `status`, or by a child process
-of a killed run between fork and exec."""
+"""Number of retries of `take`. A lock may be held briefly even without a run: by a call of `status`, or by a killed
+run's child process between fork and exec."""
 LOCK_FILES = frozenset({"lock", "holder.json"})
 
 
@@ -142,7 +142,7 @@ def _lock(directory: Path) -> IO[bytes]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # the previous holder has deleted the locked file; open and lock the new file
+        file.close()  # the previous holder has deleted this file; open and lock its replacement
     raise AssertionError
 
 

@@ -5,7 +5,7 @@ An actor works in one or more lanes. The spans of a lane do not overlap. A live 
     actor                     names of spans
     trainer                   wait_for_batch, train, publish, eval, checkpoint
     judges                    judge: at least one reward is pending
-    engine process 0, node#3  generate: one lease in one slot; in the lane for weights, fetch: transfer of a version
+    engine process 0, node#3  generate: one lease in one slot; fetch, in the lane for weights: transfer of a version
     hub, examiner             publish, check
 
 `chrome_trace` exports a trace for Perfetto and Chrome. `views/pages/slots.py` draws it for `baton report --html`.
@@ -28,7 +28,7 @@ from baton.clock import Clock
 from baton.files import append, writing
 
 ASIDE = -1
-"""Lane for the work of an actor that occupies no slot, such as weight transfer."""
+"""Lane for work of an actor that needs no slot, such as weight transfer."""
 BEGIN, GAP = "begin", "gap"
 """Names of marks, which are spans without duration. `BEGIN`: a process starts. `GAP`: spans are missing."""
 

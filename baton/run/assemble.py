@@ -161,9 +161,9 @@ def build_loop(
 ) -> Loop:
     """Construct all parts of a run. The run starts in its initial state or in the state of its latest checkpoint.
 
-    A request through `stop` ends the waits of the loop, except that for a train step. `supervisor`, `start_ranks` and
-    `reward_places` start workers, trainer ranks and reward models on other machines. Raises UserError for mistakes that
-    can be detected before the first step. In this case the run's directory stays unchanged.
+    A request through `stop` ends all waits of the loop except the wait for a train step. `supervisor`, `start_ranks`
+    and `reward_places` start workers, trainer ranks and reward models on other machines. Raises UserError for mistakes
+    that can be detected before the first step; the run's directory then stays unchanged.
     """
     path = recipe.run.path
     if not resume:
@@ -318,8 +318,8 @@ def _build_loop(
 
 
 def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, observer: Observer) -> list[Prompt]:
-    """Exclude prompts that are too long from the tasks, and return the held-out prompts. Report to the observer how
-    many prompts are excluded, and whether fewer than `eval.num_prompts` prompts are held out."""
+    """Exclude too long prompts from the tasks, and return the held-out prompts. Report to the observer how many prompts
+    were excluded, and if fewer than `eval.num_prompts` prompts are held out."""
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
         for lengths in measure(mixture, encoder.num_tokens, room, seed=seed, on_measured=measured):
@@ -479,12 +479,12 @@ def evaluate_model(
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
 
-    samples: number of responses to each prompt. The default is the number that the recipe states for the test set, or 1
-    if it states none. write_to: file for the responses, one JSON object per line.
+    samples: number of responses to each prompt; by default, the recipe's number for the test set, or 1 without such a
+    number. write_to: file for the responses, one JSON object per line.
 
     `path` is a run's directory (the run's latest checkpoint is evaluated), a checkpoint, any model directory, or the
-    shipped `models/quickstart`. Without `recipe_path`, the tasks come from the recipe of the run. Raises UserError if
-    there is no recipe or no checkpoint, and for several greedy samples, which would be equal.
+    shipped `models/quickstart`. Without `recipe_path`, the tasks come from the run's recipe. Raises UserError if the
+    recipe or the checkpoint is missing, and for several greedy samples, because they would be equal.
     """
     if not temperature and (samples or 1) > 1:
         raise UserError(
@@ -545,7 +545,7 @@ EVAL = PolicyVersion("eval", 0)
 def open_evaluator(
     recipe: TaskRecipe | Recipe, model_path: str, choose: Callable[[TaskMixture], Sequence[Prompt]]
 ) -> Iterator[Evaluator]:
-    """Load a model that is not trained, as version `EVAL`, and open the tasks and scorers of a recipe. choose: function
+    """Load a model for evaluation only, as version `EVAL`, and open the tasks and scorers of a recipe. choose: function
     that selects the prompts."""
     set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     tokenizer = load_tokenizer(model_path)

@@ -5,8 +5,8 @@
                                             switch                 switch
 
 Engine and trainer are never awake at the same time: one part leaves the device before the other part returns. The peak
-memory is therefore the maximum of the engine's and the trainer's memory, not their sum. When the engine goes to sleep,
-it has no leases, because its trajectories have been aborted and reported. After `wake_up` the engine has no weights
+memory is therefore the maximum of the engine's and the trainer's memory, not their sum. Before the engine goes to
+sleep, its trajectories are aborted and reported, so it then has no leases. After `wake_up` the engine has no weights
 until it loads the next version.
 """
 
@@ -37,7 +37,7 @@ class DeviceOwner(Resident, Protocol):
     """A part that can also measure the memory of its device."""
 
     def take_peak_bytes(self) -> int | None:
-        """Return the peak bytes of device memory since the last call; None on devices that do not measure it."""
+        """Return the peak of device memory in bytes since the last call; None on devices that do not measure it."""
         ...
 
 
@@ -67,7 +67,7 @@ class DeviceSharing:
 
     def metrics(self) -> dict[str, float]:
         """Return the peak device memory since the last call: of the engine, of the trainer and of both together."""
-        measured = self._trainer.take_peak_bytes()  # of the trainer's process, which may not be the engine's
+        measured = self._trainer.take_peak_bytes()  # of the trainer's process; the engine may be in another
         peak = self._peak_bytes if measured is None else max(self._peak_bytes, measured + self._asleep_bytes)
         values = {
             "memory/engine_bytes": float(self._engine_bytes),

@@ -2,9 +2,10 @@
 
     ranks ─▶ GPUs 0 to ranks - 1 (one rank: the GPU of `model.device`)
     engines ─▶ `engine.devices`; by default the GPUs that no rank uses, or all GPUs if these are too few
-    reward models ─▶ `devices` of [[reward]]; by default a GPU that is left, and an engine's only if there is no other
+    reward models ─▶ `devices` of [[reward]]; by default a GPU without a rank or engine or, if there is none, an
+    engine's
 
-For an engine in a separate process, an environment variable of the CUDA or ROCm runtime hides all other GPUs.
+An environment variable of the CUDA or ROCm runtime hides the other GPUs from an engine in a separate process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DeviceLayout:
     rewards: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """The devices of each reward model, by the name of its [[reward]]."""
     gpu_bytes: int = field(default=0, compare=False)
-    """Memory of a GPU, of which vLLM takes a share; 0 if the engines are not of kind `vllm`."""
+    """Total memory of a GPU; vLLM takes a share of it. 0 if the engines are not of kind `vllm`."""
 
     def __str__(self) -> str:
         trainer = [f"trainer rank {rank}: {gpu}" for rank, gpu in enumerate(self.trainer)]
@@ -43,11 +44,11 @@ class DeviceLayout:
 def divide(
     num_gpus: int, trainer: Sequence[int], num_engines: int, *, each: int = 1, chosen: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each engine. An engine gets `each` GPUs; if there are too few GPUs, engines share them.
+    """Return the GPUs of each engine. Each engine gets `each` GPUs. If there are not enough GPUs, engines share them.
 
-    chosen: GPUs that engines may use; by default, the GPUs that the trainer does not use, or all GPUs if those are
-    fewer than `each`. Raises UserError if a chosen GPU does not exist, or if `each` is larger than the number of GPUs
-    that engines may use.
+    chosen: GPUs that engines may use. By default, they may use the GPUs without a trainer rank or, if these are fewer
+    than `each`, all GPUs. Raises UserError if a chosen GPU does not exist, or if `each` is larger than the number of
+    GPUs that engines may use.
     """
     if missing := [gpu for gpu in chosen if gpu >= num_gpus]:
         raise UserError(
@@ -135,8 +136,8 @@ def placed_rewards(recipe: Recipe, layout: DeviceLayout | None) -> tuple[RewardS
 
 
 def direct_transfer(layout: DeviceLayout | None, *, is_sparse: bool = False) -> DirectTransfer:
-    """Return how versions are transferred from the trainer to the run's engine. The backend is `ipc` if both use the
-    same GPU, because NCCL refuses two processes on one GPU; with `is_sparse`, this raises UserError."""
+    """Return how versions are transferred from the trainer to the run's engine. If both use the same GPU, the backend
+    is `ipc`, because NCCL refuses two processes on one GPU. In this case, `is_sparse` raises UserError."""
     if layout is None:
         return DirectTransfer("gloo", is_sparse)
     if not set(layout.trainer) & set(layout.engines[0]):
@@ -156,7 +157,8 @@ def direct_transfer(layout: DeviceLayout | None, *, is_sparse: bool = False) -> 
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:
-    """Return the environment variable that restricts a new process to these of this process's visible GPUs."""
+    """Return the environment variable that restricts a new process to these GPUs. `gpus`: indices among the GPUs that
+    this process sees."""
     import torch
 
     names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if torch.version.hip else ("CUDA_VISIBLE_DEVICES",)

@@ -27,7 +27,7 @@ def export_run(run: Path, to: Path, *, step: int | None = None, dtype: str | Non
 
     step: train step of the checkpoint; by default, the newest intact checkpoint. dtype: dtype of the weights; by
     default, the dtype of the model with which the run started. An adapter is merged into its base model. Raises
-    UserError for another dtype, and if there is no such checkpoint.
+    UserError if the dtype is not allowed or the checkpoint does not exist.
     """
     opened = RunDirectory.open(run)
     checkpoint = _checkpoint(opened, step)

@@ -80,8 +80,7 @@ HEARTBEATS = 6
 
 def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> ListenAddress:
     """Check the swarm's settings before a run starts, and return the hub's address. Raises UserError for invalid
-    settings. The token file may be missing if a worker supervisor starts the workers, because these workers do not need
-    it."""
+    settings. Workers that a worker supervisor starts do not need the token file, so it may then be missing."""
     swarm = recipe.swarm
     address = swarm.serve or "127.0.0.1:0"
     certificate = Path(swarm.certificate) if swarm.certificate else None
@@ -93,8 +92,7 @@ def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> L
     torch_device(recipe.inspection.device, "inspection.device")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # the hub sets this option too: without it, the port of a run that has just ended (TIME_WAIT) would count as in
-        # use
+        # as the hub does: without this option, the port of a run that has just ended (TIME_WAIT) would count as in use
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((listen.host, listen.port))
@@ -326,8 +324,8 @@ def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: b
 
 
 def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
-    """Return a scorer in the engines' dtype, so that most logprobs that correct engines report equal the scorer's
-    logprobs in every bit."""
+    """Return a scorer in the engines' dtype. Its logprobs are then bit-identical to most logprobs of correct
+    engines."""
     device, attention = torch_device(recipe.inspection.device), recipe.model.attention
     dtype = torch_dtype(recipe.engine.dtype, device)
     if recipe.lora is not None:

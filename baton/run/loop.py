@@ -50,9 +50,9 @@ from baton.trainer.trainer import Trainer
 from baton.types import Group, SamplingParams
 
 PUT_DOWN_S = 5.0
-"""Maximum time in seconds that a run, at its end, waits for the workers to report their remaining tokens."""
+"""Maximum seconds that a run waits at its end for workers to report their remaining tokens."""
 SAVE_S = 1800.0
-"""Maximum time in seconds that a run waits for a checkpoint that is written in the background."""
+"""Maximum seconds that a run waits for a checkpoint that is being written in the background."""
 
 
 class LoopState(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunBatches(BatchRecords):
-    """The batches of a live run, in the run's directory, and their metrics, in the journal."""
+    """Stores the batches of a live run in the run's directory, and their metrics in the journal."""
 
     run: RunDirectory
     journal: Journal
@@ -149,7 +149,8 @@ class Loop:
     trainer: Trainer
     predictions: RunPredictions
     save_checkpoint: Callable[[LoopState], Callable[[], SavedCheckpoint]]
-    """Takes a snapshot of trainer and state; returns a function that writes it as a checkpoint, atomically."""
+    """Takes a snapshot of trainer and state; returns a function that atomically writes this snapshot as a
+    checkpoint."""
     metrics: MetricsWriter
     observer: Observer
     rollout: RolloutSettings
@@ -211,8 +212,8 @@ class Loop:
         checkpoint. If the process is killed, a resume repeats the steps after the last checkpoint, and cuts or
         overwrites the files of these steps.
         """
-        # freeze the 400,000 objects of imported modules, which a full collection in a step would visit in 0.3 s; do not
-        # collect first, because a process that resumes many runs would need 0.3 s for each
+        # freeze the 400,000 objects of imported modules, because a full collection in a step would take 0.3 s to visit
+        # them; do not collect first, because a process that resumes many runs would take 0.3 s for each run
         gc.freeze()
         try:
             return self._train()
@@ -280,13 +281,14 @@ class Loop:
         best = self.state.best_step
         results = self.evaluate()
         if self.state.best_step != best:
-            # replace an existing checkpoint of this step, because that checkpoint names an earlier step as the best
+            # replace an existing checkpoint of this step, because it names an earlier step as the best
             self.saved_step = -1
             self._save()
         return results
 
     def close(self) -> None:
-        """Stop the workers and the trainer, and close all files. An error here does not replace an error of `train`."""
+        """Stop the workers and the trainer, and close all files. An error of `train` takes precedence over an error
+        here."""
         try:
             with ExitStack() as parts:  # the functions are called in reverse order, so the lock is released last
                 outcome = "failed" if self.has_failed else "finished" if self.is_complete else "stopped"
@@ -327,7 +329,7 @@ class Loop:
         counted = self.journal.metrics(step)
         values = trained.metrics | counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
         values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
-        # the values of a sharded trainer, which measures its ranks, replace those of this process
+        # a sharded trainer reports the peaks of its ranks, which replace the peak of this process
         values = self.peak_memory() | values
         if (predictions := self.predictions.current) is not None:  # a new plan replaces them
             values |= ratios(predictions, values)
@@ -337,7 +339,7 @@ class Loop:
         self._warn([*self.judge.warnings.take(f"step {step}"), *self.judge.warnings.stepped(step, groups)])
 
     def _lacks_evaluation(self) -> bool:
-        """Return True if the current step should have an evaluation, but a stop prevented it."""
+        """Return True if an evaluation is due after the current step, but was prevented by a stop."""
         step = self.state.step
         if step == 0:
             return self.eval.enabled and self.eval.at_start
@@ -413,7 +415,7 @@ class Loop:
         }
         if "environment" in waited:
             values["env/wait_frac"] = waited["environment"] / step_time_s
-        if rows:  # 0 if an earlier process recorded the batch, or if the batch was generated in earlier steps
+        if rows:  # 0 if another process recorded the batch or earlier steps generated it
             values["perf/generate_tokens_per_s"] = generated / max(1e-6, waited["generate"] + hidden_s)
             values["perf/occupancy"] = (self.stats.decoded_tokens - before.decoded_tokens) / rows
         if self.rollout.mode == "async":
@@ -449,7 +451,7 @@ class Loop:
         self.trace.flush()
         self.stats = self.port.stats()
         sampled = [r.accuracy for r in results if r.temperature]
-        # if one task has no scores, "all" would not cover the same tasks as in other evaluations
+        # if a task has no scores, "all" would cover fewer tasks than in other evaluations
         overall = None if None in sampled else sampled[-1]
         if overall is not None and overall.value > self.state.best_accuracy:
             self.state = msgspec.structs.replace(self.state, best_step=self.state.step, best_accuracy=overall.value)

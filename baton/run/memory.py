@@ -66,8 +66,8 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     on_host: bool = False
     """Whether this is host memory, even if the run uses GPUs."""
     alternates: bool = False
-    """Whether this process uses its GPUs alternately with the other processes for which this is true. The parts then
-    include what sleeping processes keep."""
+    """Whether this process uses its GPUs alternately with other processes, which are marked too. The parts then include
+    the memory that sleeping processes keep."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +80,7 @@ def value_bytes(dtype: DTypeChoice, *, on_cpu: bool) -> int:
 
 
 def most_tokens_of(recipe: Recipe) -> int:
-    """Return the tokens that a microbatch has at most on one rank: its trajectories have the maximum length."""
+    """Return the maximum tokens of a microbatch on one rank, reached if its trajectories have the maximum length."""
     return math.ceil(microbatch_tokens(recipe.trainer, recipe.engine.max_context_tokens, _batch_tokens(recipe)))
 
 
@@ -162,12 +162,12 @@ def processes_of(
     layout: DeviceLayout | None = None,
     most_tokens: float = math.inf,
 ) -> tuple[ProcessMemory, ...]:
-    """Return the processes of a run with their memory. The published version and the unwritten checkpoint, which are
-    files in host memory, are listed as processes too.
+    """Return the processes of a run with their memory. Two files in host memory are listed as processes too: the
+    published version and the unwritten checkpoint.
 
     layout: this machine's GPUs; None on a CPU, and on other machines. On other machines, every process has its own GPU,
-    except that the engine of a single trainer shares the trainer's GPU. An engine of kind `vllm`, which takes a fixed
-    share of its GPUs, is counted on this machine's GPUs only. most_tokens: as in `rank_phases_of`.
+    except that the engine of a single trainer shares the trainer's GPU. An engine of kind `vllm` takes a fixed share of
+    its GPUs, and is counted only on this machine's GPUs. most_tokens: as in `rank_phases_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
     phases = rank_phases_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
@@ -230,8 +230,8 @@ def processes_of(
 
 
 def _hub(recipe: Recipe, model: ModelSpec, *, on_cpu: bool) -> ProcessMemory:
-    """Return the host memory of a swarm's hub. It reads versions, and the base weights of adapters, from mapped files
-    in pieces."""
+    """Return the host memory of a swarm's hub. The hub reads versions, and the base weights of adapters, in pieces from
+    mapped files."""
     base = 4.0 * model.params  # read in float32
     values = model.params if recipe.lora is None else adapter_params(model, recipe.lora.rank)
     version = _published_bytes(recipe, on_cpu=on_cpu) * float(values)
@@ -302,8 +302,8 @@ def sleeping_bytes(phases: Sequence[Phase], layers: int) -> float:
 
 
 def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
-    """Return the bytes that all processes need on a CPU, or that are needed on the fullest GPU. If the GPUs are
-    unknown, each process of a kind has its own GPU, and the first GPU holds one process of every kind."""
+    """Return the bytes that all processes need on a CPU, or the bytes needed on the fullest GPU. If the GPUs are
+    unknown, processes of one kind are assumed to be on different GPUs, and one GPU to hold a process of every kind."""
     processes = [process for process in processes if on_cpu or not process.on_host]
     if any(process.gpus for process in processes):
         gpus = {gpu for process in processes for each in process.gpus for gpu in each}
@@ -327,8 +327,8 @@ def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: 
 
 
 def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
-    """Return a text with the changes that make the recipe fit into memory, cheapest first, or with the advice that
-    remains if no key of the recipe makes it fit."""
+    """Return a text with the changes that make the recipe fit into memory, cheapest first. If no key can do this,
+    return other advice."""
     steps = [step for step in _steps(recipe) if step[2] is not None]
     taken: list[tuple[str, str, Any]] = []
     while steps and not fits(_with(recipe, taken)):

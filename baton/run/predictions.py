@@ -1,4 +1,4 @@
-"""Predictions of a plan for a run, and corrections of efficiencies by the measurements of a run."""
+"""Converts a plan to predictions for a run, and corrects efficiencies by the measurements of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Pred
         "transfer": times.sync_s - times.cycle_overhead_s,
         "staleness": plan.mean_staleness,
         "trainer idle": 1 - times.train_s / times.step_s,
-        # without overlap, the slots of a batch become idle one by one, and a plan does not predict the times
+        # without overlap, slots become idle one by one at the end of a batch, at times that a plan does not predict
         "engine slots idle": 1 - times.rollout_s / times.step_s if times.overlaps else None,
         "response length": None if work is None else work.mean_output_tokens,
     }
@@ -48,8 +48,8 @@ def predictions(source: str, values: Mapping[str, float | None], memory: MemoryB
 
 
 def reward_stage_s(reward_s: float, step_s: float, *, overlaps: bool) -> float | None:
-    """Return the predicted time of a step in which no trajectory runs and rewards are computed. Return None if it is
-    below 1 % of the step, so that noise would decide the comparison, and if generation overlaps with training, because
+    """Return the predicted time of a step in which rewards are computed and no trajectory runs. Return None if this
+    time is below 1 % of the step, because noise would dominate a comparison. Return None also with overlap, because
     other trajectories then run."""
     return None if overlaps or reward_s < MIN_REWARD_SHARE * step_s else reward_s
 
@@ -61,8 +61,7 @@ def measured_rates(
     this plan. Return the efficiencies, and a line for each correction.
 
     told: the run's predictions. Times per token are compared, because responses may be longer or shorter than planned.
-    One factor corrects the training of all GPU types that train, a second one the generation, and a third one the
-    transfer of versions.
+    Training, generation and the transfer of versions have one factor each, which corrects all GPU types involved.
     """
     if told is None or told.of("step") != plan.breakdown.step_s:
         return known, ()
@@ -93,8 +92,8 @@ def measured_rates(
 
 
 def scaled(known: Efficiency, gpu: str, factor: float, shares: Sequence[str], times: Sequence[str]) -> Efficiency:
-    """Return the efficiency of a GPU type that is `factor` times as fast: the keys in `shares` are multiplied by
-    `factor`, up to their largest values, and the keys in `times` are divided by it."""
+    """Return an efficiency with which a GPU type is `factor` times as fast: keys in `shares` are multiplied by
+    `factor`, up to their largest values, and keys in `times` are divided by it."""
     most = {key: 1.0 if key == "publish" else most_share(gpu) for key in shares}
     changed: dict[str, Any] = {key: min(most[key], getattr(known, key) * factor) for key in shares}
     return known.model_copy(update=changed | {key: getattr(known, key) / factor for key in times})

@@ -49,7 +49,7 @@ class ResumePoint:
     checkpoint: Path | None
     """Checkpoint to resume from; None if the run starts with its initial model."""
     is_new: bool = True
-    """True if the run's directory must be created; False if it exists and may have recorded rollouts to reuse."""
+    """True if the run's directory must be created. False if it exists; it may then have recorded rollouts to reuse."""
 
     @property
     def resume_step(self) -> int:
@@ -94,7 +94,7 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
 
 
 def with_dtypes(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> Recipe:
-    """Return a recipe whose "auto" dtypes are resolved: for the recipe's device, or as in the run to resume."""
+    """Return the recipe with its "auto" dtypes resolved: for the recipe's device, or as in the run to resume."""
     kind, changes = device_type(recipe.model.device), {}
     for name in ("trainer", "engine"):
         section = getattr(recipe, name)
@@ -111,13 +111,11 @@ def _as_recorded(path: str | None, old: str | None) -> str | None:
 def checkpoint_writer(
     recipe: Recipe, run: RunDirectory, trainer: Trainer
 ) -> Callable[[LoopState], Callable[[], SavedCheckpoint]]:
-    """Return a function that takes a snapshot of the run, and returns a function that writes this snapshot as a
-    checkpoint.
-
-    The second function writes a sealed checkpoint atomically and removes the checkpoints that are not kept. With
-    `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory. The second function may then
-    run in another thread while the trainer continues. Without it, the second function writes the state that the trainer
-    has during the call. Raises UserError if this system has no host memory for files.
+    """Return a function that takes a snapshot of the run. It returns a second function, which writes this snapshot as a
+    checkpoint. The second function writes a sealed checkpoint atomically and removes the checkpoints that are not kept.
+    With `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory. The second function may
+    then run in another thread while the trainer continues. Without it, the second function writes the state that the
+    trainer has during the call. Raises UserError if this system has no host memory for files.
     """
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 
@@ -149,7 +147,8 @@ def checkpoint_writer(
 
 
 def _staging(run: RunDirectory) -> Path:
-    """Return the directory in host memory for a run's unwritten checkpoint, after removing it if it exists."""
+    """Return the path in host memory for a run's unwritten checkpoint. An existing directory at this path is
+    removed."""
     memory = memory_directory()
     if memory is None:
         raise UserError("checkpoint.background: got true, but this system has no /dev/shm; allowed is false")
@@ -228,7 +227,7 @@ def open_run(
         run.cut_after(place.resume_step)
         changes = changes_of(_recorded(run), resolved)
         if any(key.startswith("reward.") for key in changes) and run.journal.exists():
-            # before the new recipe is written, so that the next attempt after a kill finds the same changes
+            # done before the new recipe is written: after a kill, the next attempt finds the same changes
             with closing(Journal(run.journal, keeps_partials=True)) as journal:
                 journal.delete_rewards()
         run.write_resume(resolved, step=place.state.step, threads=threads, changes=changes)

@@ -64,7 +64,8 @@ class RunReport(msgspec.Struct, frozen=True):
     predictions: tuple[Comparison, ...] = ()
     """Each predicted term, with its measured value."""
     warnings: tuple[str, ...] = ()
-    """Warnings: responses without a reward, steps with only equal rewards in each group, unreadable predictions."""
+    """Warnings about responses without a reward, steps in which the rewards of each group were equal, and unreadable
+    predictions."""
 
 
 def summarise(run: RunDirectory) -> RunReport:
@@ -149,7 +150,8 @@ def _key(result: Evaluation) -> tuple[str, float]:
 
 
 def _total(rows: Sequence[dict[str, Any]], name: str) -> float:
-    """Return the sum of a metric over the rows that have a number. Values that are not finite were written as null."""
+    """Return the sum of a metric over the rows in which it is a number. (Values that are not finite are written as
+    null.)"""
     return float(sum(row[name] for row in rows if row.get(name) is not None))
 
 

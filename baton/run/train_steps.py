@@ -1,7 +1,7 @@
 """The loop over the train steps of a run. Live runs (`loop.py`) and the simulator run this class.
 
-recorded batch of an earlier process ─┐
-controller.next_batch ─▶ recorded ────┴─▶ trainer.start ─▶ Pending ─▶ publication of the version
+recorded batch of an earlier process ─┐ controller.next_batch ─▶ recorded ────┴─▶ trainer.start ─▶ Pending ─▶
+publication of the version
                                            in `async`, the controller receives reports until the end
 """
 
@@ -82,8 +82,8 @@ class TrainSteps:
     """Largest group id in the batches that this process has recorded or trained again."""
 
     def next(self) -> TrainedStep:
-        """Run the next train step, and publish its version. If a stop is requested during the publication, the step is
-        complete, although the workers may not have loaded the version.
+        """Run the next train step, and publish its version. A stop request during the publication does not undo the
+        step, but the workers may then not have loaded the version.
 
         Raises the errors of the controller and of the trainer, and UserError for a batch that cannot be trained."""
         step, counts = self.step + 1, None

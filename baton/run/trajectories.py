@@ -46,10 +46,11 @@ class ShownTurn(msgspec.Struct, frozen=True):
     """Mean behavior logprob of the turn's tokens, nats."""
     lowest_logprob: float
     observation: str | None
-    """The observation as the policy reads it: the decoded tokens of the path, or the environment's text if none of its
-    tokens were appended. None if a token budget ended the episode with this turn, or if the environment failed."""
+    """The observation as the policy reads it, decoded from the path's tokens; the environment's text if the path has
+    none of its tokens. None if a token budget ended the episode with this turn, or if the environment failed."""
     num_observation_tokens: int
-    """Number of tokens appended to the path; 0 for the last observation, and if a new path's prompt contains it."""
+    """Number of the observation's tokens that were appended to the path. It is 0 for the last observation, and if the
+    observation is part of a new path's prompt."""
     reward: float | None
     tool: str | None
     latency_s: float | None
@@ -110,7 +111,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: dict[str, float]
     is_correct: bool
     failure: str | None
-    """Cause of a failed scoring, after which the trajectory is neither correct nor wrong; else None."""
+    """Cause of a failed scoring, or None. After a failure, the trajectory is neither correct nor wrong."""
     finish_reason: str
     num_tokens: int
     policy_versions: tuple[int, int]
@@ -120,7 +121,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     turns: tuple[ShownTurn, ...] = ()
     """Turns of a multi-turn episode; empty for a single-turn task."""
     attempt: int = 0
-    """Number of earlier attempts at the episode whose environment failed."""
+    """Number of earlier attempts at this episode; their environments failed."""
     siblings: tuple[Sibling, ...] = ()
     """All members of a multi-turn group, this trajectory included."""
 
@@ -207,8 +208,8 @@ def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory
 def _ordered(
     members: Sequence[tuple[Group, ScoredTrajectory]], order: str | None
 ) -> list[tuple[Group, ScoredTrajectory]]:
-    """Return trajectories sorted by reward, with unscored trajectories last, or by length. Trajectories with equal
-    rewards are sorted by sample index, so that trajectories of one prompt are not adjacent."""
+    """Return trajectories sorted by length, or by reward with unscored trajectories last. Equal rewards are sorted by
+    sample index, so that trajectories of one prompt are not adjacent."""
     match order:
         case "best" | "worst":
             sign = -1 if order == "best" else 1
