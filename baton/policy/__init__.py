@@ -1,2 +1,2 @@
-"""The policy, which trainer and engine share: a Hugging Face causal LM, its tokenizer, and log-probabilities of
+"""The policy, as trainer and engine use it: a Hugging Face causal LM, its tokenizer, and log-probabilities of
 tokens."""

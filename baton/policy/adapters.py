@@ -32,8 +32,8 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
     """Freeze a model and add trainable adapters. B is zero, so the model's output is unchanged until the first update.
 
-    The adapters are float32, even if the model has another dtype. The adapters are initialised even if the model is on
-    the meta device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
+    The adapters are float32 even if the model has another dtype, and they get values even if the model is on the meta
+    device. Raises UserError when PEFT is missing, or when a name in `settings.targets` matches no layer.
     """
     _check_peft()
     from peft import LoraConfig
@@ -74,7 +74,7 @@ def _create_values(model: PreTrainedModel, seed: int) -> None:
         for side in (module.lora_A, module.lora_B):
             side[_NAME] = torch.nn.Linear(side[_NAME].in_features, side[_NAME].out_features, bias=False)
         module.reset_lora_parameters(_NAME, init_lora_weights=True)
-        module.cast_input_dtype_enabled = False  # PEFT casts to float32 what autocast then casts back
+        module.cast_input_dtype_enabled = False  # without this, PEFT casts to float32 and autocast casts back
         for side in (module.lora_A, module.lora_B):
             if device.type != "meta":
                 side[_NAME].to(device)
@@ -116,7 +116,7 @@ def raw_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def adapter_tensors(model: PreTrainedModel, raw: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return an adapter in the published form, in which B is multiplied by the scale. `raw`: the adapter's tensors, as
+    """Return an adapter in its published form: B is multiplied by the scale. `raw`: the adapter's tensors, as
     `raw_tensors` returns them; None means those of the model."""
     raw = raw_tensors(model) if raw is None else raw
     config: Any = model.peft_config[_NAME]
@@ -149,7 +149,7 @@ def merge_adapter(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT causes these warnings by its use of another library
+        warnings.simplefilter("ignore", FutureWarning)  # warnings about PEFT's own use of another library
         merged: PreTrainedModel = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
     return merged
 
@@ -212,8 +212,8 @@ def write_adapter(tensors: Mapping[str, Any], directory: Path) -> None:
 
 
 class BaseWeights:
-    """Copies, from before the merge, of the engine's weights that an adapter changes. They are needed when another
-    adapter replaces the merged adapter."""
+    """Copies of the engine's weights that an adapter changes, made before the adapter is merged. They are needed when
+    another adapter replaces it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -225,7 +225,7 @@ class BaseWeights:
 
     @torch.inference_mode()
     def put_back(self, own: Mapping[str, torch.Tensor]) -> None:
-        """Restore the base weights in the engine's weights `own`, which removes the merged adapter, and drop the
+        """Copy the base weights back into the engine's weights `own`, which removes the merged adapter. Drop the
         copies."""
         for module, weight in self._kept.items():
             own[f"{module}.weight"].copy_(weight)
@@ -236,10 +236,9 @@ class BaseWeights:
         return list(self._kept.values())
 
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return an iterator over (name, value W_0 + B A) of the weights that the adapter changes. Each sum is computed
-        in float32 and cast to the weight's dtype. `own`: the engine's weights, with the same names. `tensors`: the
-        published adapter. Raises EngineFault, before it changes anything, if the name or shape of an adapter matches no
-        weight.
+        """Iterate over (name, W_0 + B A) of the weights that the adapter changes. Each sum is computed in float32 and
+        cast to the weight's dtype. `own`: the engine's weights, with the same names. `tensors`: the published adapter.
+        Raises EngineFault, before it changes anything, if the name or shape of an adapter matches no weight.
         """
         modules = adapted_modules(own, tensors)
         for module in modules:

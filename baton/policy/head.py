@@ -28,26 +28,26 @@ MAX_LOGITS = 2**24
 more logits computes them in pieces, and the backward pass recomputes the logits of each piece."""
 
 _ENTROPY_ROWS = 4096
-"""Maximum tokens whose probabilities [tokens, V] are in memory while the entropy is summed."""
+"""Maximum number of tokens whose probabilities [tokens, V] are in memory at a time during the sum of the entropy."""
 
 CACHED_LOGITS = 2**19
 """Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). With more logits,
-reading them takes longer than computing with them. The limit does not apply to matrix products."""
+memory reads would take longer than the computation. The limit does not apply to matrix products."""
 
 PRODUCT_ROWS = 8192
 """In bfloat16, the head's gradient [V, H] is computed in blocks of this number of rows. Each block is stored in a
 separate tensor and then added to the gradient, so a smaller block needs less memory."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Key of a model's configuration whose value scales the logits (Cohere, Falcon-H1, Granite) → 1 if the logits are
-multiplied by the value, −1 if they are divided."""
+"""Key of a model's configuration with a scale of the logits (Cohere, Falcon-H1, Granite) → 1 if logits are multiplied
+by the scale, −1 if they are divided by it."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Keys of a model's configuration with a cap c: logits become c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
 
 _PROBE_LOGIT = 100.0
-"""Largest logit that `_checked` produces when it tests a head. The value is far above the usual caps, so that the check
-detects a cap that `_CAPS` does not list."""
+"""Largest logit in the test of a head (`_checked`). It is far above the usual caps, so the test detects caps that
+`_CAPS` does not list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,9 @@ def has_wide_products(device: torch.device) -> bool:
 
 
 def find_head(model: PreTrainedModel) -> Head | None:
-    """Return the head, which maps the base model's last hidden states to logits, or None if the head of this model is
-    not supported. Scale and cap come from the model's configuration. The head's logits are compared once with those of
-    the model's `forward`. For an unsupported head, a warning is logged, and callers use `forward`, which computes all
-    logits at once.
+    """Return the head, which maps the base model's last hidden states to logits. Return None if this model's head is
+    not supported: a warning is then logged, and callers use the model's `forward`, which computes all logits at once.
+    Scale and cap come from the model's configuration. The head's logits are compared once with those of `forward`.
     """
     module: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[no-untyped-call]
     known: tuple[Any, Head | None] | None = getattr(model, "_baton_head", None)
@@ -168,7 +167,7 @@ def _configured(model: PreTrainedModel, module: Any) -> Head | None:
 
 @torch.no_grad()
 def _checked(model: PreTrainedModel, head: Head | None) -> Head | None:
-    """Return the head if its logits equal those of `forward`, tested on hidden states that give large logits."""
+    """Return the head if its logits equal those of `forward` for hidden states with large logits, otherwise None."""
     base: Any = getattr(model, "base_model", model)
     if head is None or base is model:
         return None
@@ -212,8 +211,8 @@ def head_scores(
     logits are in memory at the same time.
 
     `kept_NK`: sampling masks (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole
-    vocabulary if `kept_NK` is None. Instead of N, the tensors may have several dimensions, such as [B, K]. If the
-    logits are computed in several pieces, the backward pass recomputes each piece.
+    vocabulary if `kept_NK` is None. N may stand for several dimensions, such as [B, K]. If the logits are computed in
+    several pieces, the backward pass recomputes each piece.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     kept_TK = None if kept_NK is None else kept_NK.view(-1, kept_NK.shape[-1])
@@ -258,7 +257,7 @@ class _HeadScores(torch.autograd.Function):
                 found.append(tuple(each for each in scores if each is not None))
         logprobs, normaliser, *entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
         entropy = entropies[0] if entropies else None
-        # The weight is saved without a cast, because FSDP gathers a sharded weight again for the backward pass.
+        # The weight is saved without a cast: for the backward pass, FSDP gathers a sharded weight again.
         known = products if len(pieces) == 1 else None
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, kept_TK, normaliser, entropy, known)
         ctx.others = head, wanted, dtype
@@ -365,8 +364,8 @@ def _add_product(total_VH: torch.Tensor, of_products: torch.Tensor, hidden: torc
 def score(
     logits: torch.Tensor, targets: torch.Tensor, wanted: RequestedScores
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return three values for each row of `logits` [N, V]: log π of its target, the logarithm of the sum of the
-    exponentials of its logits, and its entropy. The entropy is None unless requested. All three have shape [N]."""
+    """Return three tensors [N] for the rows of `logits` [N, V]: log π of the target, the logsumexp of the logits, and
+    the entropy. The entropy is None unless requested."""
     logits = logits.float()
     if wanted.temperature != 1.0:
         logits = logits / wanted.temperature

@@ -59,7 +59,7 @@ def load_model(
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"model.path: no causal LM could be loaded from {path!r}: {first_line(error)}") from error
-    model.name_or_path = path  # with the revision, which the checkpoint of an adapter records
+    model.name_or_path = path  # includes the revision, which checkpoints of adapters record
     _fit_head(model, head_dtype)
     keep_positions_exact(model)
     model.to(device)  # type: ignore[arg-type]
@@ -93,8 +93,8 @@ def load_empty(path: str, *, dtype: torch.dtype, attention: str = "sdpa", head_d
 
 
 def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors:
-    """Return the tensors of a model's files, keyed by their names in `model`. With the returned object, a rank can read
-    its own shards of a tensor without the other shards.
+    """Return the tensors of a model's files, keyed by their names in `model`. A rank can read its own shards of each
+    tensor without the other shards.
 
     All tensors are loaded into host memory in four cases: `path` is an adapter; the files are not safetensors; the
     files do not contain the tensors that `file_layout` expects; `is_exact` is set and the files contain tensors that
@@ -188,8 +188,8 @@ def save_skeleton(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path)
 
 
 def load_skeleton(directory: Path, *, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
-    """Construct a model from the configuration in `directory`, with arbitrary weights. Code that comes with the
-    configuration is never executed. Raises UserError when the configuration does not describe a causal LM."""
+    """Construct a model with arbitrary weights from the configuration in `directory`. Code in `directory` is never
+    executed. Raises UserError when the configuration does not describe a causal LM."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         torch.manual_seed(0)
@@ -232,8 +232,8 @@ def save_merged(path: str, directory: Path, dtype: str) -> None:
 
 
 def dtype_of(path: str) -> str:
-    """Return the dtype that a model's configuration names. Return "float32" if the configuration cannot be read, or if
-    `EXPORT_DTYPES` lacks its dtype."""
+    """Return the dtype in a model's configuration, or "float32" if the configuration cannot be read or its dtype is not
+    in `EXPORT_DTYPES`."""
     try:
         config = AutoConfig.from_pretrained(model_directory(base_of_adapter(Path(path)) or path), local_files_only=True)
     except (OSError, ValueError):

@@ -25,7 +25,7 @@ from baton.policy.sampling_masks import kept_logits, places_in
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of given tokens under a policy. Instead of N, the tensors may have several dimensions, such as [B, K]."""
+    """Scores of given tokens under a policy. N may stand for several dimensions, such as [B, K]."""
 
     logprobs: torch.Tensor
     """[N] float32 log π at the sampling temperature."""
@@ -61,7 +61,7 @@ def padded_scores(
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted, kept), hidden_BKH)
     assert not with_hidden, f"{type(model).__name__} has no known head"
-    # Do not compute the logits before `first`, if the model has an argument for this.
+    # If the model has an argument for this, omit the logits before `first`.
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if _can_keep(model) else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
     if kept is not None:
@@ -93,9 +93,9 @@ def packed_scores(
 
 
 def packs_as_it_pads(model: PreTrainedModel, shares: Sequence[int] = (1, 1, 1), *, has_head: bool = True) -> bool:
-    """Return whether scoring rows packed in one pass gives the same scores as scoring them one after another. `shares`:
-    number of consecutive rows that share each prompt. If `has_head` is False, as for a pipeline stage without the head,
-    hidden states are compared instead of scores."""
+    """Return whether packed rows get the same scores as the same rows in separate passes. `shares`: number of
+    consecutive rows that share each prompt. If `has_head` is False (a pipeline stage without the head), hidden states
+    are compared instead of scores."""
     if has_head and find_head(model) is None:
         return False
     vocabulary: int = model.config.get_text_config().vocab_size
@@ -137,7 +137,8 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(model: PreTrainedModel) -> None:
-    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, which is faster there (`packing.py`)."""
+    """Make SDPA compute in float32 within bfloat16 autocast on a CPU, because float32 is faster there
+    (`packing.py`)."""
     if model.device.type == "cpu":
         prefer_packed_attention(model)
 
@@ -166,8 +167,8 @@ def compile_blocks(model: PreTrainedModel) -> None:
     blocks = _blocks(model)
     for block in blocks:
         if block.gradient_checkpointing:
-            # The block is compiled inside the checkpoint: torch compiles no checkpoint with a `context_fn`, and a
-            # recomputed block must save the same tensors as its forward pass.
+            # The block is compiled inside the checkpoint, because torch cannot compile a checkpoint with a
+            # `context_fn`. A recomputed block must save the same tensors as its forward pass.
             block._gradient_checkpointing_func = partial(_compiled, block._gradient_checkpointing_func)
         else:
             block.compile(dynamic=True)
@@ -176,8 +177,8 @@ def compile_blocks(model: PreTrainedModel) -> None:
 
 
 def _compiled(checkpoint: Any, block: partial[Any], *arguments: Any) -> Any:
-    """Run the compiled forward pass of a block with activation checkpointing. `block`: the forward pass, which
-    transformers passes as a `partial` of the class's function."""
+    """Run the compiled forward pass of a block with activation checkpointing. `block`: the forward pass; transformers
+    passes it as a `partial` of the function of the block's class."""
     return checkpoint(partial(_compiled_function(block.func), *block.args, **block.keywords), *arguments)
 
 

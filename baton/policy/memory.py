@@ -16,14 +16,14 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to a device. To a CUDA device, the tensor is copied from pinned memory, and the call
-    does not wait until the copy is complete."""
+    """Copy a host tensor to a device. Copies to CUDA go through pinned memory, and the call does not wait for their
+    end."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def release_free_memory() -> None:
-    """Return freed host memory to the system. Otherwise glibc keeps freed blocks of up to 32 MiB in its heap, and
-    tensors of other sizes may not fit into these blocks. Has no effect with other C libraries."""
+    """Return freed host memory to the system. By default, glibc keeps freed blocks of up to 32 MiB in its heap, and
+    later tensors may not fit into these blocks. Has no effect with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -61,8 +61,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def peak_memory() -> dict[str, float]:
-    """Return the metric of this process's peak memory. With CUDA, its value is the peak of torch's allocator on the
-    device where this peak is highest; otherwise, the peak of the resident set."""
+    """Return the metric of this process's peak memory. With CUDA, its value is the highest peak of torch's allocator on
+    any device; otherwise, it is the peak of the resident set."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         peak = max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
     elif _STATUS.is_file():  # on Linux, ru_maxrss includes the peak of the parent process

@@ -1,6 +1,6 @@
 """Creates small models: a Qwen3 configuration with random weights, and a tokenizer trained on a corpus.
 
-Such a model is for machines that have no pretrained model. The result is an ordinary Hugging Face model directory.
+They are for machines without a pretrained model. The result is an ordinary Hugging Face model directory.
 """
 
 from __future__ import annotations

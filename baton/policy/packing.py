@@ -1,9 +1,9 @@
-"""Packing: one pass computes concatenated rows of different lengths without padding, with attention only within each
-row. Rows with the same prompt may share its tokens, in the order prompt, response, response, …
+"""Packing: one pass computes concatenated rows of different lengths, without padding. Attention stays within each row.
+Rows with the same prompt may share its tokens, in the order prompt, response, response, …
 
-On CUDA in bfloat16, if no rows share a prompt, torch's variable-length kernel computes attention for all rows together.
-Otherwise attention is computed row by row; responses of similar length to one prompt are computed together. Neither way
-allocates a mask of shape [T, T].
+On CUDA in bfloat16 without shared prompts, torch's variable-length kernel computes attention for all rows together. In
+all other cases, attention is computed row by row, and similarly long responses to one prompt are computed together.
+Neither method allocates a mask of shape [T, T].
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Lengths of packed rows. A row with a prompt of its own is a tuple (length of the row). Rows that share a prompt are
-together one tuple (length of the prompt, length of each response)."""
+"""Lengths of packed rows. A row with a prompt of its own is a tuple (length of the row,). Rows that share a prompt form
+one tuple (length of the prompt, length of the first response, length of the second response, …)."""
 
 SIMILAR = 0.5
-"""Responses to one prompt are cut into pieces, and the responses of a piece are padded to its longest response. No
-response of a piece is shorter than this fraction of the longest."""
+"""Responses to one prompt are divided into pieces. The responses of a piece are padded to its longest, and none is
+shorter than this fraction of the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,15 @@ class PackedTokens:
     input_ids: torch.Tensor
     """[T] int64"""
     positions: torch.Tensor
-    """[T] int64 positions: from 0 in each row, or from the length of the prompt in responses that share it."""
+    """[T] int64 positions. They start at 0 in each row; in responses to a shared prompt, at the length of the
+    prompt."""
     places: torch.Tensor
     """[N] indices of the tokens to score, row by row."""
     before: torch.Tensor
-    """[N] index of the token before each token to score. The token before the first token of a response is the last
-    token of its prompt, wherever the shared prompt is."""
+    """[N] index of the token before each token to score. For the first token of a response, this is the last token of
+    its prompt, even if the prompt is shared and not adjacent."""
     ends: torch.Tensor
-    """[len(`shapes`) + 1] int32: 0, then for each element of `shapes` the index in `input_ids` at which it ends."""
+    """[len(`shapes`) + 1] int32: 0, then the end of each element of `shapes` as an index in `input_ids`."""
     shapes: Shapes
 
     def to(self, device: torch.device) -> PackedTokens:
@@ -79,7 +80,7 @@ def concatenated(
 
     `shares`: number of consecutive rows that share each prompt. Only the first of these rows keeps the prompt. If
     `shares` is empty, every row keeps its prompt. Tokens of a shared prompt cannot be scored. `multiple`: a row of
-    tokens with id 0 is appended so that T becomes a multiple of this number.
+    tokens with id 0 is appended to make T a multiple of this number.
     """
     num_rows, width = input_ids_BS.shape
     shapes: list[tuple[int, ...]] = []
@@ -122,8 +123,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
     """Return the hidden states [T, H] of concatenated rows."""
     assert sum(map(sum, tokens.shapes)) == len(tokens.input_ids)
     separates = model.config._attn_implementation == PACKED
-    # `_attend` ignores this mask. Without a mask of four dimensions, which transformers forwards unchanged,
-    # transformers would wait for the device to find that no mask is needed.
+    # `_attend` ignores this mask. transformers forwards a mask of four dimensions unchanged; without it, transformers
+    # would synchronise with the device to find out that no mask is needed.
     mask = {"attention_mask": tokens.input_ids[None, None, None]} if separates else {}
     with _in_pass(tokens if separates else None):
         hidden: torch.Tensor = model.base_model(
@@ -134,8 +135,8 @@ def packed_hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> torch.
 
 def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a block's forward pass and its recomputation: the `context_fn` of activation checkpointing.
-    When the backward pass recomputes a block, the forward pass has already reset the current `PackedTokens`. On CUDA,
-    the backward pass also runs in another thread. The second context therefore sets the tokens again.
+    When the backward pass recomputes a block, the current `PackedTokens` are no longer set: the forward pass has reset
+    them, and on CUDA the backward pass runs in another thread. The second context therefore sets them again.
     """
     return nullcontext(), _in_pass(_packed.get())
 
@@ -184,7 +185,7 @@ def _by_rows(
     if not shapes:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     sizes = [size for shape in shapes for size in shape]
-    # `split`, because the backward pass of each slice would write a gradient of all T tokens.
+    # `split` instead of slices: the backward pass of each slice would write a gradient of all T tokens.
     parts = zip(*(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True)
     found = []
     for shape in shapes:
@@ -201,8 +202,8 @@ def _by_rows(
 
 
 def pieces(lengths: Sequence[int]) -> list[slice]:
-    """Cut the responses to one prompt, given by their lengths, into consecutive pieces. The responses of a piece are
-    padded and computed together (`SIMILAR`)."""
+    """Divide the responses to one prompt into consecutive pieces (`SIMILAR`). `lengths`: length of each response. The
+    responses of a piece are padded and computed together."""
     found, begin = [], 0
     for place in range(1, len(lengths) + 1):
         run = lengths[begin : place + 1]
@@ -221,7 +222,7 @@ def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _attended(module: torch.nn.Module, qkv: tuple[Any, Any, Any], begin: int, kwargs: dict[str, Any]) -> torch.Tensor:
     """Return the attention output [rows, queries, heads, D]. The first query is at position `begin`. Each query attends
-    to the keys at all positions up to its own."""
+    to the keys up to its own position."""
     end, device, mask = qkv[1].shape[2], qkv[1].device, None
     window = kwargs.get("sliding_window") or end
     if begin or end > window:
@@ -240,7 +241,7 @@ def _by_kernel(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     dtype, longest = torch.get_autocast_dtype(query.device.type), max(map(max, tokens.shapes))
-    # `squeeze`, because the backward pass of an index would write zeros and copy.
+    # `squeeze` instead of an index: the backward pass of an index would write zeros and copy.
     laid = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
     window = kwargs.get("sliding_window")
     output = kernel(

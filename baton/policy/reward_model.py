@@ -27,8 +27,8 @@ class RewardModel:
         self._tokenizer, config, self.max_positions = check_reward_model(path)
         self._device = torch_device(device, "[[reward]] devices")
         self.batch_tokens = 0 if self._device.type == "cpu" else batch_tokens
-        """Maximum number of tokens of a batch with padding. 0 means that each sequence is a batch of its own. The value
-        is 0 on a CPU, so that other sequences do not change the bits of a score."""
+        """Maximum number of tokens of a batch, with padding. With 0, each sequence is a batch of its own. This is so on
+        a CPU, so that other sequences do not change the bits of a score."""
         name, revision = split_revision(path)
         value_type = torch_dtype(dtype_here(self._device.type, dtype))
         try:

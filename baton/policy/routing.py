@@ -1,9 +1,9 @@
 """Routing replay for mixture-of-experts models: records which experts one pass uses, and reuses them in a later pass.
 
-After a small change of the weights, a router may choose other experts for a token. The token's probability ratio to the
-proximal policy then jumps. Baton replays the proximal policy's choice in the updates (arXiv 2507.18071, section 5.3),
-or the engine's choice in all passes (rollout routing replay, arXiv 2510.11370). Only the choice is fixed: the weights
-of the experts come from the current router logits, so routers get gradients.
+After a small change of the weights, a router may choose other experts for a token. The probability ratio of current to
+proximal policy then jumps at this token. Baton replays the proximal policy's choice in the updates (arXiv 2507.18071,
+section 5.3), or the engine's choice in all passes (rollout routing replay, arXiv 2510.11370). Only the choice of
+experts is fixed. Their weights come from the current router logits, so routers still get gradients.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Name of a router → experts of each token: [T, k] int16, with tokens in the order of the recorded pass. −1 means that
-the router chooses this expert itself."""
+"""Name of a router → experts of each token: [T, k] int16, with tokens in the order of the recorded pass. Where the
+value is −1, the router chooses the expert itself."""
 
 
 class _Choice(TorchFunctionMode):
-    """Records the top k of a router's E scores [T, E]. If experts are given, they replace the top k, with the router's
-    own scores of these experts."""
+    """Records the top k of a router's scores [T, E] of E experts. If experts are given, they replace the top k, and
+    keep the scores that the router gives them."""
 
     def __init__(self, num_experts: int, given: torch.Tensor | None) -> None:
         super().__init__()
@@ -37,7 +37,8 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        # Routers with groups of experts also compute the top k of each group, and of the groups.
+        # Routers with groups of experts call topk also within each group and over the groups; these calls are left
+        # unchanged.
         if func not in (torch.topk, torch.Tensor.topk) or args[0].ndim != 2 or args[0].shape[1] != self._num_experts:
             return found
         if self._given is not None:
@@ -55,8 +56,8 @@ class RoutingReplay:
         self, model: PreTrainedModel, run: Callable[[Any, Callable[[Any], Any]], Any] = lambda model, work: work(model)
     ) -> None:
         """Wrap the model's routers. Raises UserError if the model has no router, or a router that does not choose the
-        experts with the highest scores. `run`: calls a function with the model while the model's parameters are
-        gathered (`SingleRank.run`)."""
+        experts with the highest scores. `run` calls a function with the model, and gathers the model's parameters for
+        this call (`SingleRank.run`)."""
         self._recorded: dict[str, torch.Tensor] | None = None
         self._replayed: Routing | None = None
         self._routers = routers_of(model)
@@ -93,9 +94,9 @@ class RoutingReplay:
     def from_engine(
         self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
     ) -> Routing:
-        """Convert the choices that an engine reported for the tokens at `places` to a `Routing`, with a tensor
-        [`num_places`, k] for each router. A position gets −1 if it is not in `places`, or if its bytes in `routing` are
-        empty. Raises EngineFault for bytes that do not match this model's routers."""
+        """Convert an engine's reported choices to a `Routing` with a tensor [`num_places`, k] for each router.
+        `routing`: the reported bytes of the tokens at `places`. A position gets −1 if it is not in `places`, or if its
+        bytes are empty. Raises EngineFault for bytes that do not match this model's routers."""
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         counts = [router.top_k for router in self._routers.values()]
         width = num_bytes(self._routers)
@@ -112,8 +113,8 @@ class RoutingReplay:
         return dict(zip(self._routers, parts, strict=True))
 
     def as_bytes(self, routing: Routing) -> list[bytes]:
-        """Return recorded choices as one bytes object per token. It contains the experts of one router after another,
-        and its length is `num_bytes`."""
+        """Return recorded choices as one bytes object per token, which lists the experts router by router. Its length
+        is `num_bytes`."""
         chosen = torch.cat(tuple(routing.values()), dim=1).cpu().numpy().astype(_item(self._routers))
         return [row.tobytes() for row in chosen]
 

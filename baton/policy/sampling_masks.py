@@ -16,7 +16,7 @@ from baton.errors import EngineFault
 from baton.types import kept_dtype
 
 _REMOVED = -1e9
-"""Logit of a padding column, which has no id. The value is finite, because 0 · −∞ is not a number."""
+"""Logit of a padding column, which has no id. It is finite, because 0 · −∞ is NaN."""
 
 
 def encoded(ids_NK: Tensor, is_kept_NK: Tensor, vocabulary: int) -> list[bytes]:
@@ -45,5 +45,5 @@ def kept_logits(products_NV: Tensor, kept_NK: Tensor, shaped: Callable[[Tensor],
 
 
 def places_in(kept_NK: Tensor, targets_N: Tensor) -> Tensor:
-    """Return, for each target, the column of `kept_NK` that contains it: [N]."""
+    """Return the column of `kept_NK` that contains each target, [N]."""
     return (kept_NK == targets_N[..., None]).int().argmax(-1)

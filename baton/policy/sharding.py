@@ -1,11 +1,11 @@
 """Sharded models (FSDP2): each rank keeps a part of every parameter, and gathers a block's parameters to compute it.
 
-Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32, the results equal
-those of a single process, except for the order in which gradients are summed.
+Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32, the results
+differ from those of a single process only by the order in which gradients are summed.
 
-In bfloat16, embeddings, norms and the residual stream are bfloat16 too, because a block is gathered in bfloat16. A
-single process without sharding has float32 parameters instead, and rounds them in each linear layer. Gradients are
-summed in float32.
+In bfloat16, embeddings, norms and the residual stream are bfloat16 too, because blocks are gathered in bfloat16. A
+process without sharding keeps float32 parameters instead, and rounds them in each linear layer. Gradients are summed in
+float32.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Result = TypeVar("Result")
 class Sharded(torch.nn.Module):
     """Runs functions on a sharded module while its parameters are gathered.
 
-    Blocks are gathered while they compute, and so are an embedding and a head that share no weight. All other
-    parameters stay gathered during the whole call, so the function may call any part of the module. The module keeps
-    its parameter names, because FSDP's hooks are attached to this wrapper.
+    Blocks are gathered only while they compute, like an embedding and a head that share no weight. All other parameters
+    stay gathered during the whole call, so the function may call any part of the module. The module keeps its parameter
+    names, because FSDP's hooks are attached to this wrapper.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
@@ -40,8 +40,8 @@ class Sharded(torch.nn.Module):
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by the number of tokens or
         samples on all ranks together. `dtype`: dtype in which parameters are gathered, except the module's
-        `float32_parts`. If it is not float32, parameters that the model keeps in float32 stay whole on each rank, such
-        as the biases of routers.
+        `float32_parts`. If it is not float32, parameters that the model keeps in float32, such as the biases of
+        routers, stay whole on each rank.
         """
         super().__init__()
         self.module = module
@@ -52,7 +52,7 @@ class Sharded(torch.nn.Module):
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for name in getattr(module, "float32_parts", ()):
                 fully_shard(module.get_submodule(name), mesh=mesh)
-            model = getattr(module, "trunk", None) or module  # a critic on the policy's body has a head only
+            model = getattr(module, "trunk", None) or module  # a critic that uses the policy's body has only a head
             kept = {p for name, p in model.named_parameters() if is_float32(model, name)}
             self.unsharded = [name for name, p in module.named_parameters() if p in kept and p.requires_grad]
         blocks = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
@@ -86,7 +86,8 @@ class Sharded(torch.nn.Module):
         return cast(Result, kind[0](*found) if kind else found)
 
     def sync_gradients(self, is_on: bool) -> None:
-        """Set whether the next backward pass sums gradients over the ranks; otherwise each rank keeps its own."""
+        """Set whether the next backward pass sums gradients over the ranks. If not, each rank keeps its own
+        gradients."""
         cast(FSDPModule, self).set_requires_gradient_sync(is_on)
 
 
@@ -110,8 +111,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor on every rank, which is a collective operation. A plain tensor is returned unchanged. The
-    shards of a sleeping trainer, which are on the host, are copied to the device."""
+    """Gather a sharded tensor on every rank (a collective). A plain tensor is returned unchanged. If the trainer
+    sleeps, its shards are on the host and are first copied to the device."""
     if not isinstance(tensor, DTensor):
         return tensor
     shard, mesh = local(tensor.detach()), tensor.device_mesh
@@ -133,7 +134,7 @@ def box_of(tensor: torch.Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return tuple(box)
     mesh = tensor.device_mesh
-    # Tensor parallelism, which is the last dimension of the mesh, splits the tensor first. FSDP shards the result.
+    # Tensor parallelism (the last dimension of the mesh) splits the tensor first; FSDP shards the result.
     for place, count, index in reversed(
         list(zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=True))
     ):

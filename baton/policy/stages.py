@@ -5,8 +5,8 @@ transformers.
     other stages   hidden states ─▶ blocks ─▶ hidden states
     last stage     hidden states ─▶ blocks, norm, head ─▶ scores
 
-Modules without weights take the place of other stages' parts. The model's own `forward` therefore still computes masks,
-rotary embeddings and everything else that a family needs, and parameters keep their names.
+Modules without weights replace the parts of other stages. The model's own `forward` therefore still works: it computes
+masks, rotary embeddings and everything else that a family needs. Parameters keep their names.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ class StageModel:
         is_first, is_last = stage == 0, stage == len(layers) - 1
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         self.arrived: Tensor | None = None
-        """Output of the previous stage. None in a probe, which runs this stage alone on placeholder hidden states."""
+        """Output of the previous stage. None in a test run of this stage alone, which uses placeholder hidden
+        states."""
         self.specs = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         """Tensors of the whole model, on the meta device."""
         prefix = f"{model.base_model_prefix}."
         by_layer = chain.from_iterable([owner] * count for owner, count in enumerate(layers))
         self._owners = {f"{prefix}layers.{place}.": owner for place, owner in enumerate(by_layer)}
         self._owners |= {f"{prefix}{name}.": len(layers) - 1 for name in after} | {prefix: 0, "": len(layers) - 1}
-        """Prefix of tensor names → stage. If a name has several of these prefixes, the first one applies."""
+        """Prefix of tensor names → stage. If several prefixes match a name, the first one applies."""
         embedding, head = base.get_submodule(before[0]), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_tied = getattr(head, "weight", None) is embedding.weight
         self.shared = [f"{prefix}{before[0]}.weight"] if is_tied and (is_first or is_last) and len(layers) > 1 else []
-        """On the first and the last stage: names of the parameters that both have (a tied embedding's weight)."""
+        """Names of the parameters that the first and the last stage both have (a tied embedding's weight); empty on
+        other stages."""
         if not is_first:
             setattr(base, before[0], _Embedding(self, embedding, embedding.weight if is_tied and is_last else None))
         for name in () if is_first else before[1:]:
@@ -76,15 +78,15 @@ def is_float32(model: torch.nn.Module, name: str) -> bool:
 
 
 def all_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a model's `state_dict`. Tensors that only other stages have are on the meta device."""
+    """Return the whole model's `state_dict`. Tensors that are only on other stages are on the meta device."""
     own: dict[str, Tensor] = model.state_dict()
     cut: StageModel | None = getattr(model, "_baton_stage", None)
     return own if cut is None else {name: own.get(name, spec) for name, spec in cut.specs.items()}
 
 
 def _plan_of(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return two lists of names: the base model's parts before its blocks, with the embedding first, and its parts
-    after them. Raises UserError if the model cannot be cut into stages."""
+    """Return two lists of names of the base model's parts: those before its blocks, the embedding first, and those
+    after its blocks. Raises UserError if the model cannot be cut into stages."""
     base, shape = cast(Any, model.base_model), model.config.get_text_config()
     names = list(getattr(shape, "base_model_pp_plan", None) or ())
     others = [name for name, part in base.named_children() if name not in names and list(part.parameters())]
@@ -130,7 +132,7 @@ class _Embedding(_Elsewhere):
         self._width, self._dtype = part.embedding_dim, part.weight.dtype
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the previous stage's output instead of embeddings of ids, or placeholder hidden states in a probe."""
+        """Return the previous stage's output instead of embeddings; in a test run of this stage alone, placeholders."""
         if self._stage.arrived is not None:
             return self._stage.arrived.view(*hidden_states.shape, -1)
         return torch.nn.functional.one_hot(hidden_states % self._width, self._width).to(self._dtype)

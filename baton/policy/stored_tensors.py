@@ -64,7 +64,7 @@ class StoredPiece:
     """Name of the piece in its file."""
     box: Box
     kept: tuple[int, ...]
-    """Dimensions of the tensor that are also dimensions of the piece. In each other dimension, the piece covers one
+    """Dimensions of the tensor that the piece has, too. In the other dimensions of the tensor, the piece covers one
     index."""
 
     @property
@@ -73,7 +73,7 @@ class StoredPiece:
 
 
 class StoredTensors:
-    """Named tensors in files or in memory, of which any part can be read. Files stay mapped while the object exists."""
+    """Named tensors in files or in memory. Any part of them can be read. Files stay mapped while the object exists."""
 
     def __init__(self, pieces: Mapping[str, Sequence[tuple[StoredPiece, Callable[[], Any]]]]) -> None:
         """`pieces`: for each name, its pieces, each with a function that returns an object whose slices are tensors."""
@@ -144,13 +144,13 @@ class StoredTensors:
         return found
 
     def digest(self) -> str:
-        """Return the digest that these tensors have when they are published. The tensors are read one after another."""
+        """Return the digest of these tensors as published. They are read one after another."""
         return identity_digest(identity(name, self.whole(name)) for name in self.shapes)
 
 
 @dataclass(frozen=True)
 class ReadAtAccess(Mapping[str, torch.Tensor]):
-    """A mapping that reads a stored tensor into host memory at each access, and keeps none of them."""
+    """A mapping that reads a stored tensor into host memory at each access, without a cache."""
 
     stored: StoredTensors
     specs: Mapping[str, torch.Tensor]
@@ -197,8 +197,8 @@ class _KeepViews(TorchFunctionMode):
 
 
 def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
-    """Return, for each of the model's tensors, the pieces that the model's files contain. Returns None if a tensor of
-    the files combines several tensors of the model, or is not simply a part of one tensor."""
+    """Return the pieces in the model's files of which each of the model's tensors consists. Returns None if a tensor in
+    the files is not a plain part of one tensor of the model, for example because it combines several of them."""
     found = {}
     for name, tensor in policy_tensors(model).items():
         source = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -216,8 +216,8 @@ def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
 
 
 def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece | None:
-    """Return which part of `source` the view `part` covers. Return None if `part` is not a view of `source`, or if
-    their dimensions are in different orders."""
+    """Return the part of `source` that the view `part` covers. Return None if `part` is not a view of `source` with
+    dimensions in the same order."""
     if part.untyped_storage()._cdata != source.untyped_storage()._cdata:
         return None
     if part.shape == source.shape and part.stride() == source.stride():
@@ -236,8 +236,8 @@ def _piece(name: str, part: torch.Tensor, source: torch.Tensor) -> StoredPiece |
 def stored_model(directory: Path, model: PreTrainedModel, *, is_exact: bool = False) -> StoredTensors | None:
     """Return the tensors of a model's files, keyed by their names in the model.
 
-    Returns None if the files lack a tensor that `file_layout` names; with `is_exact`, also if they have other tensors.
-    Raises SafetensorError for a damaged file.
+    Returns None if the files lack a tensor that `file_layout` names. With `is_exact`, returns None also if the files
+    have further tensors. Raises SafetensorError for a damaged file.
     """
     layout, index = file_layout(model), directory / "model.safetensors.index.json"
     if index.is_file():
@@ -395,9 +395,9 @@ def write_gathered(
 
 
 def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, first: int) -> None:
-    """Write this rank's shards of tensors into a file; write no file if this rank has no shard to write. If several
-    ranks have equal copies of a shard, only one rank writes it. A tensor that is not sharded is written by rank
-    `first`, the first of the ranks that have these tensors. Raises OSError."""
+    """Write this rank's shards of tensors into a file, unless it has none to write. If several ranks have equal copies
+    of a shard, only one of them writes it. Rank `first`, the first rank that has these tensors, writes tensors that are
+    not sharded. Raises OSError."""
     own = {name: tensor for name, tensor in tensors.items() if local(tensor).numel() and _is_ours(tensor, rank, first)}
     if not own:
         return
@@ -413,5 +413,5 @@ def _is_ours(tensor: torch.Tensor, rank: int, first: int) -> bool:
         return rank == first
     mesh = tensor.device_mesh
     places = zip(tensor.placements, mesh.get_coordinate() or (), strict=True)
-    # Tensor-parallel ranks hold equal shards of the layers that each computes completely, on separate meshes.
+    # Some layers are computed completely by each tensor-parallel rank; their equal shards are on separate meshes.
     return first in mesh.mesh.flatten().tolist() and all(index == 0 for place, index in places if place.is_replicate())

@@ -37,8 +37,8 @@ def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def published_dtypes(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return the dtype in which each tensor is published: `dtype` for floating-point tensors. Exceptions are tensors
-    that the model's class keeps in float32, such as the bias by which DeepSeek-V3's router chooses experts."""
+    """Return the dtype in which each tensor is published. It is `dtype` for floating-point tensors, except tensors that
+    the model's class keeps in float32, such as the bias by which DeepSeek-V3's router chooses experts."""
     return {
         name: t.dtype if not t.is_floating_point() else torch.float32 if is_float32(model, name) else dtype
         for name, t in tensors.items()

@@ -35,9 +35,8 @@ def set_deterministic(is_on: bool) -> None:
 
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
-    """Disable deterministic algorithms on CUDA during writes to indices that all differ. Such writes are deterministic
-    even without these algorithms. An indexed write takes one kernel launch, instead of about fifteen with deterministic
-    algorithms."""
+    """Disable deterministic algorithms on CUDA during writes to distinct indices, which are deterministic in any case.
+    An indexed write then takes one kernel launch instead of about fifteen."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield
         return
