@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 EPSILON = 1e-6
-"""Constant added to a standard deviation. The GRPO paper does not specify a value; most implementations use 1e-6."""
+"""Constant added to standard deviations. The GRPO paper does not give a value; most implementations use 1e-6."""
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -56,8 +56,8 @@ class Outcome:
     name: str
     """Name `group/sample` of the episode, for messages."""
     reward: float
-    """Reward of the whole episode. With `turns`, only the part that belongs to no turn. The reward is given at the last
-    policy token."""
+    """Reward of the whole episode, given at the last policy token. With `turns`, only the part that belongs to no
+    turn."""
     num_tokens: int
     """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None
@@ -109,8 +109,8 @@ Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
 def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group; std has divisor G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    A group of equal rewards gives exactly zero. With rewards by turn, here and in `group_mean`, the R_i are the returns
-    of all turns of all episodes of the group. Unlike this function, GRPO's process supervision (section 4.1.3)
+    A group of equal rewards gives exactly zero. With rewards by turn, the R_i are the returns of all turns of all
+    episodes of the group; this also applies to `group_mean`. GRPO's process supervision (section 4.1.3) differs: it
     normalises rewards before it sums them.
     """
     return _within_groups(outcomes, _standardised)
@@ -135,8 +135,8 @@ def return_to_go(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Flo
 def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GAE: A_t = Σ_{k ≥ t} (γλ)^(k−t) δ_k with δ_t = r_t + γ V_{t+1} − V_t (arXiv 1506.02438, equation 16).
 
-    The value after the last policy token is 0, even if the episode was cut at the maximum length. With rewards by turn,
-    γ at the last token of a turn is multiplied by the discount per turn.
+    The value after the last policy token is 0, even for an episode that was truncated at the maximum length. With
+    rewards by turn, γ at the last token of a turn is multiplied by the discount per turn.
     """
     found = []
     for outcome in outcomes:
@@ -149,7 +149,8 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
 
 def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
     """Normalise advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO). The
-    standard deviation has divisor N, unlike in `group_std`. If all advantages are equal, all become exactly zero."""
+    standard deviation has divisor N, not N − 1 as in `group_std`. If all advantages are equal, the results are exactly
+    0."""
     everything = np.concatenate(advantages) if advantages else np.zeros(0)
     if not len(everything) or everything.min() == everything.max():
         return [np.zeros_like(values) for values in advantages]
@@ -171,8 +172,8 @@ def _within_groups(
     outcomes: Sequence[Outcome], compare: Callable[[FloatArray, IntArray], FloatArray]
 ) -> list[FloatArray]:
     """Compute the advantage of each turn's return within its group, and assign it to all tokens of the turn. An episode
-    without turns counts as one turn. `compare` receives the returns of all members of a group and, for each return, the
-    index of the member. It returns an advantage for each return."""
+    without turns counts as one turn. `compare` gets the returns of all members of a group, and the index of the member
+    for each return. It returns one advantage per return."""
     places: dict[int, list[int]] = {}
     for place, outcome in enumerate(outcomes):
         places.setdefault(outcome.group_id, []).append(place)
@@ -190,7 +191,7 @@ def _within_groups(
 
 def _centred(values: FloatArray, _: IntArray) -> FloatArray:
     if values.min() == values.max():
-        return np.zeros_like(values)  # the rounded mean of equal numbers may differ from them
+        return np.zeros_like(values)  # because the rounded mean of equal numbers may differ from these numbers
     with np.errstate(invalid="ignore"):  # an infinite reward gives NaN, which stops the train step
         return values - math.fsum(values) / len(values)
 
@@ -202,7 +203,8 @@ def _standardised(values: FloatArray, members: IntArray) -> FloatArray:
 
 def _against_others(values: FloatArray, members: IntArray) -> FloatArray:
     centred = _centred(values, members)
-    # R − mean of the others = c + (sum of the member's own c) / (number of the others), because all c sum to 0.
+    # With centred returns c = R − mean, which sum to 0: R − mean of the others = c + (sum of the member's own c) /
+    # (number of the others).
     own, sizes = np.bincount(members, centred), np.bincount(members)
     return centred + (own / (len(values) - sizes))[members]
 

@@ -12,9 +12,9 @@ from baton.trainer.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 MIN_ESS = 0.5
-"""Effective sample size below which the run warns, as a fraction of the trained tokens."""
+"""The run warns if the effective sample size is below this fraction of the trained tokens."""
 MAX_MASKED_FRAC = 0.5
-"""Fraction of tokens that are too old to be trained above which the run warns."""
+"""The run warns if more than this fraction of the tokens is too old to be trained."""
 
 
 CAUSE = (

@@ -21,7 +21,7 @@ CorrectionName = Literal["none", "bypass", "token_tis", "sequence_tis", "icepop"
 KlEstimator = Literal["k1", "k2", "k3"]
 
 GROUP_RELATIVE = frozenset({"group_std", "group_mean", "leave_one_out"})
-"""Advantage estimators that compare episodes of a group and therefore need two scored ones per group."""
+"""Advantage estimators that compare the episodes of a group, and therefore need two scored episodes in each group."""
 
 
 class AlgorithmSettings(Settings):

@@ -54,7 +54,7 @@ _SHARDS = "optimizer"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `baton/state.json`: the state to resume from, except tensors, and the software that wrote it."""
+    """Content of `baton/state.json`: the state for a resume, without tensors, and the software that wrote it."""
 
     format: int = _FORMAT
     version: PolicyVersion
@@ -145,8 +145,8 @@ def read_state(path: Path) -> CheckpointState:
 def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the optimiser's tensors, which any number of ranks may have written.
 
-    Each tensor is sharded like its parameter. A tensor that matches no parameter is not read; the result contains a
-    tensor of the same shape on the meta device. Raises UserError if the files are missing or damaged.
+    Each tensor is sharded like its parameter. Tensors that match no parameter are not read: in the result, they are on
+    the meta device. Raises UserError if the files are missing or damaged.
     """
     shards = path / "baton" / _SHARDS
     place = shards if shards.is_dir() else path / "baton" / "optimizer.safetensors"
@@ -175,7 +175,7 @@ def read_weights(path: Path, model: PreTrainedModel) -> StoredTensors:
 
 
 def saved_digest(saved: StoredTensors, model: PreTrainedModel) -> str:
-    """Return the digest that the weights of `read_weights` (`saved`) have when they are published in float32."""
+    """Return the digest of a checkpoint's weights as published in float32. `saved`: result of `read_weights`."""
     if not has_adapters(model):
         return saved.digest()
     return weights_digest(adapter_tensors(model, {name: saved.whole(name) for name in saved.shapes}))
@@ -228,7 +228,7 @@ def newest_intact_checkpoint(root: Path, say: Callable[[str], None]) -> Path | N
 
 
 def set_aside_checkpoints(root: Path, after_step: int) -> None:
-    """Rename the checkpoints of steps after `after_step`, all of them damaged, so that no resume uses them."""
+    """Rename the checkpoints of steps after `after_step`, all of which are damaged, so that no resume uses them."""
     for path in list_checkpoints(root):
         if checkpoint_step(path) > after_step:
             aside = path.with_name(f"{path.name}.damaged")

@@ -1,10 +1,10 @@
 """Off-policy corrections: behavior → proximal, separate from the objective's proximal → current.
 
-The objective's ratio is π_θ / π_anchor. A correction chooses the anchor policy, and computes a weight per token, which
-has no gradient and multiplies the surrogate. With the proximal policy as anchor (decoupled PPO, arXiv 2110.00641), the
-clip bounds the change within this train step. The weight then corrects the difference between behavior and proximal
-policy, which results from older policy versions and the engine's rounding. With x_t = log π_proximal − log π_behavior
-at trained tokens:
+The objective's ratio is π_θ / π_anchor. A correction chooses the anchor policy and computes a weight for each token.
+The weight has no gradient and multiplies the surrogate. With the proximal policy as anchor (decoupled PPO, arXiv
+2110.00641), the clip bounds the change within this train step. The weight then corrects the difference between behavior
+and proximal policy, which results from older policy versions and the engine's rounding. With x_t = log π_proximal − log
+π_behavior at trained tokens:
 
 | name            | anchor    | weight                                                                                |
 |-----------------|-----------|---------------------------------------------------------------------------------------|
@@ -14,10 +14,11 @@ at trained tokens:
 | `sequence_tis`  | proximal  | min(exp Σ_t x_t, cap), equal for all tokens of the episode                            |
 | `icepop`        | proximal  | exp x_t if it is within [floor, cap], else 0                                          |
 | `opsm`          | proximal  | 0 for an episode of A < 0 whose mean log π_behavior − log π_θ exceeds δ, else 1       |
-| `second_moment` | proximal  | exp x_t; 0 at tokens of largest x², so that the mean x² of the others is in the limit |
+| `second_moment` | proximal  | exp x_t; 0 at the tokens of largest x², until the mean x² of the others is in the limit
+|
 
-A token of weight 0 counts in the divisors; a token outside the mask does not.
-To add a correction, write a function with `Correction`'s signature and list it in `CORRECTIONS`.
+Tokens of weight 0 count in the divisors; tokens outside the mask do not. To add a correction, write a function with
+`Correction`'s signature and list it in `CORRECTIONS`.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def icepop(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 def opsm(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drop bad episodes that have become unlikely.
 
-    An episode whose advantages are negative (summed over its trained tokens) gets weight 0 when the mean over its
-    trained tokens of log π_behavior − log π_θ exceeds delta.
+    An episode gets weight 0 if, over its trained tokens, the sum of its advantages is negative and the mean of log
+    π_behavior − log π_θ exceeds delta.
     """
     count = inputs.episode_sum("opsm, tokens", inputs.mask).clamp(min=1)
     change = log_ratio(inputs.logprobs, inputs.behavior_logprobs, inputs.mask)
@@ -102,15 +103,16 @@ def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
-    """Return the largest x² such that the mean of all x² that are not larger is at most `limit`; −1 if there is none,
-    infinity without tokens. `log_weights`: the x of all trained tokens of a minibatch, in any number of pieces."""
+    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`. Return −1 if there is
+    none, and infinity if there are no tokens. `log_weights`: the x of all trained tokens of a minibatch, in any number
+    of pieces."""
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
     # Computed on the CPU, because torch has no deterministic running sum on CUDA.
     squares = squares.cpu()
     means = squares.double().cumsum(0) / torch.arange(1, len(squares) + 1)
-    num_kept = int((means <= limit).sum())  # running means of ascending numbers ascend
+    num_kept = int((means <= limit).sum())  # the running means of ascending numbers are ascending
     return float(squares[num_kept - 1]) if num_kept else -1.0
 
 
@@ -119,8 +121,9 @@ def correction_shape(
     at_start: Iterable[LossInputs],
     all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda own: [own],
 ) -> CorrectionShape:
-    """Return the parameters of a correction for a whole minibatch. `second_moment` reads `at_start`, the minibatch's
-    loss inputs at the start of the train step, and `all_of`, which gathers a vector from every rank."""
+    """Return the parameters of a correction for a whole minibatch. Two arguments are only for `second_moment`.
+    `at_start`: the minibatch's loss inputs at the start of the train step. `all_of`: gathers a vector from every
+    rank."""
     cutoff = math.inf
     if algorithm.correction == "second_moment":
         own = [(inputs.proximal_logprobs - inputs.behavior_logprobs)[inputs.mask] for inputs in at_start]
@@ -129,13 +132,15 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple, Generic[Scalar]):
-    """Distance of the proximal from the behavior policy. Fields are sums over trained tokens by default."""
+    """Distance between proximal and behavior policy. Each field is a sum over trained tokens, unless it says
+    otherwise."""
 
     weight: Scalar
     """π_proximal / π_behavior before truncation."""
     weight_square: Scalar
     current: Scalar
-    """Number of current tokens. The trainer's own version sampled them: engine and trainer had equal weights."""
+    """Number of current tokens: those sampled under the trainer's own version, when engine and trainer had equal
+    weights."""
     mismatch: Scalar
     """k3 estimate of KL(behavior ‖ proximal) over current tokens."""
     abs_diff: Scalar
@@ -156,7 +161,7 @@ def behavior_distance(inputs: LossInputs, is_current: torch.Tensor) -> BehaviorD
 
 
 def weights(inputs: LossInputs) -> torch.Tensor:
-    """Return [B, K] π_proximal / π_behavior before any correction truncates or masks it; 1 at masked tokens."""
+    """Return π_proximal / π_behavior [B, K], before truncation or masking by a correction; 1 at masked tokens."""
     return _behavior_to_proximal(inputs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -165,7 +170,8 @@ def _behavior_to_proximal(inputs: LossInputs) -> torch.Tensor:
 
 
 def _anchor(inputs: LossInputs, logprobs: torch.Tensor, values: torch.Tensor, is_cut: torch.Tensor | bool) -> Anchor:
-    """Return an anchor. `values` and `is_cut`, per token or per trajectory, are broadcast over the trained tokens."""
+    """Return an anchor. `values` and `is_cut` are per token or per trajectory, and are broadcast over the trained
+    tokens."""
     kept = torch.where(inputs.mask, values, 0.0).to(inputs.logprobs.dtype)
     return Anchor(logprobs, kept.detach(), inputs.mask & is_cut)
 

@@ -20,12 +20,12 @@ Scalar = TypeVar("Scalar", torch.Tensor, float)
 class Critic(torch.nn.Module):
     """A value head on a Hugging Face causal LM: the policy itself, or a separate model.
 
-    The value before token t is computed from the hidden state of token t − 1, which also gives that token's logits. The
-    head is initialised to zero, so all values are 0 before the first update.
+    The value before token t is computed from the hidden state at token t − 1, from which the logits of token t are also
+    computed. The head is initialised to zero, so all values are 0 before the first update.
     """
 
     float32_parts = ("head",)
-    """Submodules whose parameters ranks gather in float32, even if they gather other parameters in bfloat16."""
+    """Submodules whose parameters are gathered in float32, even if other parameters are gathered in bfloat16."""
 
     def __init__(self, policy: PreTrainedModel, *, is_separate: bool) -> None:
         """Create a critic. A separate critic copies the policy's body; a shared critic has only the head."""
@@ -40,7 +40,7 @@ class Critic(torch.nn.Module):
 
     def forward(self, hidden_BKH: torch.Tensor) -> torch.Tensor:
         """Return float32 values [B, K] from hidden states [B, K, H]. Other leading shapes than [B, K] are allowed."""
-        with torch.autocast(hidden_BKH.device.type, enabled=False):  # bfloat16's three digits are too few for values
+        with torch.autocast(hidden_BKH.device.type, enabled=False):  # three digits (bfloat16) are too few for values
             values: torch.Tensor = self.head(hidden_BKH.float()).squeeze(-1)
         return values
 
@@ -51,7 +51,7 @@ class Critic(torch.nn.Module):
         return found
 
     def of_packed(self, tokens: PackedTokens) -> torch.Tensor:
-        """Return a separate critic's values before the tokens to score of concatenated rows: [N] float32."""
+        """Return a separate critic's values before the tokens to score in concatenated rows: [N] float32."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
         found: torch.Tensor = self(packed_hidden_states(self.trunk, tokens)[tokens.before])
         return found
@@ -68,7 +68,7 @@ def value_loss(
     held = old_values + (values - old_values).clamp(-clip, clip)
     free_error, held_error = (values - returns).square(), (held - returns).square()
     loss = torch.where(mask, torch.maximum(free_error, held_error) / 2, 0.0).sum()
-    is_outside = (values - old_values).abs() > clip  # within the clip, the two errors differ only by rounding
+    is_outside = (values - old_values).abs() > clip  # inside the clip, the two errors differ only by rounding
     return loss, (mask & is_outside & (held_error > free_error)).detach()
 
 

@@ -1,8 +1,8 @@
 """The forward passes of a train step.
 
-Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − `first` positions, from the
-first position that may hold a response token; T tokens of all rows without padding; N tokens that the policy wrote, in
-all rows.
+Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − `first`, the number of
+positions from the first possible response token on; T tokens of all rows without padding; N tokens of all rows that the
+policy wrote.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class ModelInputs:
     lengths: tuple[int, ...]
     """Number of tokens of each row, without the empty rows at the end."""
     routing: tuple[tuple[bytes, ...], ...]
-    """Experts of each response token as reported by the engine, for each row. Empty if the engine reported none."""
+    """For each row, the experts that the engine reported for each response token. Empty if the engine reported none."""
     shares: tuple[int, ...] = ()
-    """Number of consecutive rows that share each prompt, which is computed once. Empty if no rows share one."""
+    """Number of consecutive rows that share each prompt; a shared prompt is computed once. Empty if no prompt is
+    shared."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
     kept: tuple[bytes, ...] = ()
@@ -60,8 +61,8 @@ class ModelInputs:
         return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
-        """Return the experts that the engine reported, their positions in a pass, and the number of positions of the
-        pass. A token's experts are those of the position before it. Padded passes omit the last column."""
+        """Return the experts that the engine reported, their positions in a pass, and the pass's number of positions.
+        The experts of a token are at the position before it. Padded passes omit the last column."""
         found: list[bytes] = []
         places: list[int] = []
         start = 0
@@ -95,8 +96,8 @@ class FixedValues:
     """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]."""
 
     proximal_logprobs: torch.Tensor | None
-    """None if the train step does not need them before its first update. A single update uses its own logprobs instead,
-    and the correction `bypass` uses none. Logprobs and values are None on pipeline stages before the last one."""
+    """None if the train step does not need them before its first update: a single update uses its own logprobs instead,
+    and the correction `bypass` uses none. All logprobs and values are None on pipeline stages before the last one."""
     reference_logprobs: torch.Tensor | None
     """None without a reference model."""
     values: torch.Tensor | None
@@ -111,7 +112,7 @@ class Passes:
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
-    """The frozen reference model; with adapters, the policy itself, whose adapters are disabled during reference
+    """The frozen reference model. With adapters, it is the policy itself, whose adapters are disabled in reference
     passes. None without a KL term."""
     critic: Critic | None
     settings: TrainerSettings
@@ -159,8 +160,8 @@ class Passes:
         *,
         is_update: bool,
     ) -> TokenScores | torch.Tensor:
-        """Run this stage's forward pass. Return the scores [B, K] of a microbatch's tokens; a stage before the last one
-        returns hidden states. With `is_update`, the scores include entropies. With a shared critic, they include hidden
+        """Run this stage's forward pass. The last stage returns the scores [B, K] of a microbatch's tokens, other
+        stages return hidden states. With `is_update`, the scores include entropies; with a shared critic, hidden
         states. `arrived`: output of the previous stage; None on the first stage."""
         model = self.model if model is None else model
         packed = inputs.packed
@@ -203,7 +204,7 @@ class Passes:
 
     @torch.no_grad()
     def fixed_values(self, inputs: ModelInputs) -> FixedValues:
-        """Run the passes of a microbatch that precede the first update of the train step."""
+        """Run a microbatch's passes before the first update of the train step."""
         algorithm = self.algorithm
         reference = None
         if self.reference is not None:

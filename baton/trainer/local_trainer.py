@@ -74,10 +74,10 @@ logger = logging.getLogger(__name__)
 class LocalTrainer(Trainer):
     """Updates a model, or adapters on it, on one device.
 
-    The trained parameters are float32 master weights. `trainer.dtype` sets autocast, the dtype in which ranks gather
-    parameters, and (in `factory.py`) the dtype of frozen weights below adapters. The model stays in eval mode, because
-    dropout would make logprobs differ between rollout, proximal pass and update. Only the initialisation of adapters is
-    random, so equal batches give equal bits if torch's kernels are deterministic.
+    The trained parameters are float32 master weights. `trainer.dtype` sets the dtype of autocast, of gathered
+    parameters, and (in `factory.py`) of frozen weights below adapters. The model stays in eval mode, because dropout
+    would make logprobs differ between rollout, proximal pass and update. Only the initialisation of adapters is random.
+    Equal batches therefore give equal bits if torch's kernels are deterministic.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class LocalTrainer(Trainer):
         """Take ownership of `model`. Raises UserError for settings that contradict each other or do not fit the model.
 
         `temperature`: sampling temperature of the rollout. `total_steps`: train steps of the run, for the learning
-        rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: maximum age of a
-        trained token in versions. Older tokens get no gradient. With None, all tokens are trained. `reference`:
-        reference model, which a KL term requires; with `lora`, the default is the model without adapters. `parallel`:
-        the group of ranks; each rank constructs a trainer from the same models.
+        rate. `max_new_tokens`: maximum response length. `seed`: initialises adapters. `max_staleness`: maximum age in
+        versions of a token that gets a gradient; None means no limit. `reference`: reference model, which a KL term
+        requires; with `lora`, the default is the model without adapters. `parallel`: the group of ranks; each rank
+        constructs a trainer from the same models.
         """
         if not temperature > 0:
             raise UserError(f"got temperature {temperature}, allowed are values above 0: training needs sampling")
@@ -131,8 +131,8 @@ class LocalTrainer(Trainer):
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        # Find the head now: its check runs a forward pass, which must not be recorded or replayed as routing. Ranks
-        # gather parameters in the compute dtype, so the check runs without autocast only if parameters are float32.
+        # Find the head now, because its check runs a forward pass that must not be recorded or replayed as routing. The
+        # check runs without autocast only if parameters are float32; ranks gather them in the compute dtype.
         has_rounded = lora is not None or not self._parallel.is_alone
         dtype = torch_dtype(settings.dtype, model.device) if has_rounded else torch.float32
         with compute_in(dtype, model.device):
@@ -151,7 +151,7 @@ class LocalTrainer(Trainer):
         self._offload = offload_of(self.passes, self.learners)
         self._publish_dtype, self._num_updates = publish_dtype, 0
         self._num_applied = 0
-        """Number of updates that a diverged train step applied before it failed. The resulting weights belong to no
+        """Number of updates that a diverged train step applied before it failed. If above 0, the weights belong to no
         version, and only `restore` may follow."""
         self._peak_tokens = 0
         """Tokens, including padding, of the largest microbatch so far."""
@@ -160,7 +160,8 @@ class LocalTrainer(Trainer):
         """Directory in which `publish` writes a version tensor by tensor, for engines in other processes. The trainer
         creates it. None if `publish` copies the weights on the trainer's device."""
         self.takes_digests = True
-        """Whether `publish` computes digests, for which it copies all weights to the host. Direct transfers do not."""
+        """Whether `publish` computes digests, for which it copies all weights to the host. Direct transfers need no
+        digests."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -191,14 +192,14 @@ class LocalTrainer(Trainer):
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Pipeline stages before the last return no metrics.
 
-        Token metrics are means over the trained tokens whose logprobs the updates computed. If there are no such
-        tokens, these metrics are absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on
-        the tokens that the trainer's own version sampled, if the batch has such tokens.
+        Token metrics are means over the trained tokens whose logprobs the updates computed; they are absent without
+        such tokens. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on the tokens that the
+        trainer's own version sampled, if the batch has such tokens.
 
-        Raises TrainingDiverged before an update is applied whose loss or gradient is not finite, or whose mismatch of
-        engine and trainer exceeds its error limit. If the step had already applied another update, the trainer can then
-        only `restore` a checkpoint. Raises UserError for a group that is too small for the algorithm, and EngineFault
-        for a logprob that is not finite.
+        If the loss or gradient of an update is not finite, or the mismatch of engine and trainer exceeds its error
+        limit, raises TrainingDiverged and does not apply this update. If the step has applied an earlier update, the
+        trainer can then only `restore` a checkpoint. Raises UserError for a group that is too small for the algorithm,
+        and EngineFault for a logprob that is not finite.
         """
         settings, algorithm, start = self._settings, self._algorithm, self._version
         self._check_not_diverged()
@@ -237,7 +238,8 @@ class LocalTrainer(Trainer):
         self._version = PolicyVersion(start.lineage, batch.step)
         if not self._parallel.pipeline.is_last:
             return {}
-        # Computed after the updates, because statistics of rewards that are not finite would hide TrainingDiverged.
+        # Computed after the updates: with rewards that are not finite, these statistics would fail before
+        # TrainingDiverged.
         metrics = {
             **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),
@@ -269,9 +271,9 @@ class LocalTrainer(Trainer):
         )
 
     def publish(self) -> PublishedWeights:
-        """Return a copy of the current weights, or of the adapter alone, on the trainer's device or mapped from a file
-        (`publish_in`). Tensors are cast (`published_dtypes`) before the digest is taken, so the digest identifies the
-        tensors that engines hold. Raises OSError and StorageFault."""
+        """Return a copy of the current weights or, with adapters, of the adapter alone. It is on the trainer's device,
+        or mapped from a file (`publish_in`). Tensors are cast (`published_dtypes`) before the digest is computed, so
+        the digest identifies the tensors that engines hold. Raises OSError and StorageFault."""
         if self.publish_in is not None:
             self.publish_in.mkdir(exist_ok=True)
             path = new_version_path(self.publish_in, self._version)
@@ -288,12 +290,13 @@ class LocalTrainer(Trainer):
         return PublishedWeights(self._version, tensors)
 
     def stream(self, bucket_bytes: int) -> VersionStream:
-        """Return the current weights in buckets, for direct transfers from ranks. Raises UserError for some models."""
+        """Return the current weights in buckets, for direct transfers from ranks. Raises UserError as `VersionStream`
+        does."""
         return VersionStream(self.model, self._publish_dtype, self._parallel.whole, bucket_bytes)
 
     def publish_to(self, path: Path) -> PolicyVersion:
-        """Write the tensors that `publish` returns to the new file `path` on the first rank; several ranks gather one
-        tensor at a time. Return the version. Collective: all ranks must call it. Raises OSError and StorageFault."""
+        """On the first rank, write the tensors that `publish` returns to the new file `path`; ranks gather one tensor
+        at a time. Return the version. Collective: all ranks must call it. Raises OSError and StorageFault."""
         tensors, dtypes = self._published()
         if self._parallel.is_alone:
             entries, _ = flattened(tensors, partial(FlatFile.of_tensors, path), dtypes)
@@ -336,15 +339,16 @@ class LocalTrainer(Trainer):
             write_state(directory, self._tokenizer.hf, state)
 
     def _stamp(self, digest: str) -> None:
-        """Set the version's digest on every rank to that of the first rank, which alone gathers all weights."""
+        """Set the version's digest on every rank to the first rank's digest, because only the first rank gathers all
+        weights."""
         self._check_not_diverged()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint. Raises UserError, without changing anything, if it does not fit this trainer. The
-        version's number and digest come from the checkpoint. The lineage stays that of this trainer, because a resumed
-        run has a lineage of its own."""
+        """Load a checkpoint. If it does not fit this trainer, raises UserError without changing anything. The version's
+        number and digest come from the checkpoint. The lineage stays that of this trainer, because a resumed run has
+        its own lineage."""
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})
@@ -368,7 +372,7 @@ class LocalTrainer(Trainer):
         if state.num_updates and not moments:
             raise UserError(f"{directory} cannot be resumed: its optimizer state is empty")
         for learner in reversed(self.learners):
-            # Moments that match no learner stay in `apart`, so that `load_optimizer_tensors` reports them.
+            # Moments that match no learner stay in `apart`; `load_optimizer_tensors` then reports them.
             others = [names for names in known if names is not learner.parameters]
             apart = {n: t for n, t in moments.items() if not any(n.partition("/")[2] in names for names in others)}
             load_optimizer_tensors(learner.optimizer, learner.parameters, apart)

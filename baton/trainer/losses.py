@@ -1,19 +1,20 @@
 """Policy-gradient objectives as pure functions of tensors, built from shared parts: log-ratio, clip, aggregate, masks.
 
 To add an objective, write a function with `Objective`'s signature, list it in `OBJECTIVES` and add its name to
-`ObjectiveName` in `algorithm.py`. Rows whose advantages are all 0 get no backward pass, so an objective must have no
-gradient at tokens of advantage 0.
+`ObjectiveName` in `algorithm.py`. An objective must have no gradient at tokens of advantage 0, because rows whose
+advantages are all 0 get no backward pass.
 
 Shapes: B rows, K positions of a padded row. A row is one path of an episode; in a single-turn task, an episode has one
 path. Masks are True at trained tokens.
 
-Three policies: the behavior policy sampled the tokens, the proximal policy is the policy at the start of the train
-step, and the current policy is the policy that the update changes. A correction (`corrections.py`) computes an `Anchor`
-from behavior and proximal logprobs: the denominator of the ratio, and a weight per token.
+Three policies: the behavior policy sampled the tokens, the proximal policy is the one at the start of the train step,
+and the update changes the current policy. From behavior and proximal logprobs, a correction (`corrections.py`) computes
+an `Anchor`: the denominator of the ratio, and a weight per token.
 
-Normalisation: an objective receives one microbatch of a minibatch, so it cannot compute a mean over the minibatch. Its
-sums are divided by a `divisor` that the caller computes over the minibatch of all ranks. The losses of the microbatches
-therefore sum to the minibatch's loss. The aggregation determines whether a fully masked episode counts in the divisor:
+Normalisation: an objective gets one microbatch of a minibatch, so it cannot compute a mean over the minibatch. The
+caller computes a `divisor` over the minibatch of all ranks, by which the sums of the objective are divided. The losses
+of the microbatches then sum to the minibatch's loss. The aggregation determines whether a fully masked episode counts
+in the divisor:
 
 | aggregation       | divisor                       | a fully masked episode                                  |
 |-------------------|-------------------------------|---------------------------------------------------------|
@@ -52,13 +53,14 @@ class LossInputs:
     episode_tokens: torch.Tensor | None = None
     """[B] number of trained tokens of each row's episode, over all its paths; None if rows are whole episodes."""
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Name of an `episode_sum` → the part of this sum from the other paths of each row's episode: [B, 1], without
-    gradient. Empty if each row is a whole episode."""
+    """Name of an `episode_sum` → this sum over the other paths of each row's episode, [B, 1] without gradient. Empty if
+    each row is a whole episode."""
     own_sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name of an `episode_sum` that was computed → the part of this sum from each row: [B, 1]."""
+    """Name of a computed `episode_sum` → this sum over each row alone, [B, 1]."""
 
     def episode_sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` [B, K] over the trained tokens of each row's episode (all paths): [B, 1], without gradient."""
+        """Sum `values` [B, K] over the trained tokens of each row's episode, in all its paths; [B, 1] without
+        gradient."""
         own = self.own_sums[name] = torch.where(self.mask, values.detach(), 0).sum(-1, keepdim=True)
         return own + self.elsewhere[name] if name in self.elsewhere else own
 
@@ -94,7 +96,7 @@ class Loss:
     ratio: torch.Tensor
     """[B, K] ratio π_θ / π_anchor, detached; 1 at masked tokens."""
     is_clipped: torch.Tensor
-    """[B, K] bool: tokens whose ratio the clip changed, which limits their gradient; False at masked tokens."""
+    """[B, K] bool: tokens whose ratio the clip changed; False at masked tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +133,8 @@ def gspo(inputs: LossInputs, anchor: Anchor, shape: LossShape) -> Loss:
 
     s_i = exp(mean_t log π_θ / π_proximal) and s_it = sg(s_i) π_θ(t) / sg(π_θ(t)). Each s_it has the value s_i, but
     only π_θ(t) has a gradient: an unclipped token t gets w_t s_i A ∇ log π_θ(t). With equal weights this is GSPO
-    (equation 5). The mean is over trained tokens of weight above 0, so a token that a correction drops does not affect
-    the ratio.
+    (equation 5). The mean is over trained tokens of weight above 0, so tokens that a correction drops do not affect the
+    ratio.
     """
     kept = anchor.weights > 0
     apart = torch.where(kept, to_anchor(inputs, anchor), 0.0)

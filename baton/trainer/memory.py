@@ -24,8 +24,8 @@ from baton.trainer.settings import TrainerSettings
 
 
 def spec_of(config: Any, num_params: int | None = None) -> ModelSpec:
-    """Return the numbers of a Hugging Face configuration. `num_params`: number of parameters of the model, if they were
-    counted. A model without attention heads is treated as a model with a single head and only feed-forward layers."""
+    """Return the dimensions in a Hugging Face configuration. `num_params`: the model's number of parameters, if known.
+    A model without attention heads is treated as a model with a single head and only feed-forward layers."""
     values = {key: value for key, value in config.to_dict().items() if value is not None}
     try:
         found = model_spec(values, str(config.model_type))
@@ -39,7 +39,7 @@ def spec_of(config: Any, num_params: int | None = None) -> ModelSpec:
 
 
 def microbatch_tokens(settings: TrainerSettings, longest_tokens: int, batch_tokens: float) -> float:
-    """Return the tokens that a microbatch has at most on one rank; arguments as in `trainer_phases`."""
+    """Return the maximum number of tokens of a microbatch on one rank; arguments as in `trainer_phases`."""
     limit = max(settings.max_tokens_per_microbatch, longest_tokens)
     return max(min(limit, batch_tokens / settings.data_ranks), min(limit, longest_tokens))
 
@@ -108,8 +108,7 @@ def trainer_phases(
 def logits_on_gpu(
     config: Any, settings: TrainerSettings, algorithm: AlgorithmSettings, lora: LoraSettings | None, *, value_bytes: int
 ) -> int:
-    """Return the maximum number of logits that a rank on a GPU can compute at a time without raising the peak
-    memory."""
+    """Return how many logits a rank on a GPU can compute at a time without an increase of its peak memory."""
     model = spec_of(config)
     phases = trainer_phases(
         model,

@@ -1,9 +1,8 @@
 """Training samples → microbatches: the rows of each forward and backward pass, their tensors and fixed values.
 
-Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − `inputs.first` positions,
-from the first position that may hold a response token; L tokens of one trajectory after its prompt, P of which the
-policy wrote. A row is one path of an episode. The paths of an episode may be in different microbatches and on different
-ranks.
+Shapes: B rows of a microbatch; S positions of a padded row (prompt and response); K = S − `inputs.first`, the number of
+positions from the first possible response token on; L tokens of one trajectory after its prompt, P of which the policy
+wrote. A row is one path of an episode. The paths of an episode may be in different microbatches and on different ranks.
 """
 
 from __future__ import annotations
@@ -28,30 +27,31 @@ from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, estimate
 
 PASS_TOKENS = 64
-"""Fixed cost of a forward and backward pass, as the number of tokens that cost as much."""
+"""Fixed cost of a forward and backward pass, in tokens of equal cost."""
 
 ROW_TOKENS = 4
-"""Fixed cost of a row in a pass over shared prompts, as the number of tokens that cost as much. Each row has its own
-kernel calls. Measured for the model of 0.83 M parameters; for larger models the number is smaller."""
+"""Fixed cost of a row in a pass over shared prompts, in tokens of equal cost: each row has its own kernel calls.
+Measured for the model of 0.83 M parameters; for larger models the number is smaller."""
 
 COPIED_TOKEN = 0.125
-"""Memory for the copied keys and values of a token of a shared prompt, as a fraction of all activations of a token. In
-a model of the Llama family, keys and values take about 2 of 18 hidden widths per block."""
+"""Each further row copies the keys and values of its shared prompt. This is their memory per token, as a fraction of a
+token's activations. In a Llama block, keys and values take about 2 of 18 hidden widths."""
 
 MAX_MASK = 2**26
-"""Maximum number of entries of an attention mask of shape [response, prompt and response]: 256 MiB in float32.
-Responses that need a larger mask share no prompt."""
+"""Maximum number of entries of an attention mask [response, prompt + response]: 256 MiB in float32. Responses that need
+a larger mask do not share their prompt."""
 
 ANY_SHAPE = (1, 1)
-"""Numbers to whose multiples a microbatch's row count and width are rounded up. (1, 1) adds nothing."""
+"""A microbatch's row count and width are rounded up to multiples of these two numbers. (1, 1) adds no padding."""
 FEW_SHAPES = (8, 16)
-"""As `ANY_SHAPE`, for devices on which each new shape is expensive."""
+"""Like `ANY_SHAPE`, for devices on which each new shape is expensive."""
 
 PAD_ID = 0
 """Token id of padding. Any id works, because no token attends to padding and padding is not trained."""
 
 IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
-"""The shortest possible row, for idle microbatches. Without a trained token, its loss and gradients are exactly 0."""
+"""The shortest possible row, for idle microbatches. It has no trained token, so its loss and gradients are exactly
+0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class MicroBatch:
     """Rows for one forward and backward pass, padded on the right."""
 
     rows: tuple[TrainingSample, ...]
-    """At most B rows: the empty rows that round up the row count are not listed. `(IDLE_ROW,)` in an idle microbatch,
-    which this rank runs only because other ranks have more microbatches."""
+    """At most B rows, because empty rows that were added by rounding up are not listed. `(IDLE_ROW,)` in an idle
+    microbatch, which a rank runs only because other ranks have more microbatches."""
     inputs: ModelInputs
     mask: torch.Tensor
     """[B, K] bool: True at trained tokens."""
@@ -136,11 +136,11 @@ class MiniBatch:
     microbatches: tuple[MicroBatch, ...]
     """Microbatches of this rank; microbatches with gradient come first."""
     num_episodes: int
-    """Number of episodes over all ranks. Includes episodes without a trained token, which may be in no microbatch."""
+    """Number of episodes over all ranks, including episodes without a trained token, which may be in no microbatch."""
     num_trained_tokens: int
     """Number of trained tokens over all ranks."""
     rows: tuple[TrainingSample, ...]
-    """The rows of all ranks that `cut` kept, in the order of the batch. Includes rows that are in no microbatch."""
+    """The rows of all ranks that `cut` kept, in the order of the batch, including rows that are in no microbatch."""
 
 
 def cut(
@@ -158,16 +158,16 @@ def cut(
 ) -> MiniBatch:
     """Cut the rows of one update into this rank's microbatches.
 
-    All ranks run their passes together. All ranks therefore get the same number of microbatches with gradient, and the
-    same number without; idle microbatches fill the difference.
+    All ranks run their passes together. They therefore get the same number of microbatches with gradient, and the same
+    number without gradient; ranks with fewer rows get idle microbatches.
 
     `is_flat`: the loss has no gradient at advantage 0, so rows whose advantages are all 0 get only a forward pass. A
-    loss with a KL term, an entropy bonus or a value loss is not flat. With `skips_flat`, the rows of an episode whose
-    advantages are all 0 get no microbatch. Both kinds of rows count in the divisors. `keeps_masked`: keep rows without
-    a trained token, because their logprobs or values affect the advantages of other rows. `multiples`: the row count
-    and the width of a microbatch are rounded up to multiples of these two numbers. `is_packed`: the budget counts
-    tokens without padding. `shares_prompts`: rows share their prompt if this costs less, and the budget counts a shared
-    prompt once. This requires a single rank.
+    loss with a KL term, an entropy bonus or a value loss is not flat. With `skips_flat`, episodes whose advantages are
+    all 0 get no microbatch. In both cases, the rows count in the divisors. `keeps_masked`: keep rows without a trained
+    token, because their logprobs or values affect the advantages of other rows. `multiples`: the row count and the
+    width of a microbatch are rounded up to multiples of these two numbers. `is_packed`: the budget counts tokens
+    without padding. `shares_prompts`: rows share their prompt if this costs less, and the budget counts a shared prompt
+    once. This requires a single rank.
     """
     assert share.size == 1 or not shares_prompts
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
@@ -202,8 +202,8 @@ def under_budget(
     """Cut rows, longest first, into chunks of at most `max_tokens` padded tokens (number of rows × longest row).
 
     Dynamic programming over the sorted rows minimises the padded tokens, with rows and width rounded up to `multiples`,
-    plus `PASS_TOKENS` per chunk. A row longer than `max_tokens` forms a chunk alone. Rows of equal length keep their
-    order.
+    and `PASS_TOKENS` for each chunk. A row longer than `max_tokens` forms a chunk alone. Rows of equal length keep
+    their order.
     """
     # Longest first, so that a run that lacks memory fails in its first pass.
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
@@ -231,9 +231,9 @@ def first_fit(
     """Cut rows into chunks of at most `max_tokens` unpadded tokens by first-fit decreasing bin packing.
 
     The number of chunks is at most 11/9 of the optimum plus one. A row longer than `max_tokens` forms a chunk alone.
-    `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts once, plus
-    `COPIED_TOKEN` for each further row. If the rows of a prompt exceed `max_tokens`, they are cut into parts, each of
-    which computes the prompt.
+    `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts once, and
+    `COPIED_TOKEN` more for each further row. If the rows of a prompt exceed `max_tokens`, they are divided into parts,
+    and each part computes the prompt.
     """
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
     if not shares_prompts:
@@ -250,9 +250,9 @@ def first_fit(
 
 
 def _fitted(blocks: Sequence[tuple[list[TrainingSample], int]], max_tokens: int) -> list[list[TrainingSample]]:
-    """Put each block of rows into the first chunk that has room for it. A block is a pair of rows and their size in
-    tokens. The nodes of a binary tree over the chunks contain the largest free room of any chunk below the node. With
-    this tree, the first chunk with enough room is found in logarithmic time."""
+    """Put each block of rows into the first chunk that has room for it. A block is (rows, their size in tokens). A
+    binary tree over the chunks finds this chunk in logarithmic time: each node has the largest free room of all chunks
+    below it."""
     chunks: list[list[TrainingSample]] = [[] for _ in blocks]
     leaves = 1 << max(0, len(blocks) - 1).bit_length()
     most_room = [max_tokens] * (2 * leaves)
@@ -282,8 +282,7 @@ def cost(
     is_packed: bool = False,
     shares_prompts: bool = False,
 ) -> float:
-    """Return the cost of a pass in tokens: the tokens, including padding, plus the number of tokens that cost as much
-    as attention.
+    """Return the cost of a pass in tokens: its tokens with padding, plus the cost of attention in tokens of equal cost.
 
     Attention over a whole row skips the query-key pairs above the diagonal. Attention of responses to a shared prompt
     computes all pairs. `even_tokens`: see `BatchShare.even_tokens`.
@@ -327,7 +326,7 @@ def pad(
 ) -> MicroBatch:
     """Return a microbatch of rows padded on the right.
 
-    Columns and empty rows are added up to multiples of the numbers in `multiples`. `is_packed`: forward passes
+    Columns and empty rows are added until row count and width are multiples of `multiples`. `is_packed`: forward passes
     concatenate the rows. `shares_prompts`: forward passes concatenate the rows, and consecutive rows with the same
     prompt share the prompt.
     """
@@ -399,12 +398,13 @@ def prepare(parts: Sequence[MiniBatch], passes: Passes) -> list[list[PreparedMic
 def _with_advantages(
     everything: Sequence[PreparedMicroBatch], rows: Sequence[TrainingSample], passes: Passes
 ) -> list[PreparedMicroBatch]:
-    """Return the microbatches with advantages, estimated over the rows of all ranks from the models' outputs."""
+    """Return the microbatches with advantages, which are estimated from the models' outputs for the rows of all
+    ranks."""
     algorithm = passes.algorithm
 
     def of_all(read: Callable[[PreparedMicroBatch], torch.Tensor]) -> list[FloatArray]:
-        """Return for each of `rows` the [P] values at the policy's tokens that `read` gives. Each rank reads its own
-        rows; a sum over ranks combines them."""
+        """Return, for each of `rows`, the [P] values that `read` gives at the policy's tokens. Each rank reads its own
+        rows, and a sum over ranks combines the results."""
         own = {
             row.key: found
             for prepared in everything
@@ -457,11 +457,8 @@ def sums_elsewhere(
     own: Sequence[Mapping[str, torch.Tensor]],
     parallel: SingleRank,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return `LossInputs.elsewhere` of each microbatch: name of a sum → its part from the other paths of each row's
-    episode, [B, 1].
-
-    The other paths may be on any rank. `rows`: the rows of all ranks. `own`: for each microbatch of this rank, name of
-    a sum → its part from each row, [B, 1].
+    """Return `LossInputs.elsewhere` of each microbatch. The other paths may be on any rank. `rows`: the rows of all
+    ranks. `own`: for each microbatch of this rank, name of a sum → its part from each row, [B, 1].
     """
     names = sorted(own[0])
     column = {row.key: place for place, row in enumerate(rows)}

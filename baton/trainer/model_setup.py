@@ -47,8 +47,8 @@ def fit_attention(
 ) -> bool:
     """Select the attention of the policy, a critic's trunk and the reference; return whether rows are packed.
 
-    `trainer.packing` asks for packed rows with 'always', and with 'auto' on CUDA. Rows are then packed if the policy
-    gives packed and padded rows equal scores. Otherwise 'always' raises UserError.
+    Rows are packed if `trainer.packing` is 'always', or 'auto' on CUDA, and if the policy gives packed and padded rows
+    equal scores. If the scores differ, 'always' raises UserError.
     """
     dtype = torch_dtype(settings.dtype, model.device)
     if dtype is torch.bfloat16:
@@ -75,9 +75,8 @@ def fit_attention(
 def fit_sharing(
     model: PreTrainedModel, trunk: PreTrainedModel | None, reference: PreTrainedModel | None, settings: TrainerSettings
 ) -> bool:
-    """Return whether `trainer.share_prompts` is set. If so, set the models' attention for shared prompts. Raises
-    UserError if the policy or the reference gives responses to a shared prompt other scores than separate
-    trajectories."""
+    """Return whether `trainer.share_prompts` is set. If so, set the models' attention for shared prompts, and raise
+    UserError if the policy or the reference then scores responses differently than as separate trajectories."""
     if not settings.share_prompts:
         return False
     for each in (model, trunk, reference):
@@ -100,7 +99,8 @@ def make_critic(model: PreTrainedModel, algorithm: AlgorithmSettings) -> Critic 
 
 
 def check_critic(head: Head | None, model: PreTrainedModel, algorithm: AlgorithmSettings) -> None:
-    """Raise UserError if a shared critic is configured but `head`, the policy's own head, is None (not supported)."""
+    """Raise UserError if a shared critic is configured, but the policy's `head` is None, which means that it is not
+    supported."""
     if algorithm.advantage == "gae" and algorithm.critic == "shared" and head is None:
         raise UserError(
             f"algorithm.critic: got 'shared', but {type(model).__name__} does not compute its logits from its last "
@@ -110,7 +110,7 @@ def check_critic(head: Head | None, model: PreTrainedModel, algorithm: Algorithm
 
 def trade_time_and_memory(model: PreTrainedModel, settings: TrainerSettings) -> None:
     """Enable activation checkpointing and compilation as configured. Raises UserError if `trainer.compile` or
-    `adamw8bit` lacks a compiler or a package."""
+    `adamw8bit` needs a compiler or a package that is missing."""
     if settings.activation_checkpointing:
         checkpoint_activations(model)
     if settings.compile:

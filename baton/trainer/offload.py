@@ -5,9 +5,9 @@
       moments of AdamW        ◀───▶  the same bits
       gradients                      none: every update starts from zero gradients
 
-While a tensor rests, its storage on the device has no memory; the storage itself stays. Modules, optimisers, tied
-weights and FSDP, which refers to the storages of shards, therefore stay valid. Host memory is reused as long as shapes
-and dtypes stay equal. On a CPU, tensors do not move; the gradients are freed, and the system gets their memory back.
+While a tensor rests, its storage object on the device remains, but without memory. References to storages therefore
+stay valid: those of modules, optimisers, tied weights and FSDP. Host memory is reused while shapes and dtypes stay
+equal. On a CPU, tensors do not move, and only the memory of gradients is returned to the system.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Offload:
         self._hosts: dict[int, Tensor] = {}
         """`id(tensor)` → host memory of the offloaded tensor."""
         self._resting: dict[int, tuple[Tensor, Tensor, int]] = {}
-        """`id(tensor)` → a resting tensor, another tensor with its storage on the device, and the storage's bytes."""
+        """`id(tensor)` → (resting tensor, another tensor with its storage on the device, bytes of this storage)."""
         self.is_resting = False
 
     @property
@@ -86,7 +86,7 @@ class Offload:
 
     @torch.no_grad()
     def wake_up(self) -> None:
-        """Move the tensors back to the device. Changes made to them on the host are kept. Idempotent."""
+        """Move the tensors back to the device, including changes that were made on the host. Idempotent."""
         if self.is_resting and self._moves:
             for tensor in self._tensors():
                 if (resting := self._resting.get(id(tensor))) is None:  # created while the trainer slept
@@ -100,8 +100,8 @@ class Offload:
         self.is_resting = False
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield the parameters and buffers of the models, and the moments of the optimisers; of sharded tensors, this
-        rank's shards."""
+        """Yield the parameters and buffers of the models and the moments of the optimisers. For sharded tensors, yield
+        this rank's shards."""
         for model in self._models:
             yield from map(_own, model.parameters())
             yield from map(_own, model.buffers())

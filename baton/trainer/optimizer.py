@@ -19,8 +19,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of all updates of train step `step` (counted from 1) of `total_steps`.
 
-    The warm-up is linear and reaches `lr` at step `warmup_steps`; the first step already has a rate above 0. Afterwards
-    the rate decays from `lr` and would reach `lr × min_lr_frac` at step `total_steps + 1`.
+    The warm-up is linear: the rate is above 0 in the first step, and `lr` at step `warmup_steps`. It then decays, so
+    that step `total_steps + 1` would have the rate `lr × min_lr_frac`.
     """
     assert step >= 1, f"train steps count from 1: got {step}"
     if step <= warmup_steps:
@@ -119,7 +119,7 @@ def load_optimizer_tensors(
     parameters: Mapping[str, torch.nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Load state returned by `optimizer_tensors`. Parameters that `tensors` does not name get no state.
+    """Load state that `optimizer_tensors` returned. Parameters without an entry in `tensors` get no state.
 
     Tensors that have the right device and dtype are not copied: the optimiser keeps them and later changes them.
 
@@ -146,7 +146,8 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    # a sharded parameter names its device also while its shard is on the host, where its moments must then stay
+    # the device of a sharded parameter stays the same while its shard is on the host; its moments must then stay there,
+    # too
     asleep = {name for name in by_name if local(parameters[name]).device.type != parameters[name].device.type}
     state["state"] = {
         index: _with_packed(by_name[name])
@@ -159,7 +160,7 @@ def load_optimizer_tensors(
 
 
 def _with_packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a parameter's state, with codes and scale of each 8-bit moment combined to a torchao tensor."""
+    """Return a parameter's state with the codes and the scale of each 8-bit moment combined into a torchao tensor."""
     found = {key: tensor for key, tensor in tensors.items() if "." not in key}
     for key in [key.removesuffix(".codes") for key in tensors if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit

@@ -1,4 +1,5 @@
-"""Batch → training samples, and metrics that need no model. The only module of the trainer that reads groups.
+"""Converts a batch to training samples, and computes metrics that need no model. No other module of the trainer reads
+groups.
 
 A sample is one path of an episode; a single-turn episode has one path. Numbers of a whole episode, such as the reward,
 are computed here, because the paths of an episode may be in different microbatches and on different ranks. Shapes: L
@@ -60,8 +61,8 @@ class TrainingSample:
     is_filtered: bool = False
     """True if `overlong_filter` excludes the episode, so that no token gets a gradient."""
     routing: tuple[bytes, ...] = ()
-    """[L] experts of each token as reported by the engine. Empty bytes for a token without reported experts; an empty
-    tuple if the engine reported none for the path."""
+    """[L] experts that the engine reported for each token: empty bytes if it reported none for the token, an empty
+    tuple if it reported none for the path."""
     kept: tuple[bytes, ...] = ()
     """[P] sampling mask of each token of the policy; empty if the engine reported none."""
     advantages: FloatArray | None = None
@@ -91,8 +92,8 @@ class TrainingSample:
 def minibatches(
     batch: Batch, algorithm: AlgorithmSettings, *, oldest: int = 0, longest: int = 0
 ) -> list[list[TrainingSample]]:
-    """Return the training samples of each minibatch. They have advantages if advantages need no forward pass. Raises
-    UserError for a group with too few members or for fewer groups than minibatches."""
+    """Return the training samples of each minibatch, with advantages if these need no forward pass. Raises UserError
+    for a group with too few members or for fewer groups than minibatches."""
     for group in batch.groups:
         if len(group.members) < max(1, algorithm.fewest_judged):
             raise UserError(
@@ -124,8 +125,8 @@ def training_samples(
 
     A token is trained only in the path where the policy sampled it, not in later paths whose prompts contain it. Tokens
     get no gradient if a version below `oldest` sampled them, or if `overlong_filter` excludes their episode. An episode
-    without gradient still counts in the loss divisor. An episode without reward, or in a group with too few scored
-    episodes for the algorithm, gets no sample and does not count in the divisor. `longest`: maximum length of an
+    without gradient still counts in the loss divisor. An episode gets no sample and does not count in the divisor if it
+    has no reward, or if its group has too few scored episodes for the algorithm. `longest`: maximum length of an
     episode in policy tokens. Raises EngineFault for a logprob that is not finite.
     """
     return [
@@ -292,7 +293,7 @@ def staleness_metrics(samples: Sequence[TrainingSample], *, version: int) -> dic
     """Return metrics of token staleness relative to the trainer's `version`, and counts of trained and masked tokens.
 
     `staleness/mean` and `staleness/max` are over trained tokens. `staleness/stale_frac` is the fraction of policy
-    tokens that are trained although an older version sampled them; `staleness/masked_frac` is the fraction that is too
+    tokens that are trained and were sampled by an older version. `staleness/masked_frac` is the fraction that is too
     old to be trained. Episodes that `overlong_filter` excludes count only in `tokens/filtered`.
     """
     kept = [sample for sample in samples if not sample.is_filtered]

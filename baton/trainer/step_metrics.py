@@ -61,8 +61,8 @@ class Totals:
     largest: int = 0
     """Number of tokens, including padding, in the largest microbatch of this rank."""
     imbalance: float | None = None
-    """Largest `places` of a rank, divided by the mean over ranks; with `trainer.speeds`, each rank's number is first
-    divided by its relative speed. None with one rank."""
+    """Largest `places` of any rank, divided by the mean over ranks. With `trainer.speeds`, the `places` of each rank
+    are first divided by its relative speed. None with one rank."""
 
     def add(
         self,

@@ -22,20 +22,21 @@ class PublishedWeights:
 
     version: PolicyVersion
     tensors: Mapping[str, Any]
-    """Name → detached tensor. Names are those of `state_dict`, or for adapters those of their pairs of matrices
+    """Name → detached tensor. The names are those in `state_dict` or, for adapters, the names of their matrices
     (`policy/adapters.py`). Later train steps do not change these tensors."""
 
     @classmethod
     def of_file(cls, version: PolicyVersion, path: Path) -> PublishedWeights:
-        """Map the tensors of a safetensors file, which is deleted with them. A publisher on this machine may take the
-        file over instead of copying it (`VersionFiles.adopt`)."""
+        """Map the tensors of a safetensors file. The file is deleted when the tensors are freed, unless a publisher on
+        this machine takes it over instead of copying it (`VersionFiles.adopt`)."""
         from baton.weights.version_files import TensorsOfFile  # imports torch, which a simulation does not need
 
         return cls(version, TensorsOfFile(path))
 
 
 def new_version_path(directory: Path, version: PolicyVersion) -> Path:
-    """Return a path for the file of a version that no other publication uses, not even of the same version."""
+    """Return a path for the file of a version. No other publication uses this path, even if it publishes the same
+    version."""
     return directory / f"{version.lineage}-{version.number}-{secrets.token_hex(4)}.safetensors"
 
 
@@ -51,7 +52,7 @@ class Pending(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait until the step no longer uses the trainer, also if it has failed."""
+        """Wait until the step no longer uses the trainer, even if the step has failed."""
         ...
 
 
@@ -60,12 +61,12 @@ class StepTrainer(Protocol):
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the current weights. Its digest is empty until they are published or saved."""
+        """The version of the current weights. Its digest is empty until the weights are published or saved."""
         ...
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
-        """Start one train step, whose end makes the next version. in_background: return while the step runs; otherwise
-        the step may run before this method returns. Raises the errors of the step."""
+        """Start one train step, which ends with the next version. in_background: return while the step runs. If False,
+        the step may be complete when this method returns. Raises the errors of the step."""
         ...
 
     def publish(self) -> PublishedWeights:
@@ -78,7 +79,7 @@ class Trainer(StepTrainer, Protocol):
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Raises TrainingDiverged before an update whose loss or
-        gradient is not finite. After an earlier update of the step, only `restore` may follow."""
+        gradient is not finite. If the step has applied an earlier update, only `restore` may follow."""
         ...
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
@@ -113,7 +114,8 @@ class _EndedStep(Pending):
 
 
 class _StepInThread(Pending):
-    """The thread ends with the step, because a thread that has computed with torch keeps OpenMP's threads alive."""
+    """Runs a step in a thread that ends with the step, because a thread that has used torch keeps its OpenMP threads
+    alive."""
 
     def __init__(self, step: Callable[[], dict[str, float]]) -> None:
         self._executor = ThreadPoolExecutor(1, "trainer")

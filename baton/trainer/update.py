@@ -78,7 +78,7 @@ class Update:
     """Maximum length of an episode in policy tokens."""
     trouble: str | None = None
     """Description of the first number that is not finite, or of an excessive mismatch; None if there is none. The error
-    is raised only after all passes, because a rank that stopped earlier would block the other ranks in a collective."""
+    is raised only after all passes: a rank that stopped earlier would block the other ranks in a collective."""
 
     def run(self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch]) -> None:
         """Perform one update. Raises TrainingDiverged before the weights change if loss or gradient is not finite, or
@@ -124,8 +124,8 @@ class Update:
     def _elsewhere(
         self, part: MiniBatch, prepared: Sequence[PreparedMicroBatch], shape: LossShape, correction: CorrectionShape
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        """Return `LossInputs.elsewhere` of each microbatch. Passes run for this only if the algorithm compares whole
-        episodes and an episode has several paths. Otherwise the mappings are empty."""
+        """Return `LossInputs.elsewhere` of each microbatch. If the algorithm compares whole episodes and an episode has
+        several paths, passes are run to compute them. Otherwise the mappings are empty."""
         algorithm = self.passes.algorithm
         found: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in prepared]
         if not prepared or not algorithm.compares_episodes or not any(row.path for row in part.rows):
@@ -170,7 +170,7 @@ class Update:
         assert scores.entropy is not None
         inputs = micro.loss_inputs(scores.logprobs, each.fixed.proximal_logprobs, elsewhere)
         anchor = CORRECTIONS[algorithm.correction](inputs, correction)
-        # Without logprobs from the start of the step, engine and trainer have equal weights only in its first update.
+        # Without logprobs from the start of the step, only the first update of the step compares equal weights.
         has_start = each.fixed.proximal_logprobs is not None or not self.totals.grad_norms
         is_current = (micro.policy_versions == self.step - 1) & has_start
         distance = behavior_distance(inputs, is_current)
@@ -239,7 +239,7 @@ class Update:
     def _checked(
         self, value: float, what: str, rows: Sequence[TrainingSample], inputs: LossInputs | None = None
     ) -> float:
-        """Return `value`. If `value` is not finite and `trouble` is None, set `trouble` to a description."""
+        """Return `value`. If it is not finite and `trouble` is None, set `trouble` to a description."""
         if math.isfinite(value) or self.trouble is not None:
             return value
         groups = ", ".join(map(str, sorted({row.group_id for row in rows})))

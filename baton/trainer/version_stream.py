@@ -1,4 +1,5 @@
-"""The current weights of a sharded trainer as buckets, which the ranks gather and rank 0 sends (direct transfers)."""
+"""The current weights of a sharded trainer as buckets, for direct transfers: all ranks gather a bucket, and rank 0
+sends it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class VersionStream:
     """The tensors of a model, named as in a model file, in buckets. All ranks divide them into the same buckets."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, gather: Gather, bucket_bytes: int) -> None:
-        """dtype: dtype of publication. Raises UserError if a tensor of the model's files combines several tensors of
-        the model, so that tensors cannot be sent one after another."""
+        """dtype: dtype of publication. Raises UserError if tensors cannot be sent one after another, because a tensor
+        of the model's files combines several tensors of the model."""
         layout = None if has_adapters(model) else file_layout(model)
         if layout is None:
             raise UserError(
@@ -48,7 +49,7 @@ class VersionStream:
         """Bytes of each bucket."""
 
     def gather(self, index: int, *, is_first: bool) -> dict[str, torch.Tensor]:
-        """Gather the tensors of a bucket, as they are now. Only the first rank gets them. Collective."""
+        """Gather the current tensors of a bucket. Only the first rank gets them. Collective: all ranks must call it."""
         tensors, found = published_tensors(self._model), {}
         for name in self._buckets[index]:
             full = self._gather(name, tensors[name].to(self.dtypes[name]))

@@ -1,7 +1,7 @@
 """The trainer's view of its rank group: collectives, and how models are sharded.
 
-A train step is the same code on one rank and on many. Every rank receives the whole batch, computes the same rows,
-advantages and divisors, and takes its share of the rows (`balance.py`). Ranks exchange only
+The code of a train step is the same for one rank and for many. Every rank receives the whole batch, computes the same
+rows, advantages and divisors, and trains its share of the rows (`balance.py`). Ranks exchange only
 
     parameters and gradients    gathered and summed within forward and backward passes (`policy/sharding.py`)
     sums                        per-token values for the advantages, and metrics
@@ -35,7 +35,7 @@ from baton.trainer.parallel.schedule import stage_layers
 Result = TypeVar("Result")
 
 MAX_TEXT_BYTES = 4096
-"""Maximum length in bytes of a string that one rank broadcasts; longer strings are truncated."""
+"""Maximum bytes of a string that a rank broadcasts; longer strings are truncated."""
 
 
 class SingleRank:
@@ -51,7 +51,8 @@ class SingleRank:
     first_of_stage: int = 0
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
-    """Names of parameters that another pipeline stage also has, counts in norms and writes to checkpoints."""
+    """Names of parameters that are also on another pipeline stage, which counts them in norms and writes them to
+    checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Cut modules to this rank's stage, shard their parameters in place, move them to the rank's device, and read
@@ -69,7 +70,7 @@ class SingleRank:
         """Prepare for a backward pass. `is_last`: whether this is the last backward pass before the optimiser step."""
 
     def after_backward(self) -> None:
-        """Reduce those gradients of an update that its backward passes did not reduce."""
+        """Reduce the gradients that the backward passes of an update have not reduced."""
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the gradient norm over all pipeline stages, given the norm of this stage's gradients."""
@@ -92,7 +93,7 @@ class SingleRank:
         return [values]
 
     def agreed(self, trouble: str | None) -> str | None:
-        """Return on every rank the `trouble` of the lowest rank whose `trouble` is not None; None if there is none."""
+        """Return, on every rank, the `trouble` of the lowest rank that has one; None if no rank has one."""
         return trouble
 
     def of_first(self, text: str) -> str:
@@ -116,11 +117,11 @@ class RankGroup(SingleRank):
     ) -> None:
         """Create the device mesh over torch's process group.
 
-        `stages`: number of pipeline stages, or the number of layers of each. A stage has consecutive ranks. The ranks
-        of a stage form a mesh of two dimensions. Along one dimension, `tensor_parallel` consecutive ranks split the
-        matrix products of the same rows. Along the other dimension, FSDP shards parameters. `shard_size` consecutive
-        ranks share one copy of the stage's parameters; by default, all ranks of the stage share one copy. Any other
-        `shard_size` requires that `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered.
+        `stages`: number of pipeline stages, or the number of layers of each stage. A stage consists of consecutive
+        ranks, which form a two-dimensional mesh. In one dimension, `tensor_parallel` consecutive ranks split the matrix
+        products of the same rows. In the other dimension, FSDP shards parameters. `shard_size` consecutive ranks share
+        one copy of the stage's parameters; by default, all ranks of the stage share one copy. A smaller `shard_size`
+        requires that `tensor_parallel` is 1. `dtype`: dtype in which parameters are gathered.
         `reduces_each`: reduce gradients after each microbatch. `speeds`: `BatchShare.speeds`.
         """
         self.is_alone, self.num_ranks = False, dist.get_world_size()
@@ -194,13 +195,14 @@ class RankGroup(SingleRank):
             cut.arrived = None
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Reduce gradients only in the last pass of an update, or in every pass with `reduces_each`."""
+        """Reduce gradients in the last pass of an update; with `reduces_each`, in every pass."""
         for sharded in self._sharded.values():
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum the gradients of layers that each rank applied only to its own attention heads, and of parameters that
-        FSDP does not shard. Sum the gradients of a tied embedding over the first and the last stage."""
+        """Sum gradients over ranks: those of layers that each rank applies only to its own attention heads, and those
+        of parameters that FSDP does not shard. Sum the gradients of a tied embedding over the first and the last
+        stage."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None
@@ -231,7 +233,7 @@ class RankGroup(SingleRank):
         return found
 
     def sums(self, values: FloatArray) -> FloatArray:
-        # float64 returns a value exactly if one rank has it and the others pass 0.
+        # in float64, a value that only one rank has is returned exactly; the other ranks pass 0
         found = torch.from_numpy(np.array(values, dtype=np.float64)).to(self._device)
         dist.all_reduce(found, group=self._data.get_group())
         return found.cpu().numpy()

@@ -4,8 +4,8 @@
         ▲                                                                                          │
         └────────────────────────── one answer per rank, in rank order  ◀──────────────────────────┘
 
-A transport starts the processes, constructs a `RankServer` from a `RankInfo` in each, and forwards messages. All ranks
-receive the same request at the same time, because they take part in collectives.
+A transport starts the processes, constructs a `RankServer` from a `RankInfo` in each of them, and forwards messages.
+All ranks receive the same request at the same time, because they take part in collectives.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     """Network interface of `host`, for gloo and NCCL. If empty, gloo and NCCL choose an interface."""
     threads: int = 1
     device_index: int | None = None
-    """Index among the process's visible GPUs. With None, the index is the rank modulo their number."""
+    """Index among the process's visible GPUs. None: the rank modulo the number of these GPUs."""
     scratch: str = ""
     """Directory for the file of a published version. If empty, rank 0 creates one."""
 
@@ -99,21 +99,21 @@ class Restore(msgspec.Struct, frozen=True, tag="Restore"):
 
 
 class UseDevice(msgspec.Struct, frozen=True, tag="UseDevice"):
-    """Request to leave the device to an engine, or to return to it."""
+    """Request to free the device for an engine, or to return to the device."""
 
     is_awake: bool | None
     """False: move all tensors to the host. True: move them back to the device. None: only report the memory."""
 
 
 class Describe(msgspec.Struct, frozen=True, tag="Describe"):
-    """Request to describe the current weights, which follow by direct transfers."""
+    """Request to describe the current weights. Direct transfers of these weights follow."""
 
     bucket_bytes: int
     """Maximum bytes of a bucket, unless a tensor is larger."""
 
 
 class ConnectReplica(msgspec.Struct, frozen=True, tag="ConnectReplica"):
-    """Request to rank 0 to begin to build a communicator with an engine, for direct transfers."""
+    """Request to rank 0 to start building a communicator with an engine, for direct transfers."""
 
     name: str
     """Name of the communicator. A name is used once."""
@@ -124,7 +124,7 @@ class ConnectReplica(msgspec.Struct, frozen=True, tag="ConnectReplica"):
 
 
 class SendBucket(msgspec.Struct, frozen=True, tag="SendBucket"):
-    """Request to gather a bucket of the current weights, which rank 0 begins to send to an engine."""
+    """Request to gather a bucket of the current weights. Rank 0 starts to send it to an engine."""
 
     name: str
     """Name of the communicator."""
@@ -178,12 +178,12 @@ class Described(msgspec.Struct, frozen=True, tag="Described"):
 
 
 class Sending(msgspec.Struct, frozen=True, tag="Sending"):
-    """Answer to ConnectReplica and SendBucket. Only rank 0 gives one of the two fields."""
+    """Answer to ConnectReplica and SendBucket. Rank 0 sets one of the two fields, other ranks set none."""
 
     info: dict[str, Any]
     """Argument of the engine's method that receives what rank 0 sends."""
     error: str = ""
-    """Why nothing is sent. The trainer is unaffected."""
+    """Why rank 0 sends nothing. The trainer is unaffected."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, tag="DeviceMemory"):
@@ -232,11 +232,11 @@ def decode_from_rank(data: bytes) -> FromRank:
 
 
 def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
-    """Return the error that caused the Faults among `answers`, a mapping by rank. None if there is no Fault.
+    """Return the error that caused the Faults among `answers` (rank → answer), or None if there is no Fault.
 
-    A failing rank breaks the collectives of the other ranks, so their errors are only consequences. Therefore an error
-    of the classes in `KINDS` takes precedence over an OSError, and an OSError over any other error. These errors keep
-    their classes; any other error becomes RankLost.
+    A failing rank breaks the collectives of other ranks, so the errors of the other ranks are only consequences. An
+    error of a class in `KINDS` therefore takes precedence over an OSError, and an OSError over any other error. These
+    errors keep their class; any other error becomes RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
     errors = {rank: fault.error() for rank, fault in faults.items()}
@@ -275,8 +275,8 @@ class Ranks(Protocol):
         """Send a request to all ranks and return their answers in rank order, including Faults.
 
         After one rank's Fault, the other ranks must answer within `FAULT_GRACE_S`, because they may be waiting for the
-        failed rank in a collective. If a rank exits or does not answer in time, all ranks are ended. Then the error
-        that another rank reported is raised (`error_of`), or RankLost naming the rank if there is none.
+        failed rank in a collective. If a rank exits or does not answer in time, all ranks are ended. In this case,
+        raises the error that another rank reported (`error_of`), or else RankLost, which names the rank.
         """
         ...
 

@@ -27,7 +27,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """`ranks`: for each stage, the rank that computes the same rows as this rank. `dtype`: dtype of the hidden
+        """`ranks`: the rank of each stage that computes the same rows as this rank. `dtype`: dtype of the hidden
         states."""
         self.stage, self.num_stages = stage, len(ranks)
         self.is_last = stage == len(ranks) - 1
@@ -75,7 +75,7 @@ class Pipeline:
 
     @torch.no_grad()
     def add_other_end(self, values: Tensor) -> None:
-        """Replace `values` on the first and the last stage by the sum of the values of both, in place."""
+        """On the first and the last stage, replace `values` in place by the sum of the values of both stages."""
         other = torch.empty_like(values)
         rank = self._ranks[0 if self.is_last else -1]
         transfer([dist.P2POp(dist.isend, values, rank), dist.P2POp(dist.irecv, other, rank)])
@@ -84,7 +84,7 @@ class Pipeline:
     def _exchange(
         self, leaving: Tensor | None, done: Pass | None, following: Pass | None, shapes: Sequence[Shape]
     ) -> Tensor | None:
-        """Send the output of a pass and return the input of another pass, or None if the other pass has no input."""
+        """Send the output of pass `done`, and return the input of pass `following`, or None if it has no input."""
         operations, arriving = [], None
         to = None if done is None else done.output_to(self.stage, self.num_stages)
         source = None if following is None else following.input_from(self.stage, self.num_stages)

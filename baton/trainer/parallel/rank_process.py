@@ -5,8 +5,8 @@
 | reader | the socket      | queued messages | the parent | a message, or the parent's exit |
 | main   | queued messages | answers         | a message  | the reader                      |
 
-The reader ends the process when the parent closes the socket, because the main thread may then be blocked in a
-collective. `LocalRanks` starts this process as `python -m baton rank FD`.
+When the parent closes the socket, the reader ends the process, because the main thread may be blocked in a collective.
+`LocalRanks` starts this process as `python -m baton rank FD`.
 """
 
 from __future__ import annotations

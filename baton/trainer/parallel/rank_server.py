@@ -61,7 +61,7 @@ class RankServer:
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def handle(self, message: messages.ToRank) -> messages.FromRank:
-        """Answer a message. Known errors are answered with a Fault. After a failed collective, the rank group cannot
+        """Answer a message; for known errors, answer with a Fault. After a failed collective, the rank group cannot
         continue. Other errors are raised: the rank exits with a traceback, and the transport detects the exit."""
         try:
             return self._answer(message)
@@ -157,8 +157,8 @@ class RankServer:
             torch.cuda.set_device(device)
         if self._store is None:
             self._store = TCPStore(message.host, message.port, place.size, is_master=False, timeout=timeout)
-        # A gloo collective times out before the controller's request, so that the waiting ranks answer with a Fault and
-        # the rank that hangs can be named. NCCL ends the waiting process instead, so its timeout is longer.
+        # A gloo collective times out before the controller's request: the waiting ranks then answer with a Fault, and
+        # the rank that hangs is known. NCCL ends the waiting process instead, so its timeout is longer.
         timeout *= 2.0 if device.type == "cuda" else 0.9
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -170,8 +170,8 @@ class RankServer:
         return device
 
     def _take_turn(self, is_awake: bool | None) -> messages.DeviceMemory:
-        """Sleep, wake up, or keep the state (None). Not a collective: the transport waits for all ranks, so all have
-        left their devices before an engine returns to them."""
+        """Sleep, wake up, or keep the state (None). Not a collective: the transport waits for the answers of all ranks,
+        so every rank has freed its device before an engine uses it."""
         trainer = self._trained
         peak = trainer.take_peak_bytes()
         if is_awake is not None:
@@ -195,7 +195,8 @@ class RankServer:
         return self._outlet.open(transport, message.name, message.world_size, message.rules)
 
     def _sending(self, begin: Callable[[], dict[str, Any]]) -> messages.Sending:
-        """Begin to send on rank 0. An error does not concern the trainer, so it is no Fault."""
+        """Start to send on rank 0. An error is reported in the answer and not as a Fault, because the trainer is
+        unaffected."""
         if self._place.rank:
             return messages.Sending({})
         try:

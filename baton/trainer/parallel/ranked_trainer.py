@@ -18,7 +18,8 @@ from baton.weights.direct.stream import BUCKET_BYTES
 
 Answer = TypeVar("Answer")
 REQUEST_TIMEOUT_S = 1800.0
-"""Maximum seconds of a request to the ranks (start, step, publication, checkpoint), before all ranks are ended."""
+"""Maximum seconds of a request to the ranks (start, step, publication, checkpoint). After this time, all ranks are
+ended."""
 
 
 class RankedTrainer(Trainer):
@@ -29,7 +30,7 @@ class RankedTrainer(Trainer):
         """Connect the ranks and construct their trainers. Raises UserError for invalid settings, and RankLost."""
         self._ranks, self._timeout_s, self._version = ranks, timeout_s, setup.version
         self._lock = Lock()
-        """One request at a time: threads of direct transfers make requests, too."""
+        """Allows one request at a time, because threads of direct transfers also make requests."""
         self._lock_s = 0.0
         """Maximum seconds that a direct transfer waits for the lock, for example during a train step."""
         self._end: BatonError | OSError | None = None
@@ -57,8 +58,8 @@ class RankedTrainer(Trainer):
         return next(answer.metrics for answer in answers if answer.metrics)  # the last pipeline stage has them
 
     def sleep(self) -> None:
-        """Move the tensors of all ranks to the host. `publish`, `save` and `restore` still work, and use the device for
-        one tensor at a time."""
+        """Move the tensors of all ranks to the host. `publish`, `save` and `restore` still work; they use the device
+        for one tensor at a time."""
         self._turn(is_awake=False)
 
     def wake_up(self) -> None:
@@ -67,7 +68,7 @@ class RankedTrainer(Trainer):
 
     @property
     def held_bytes(self) -> int:
-        """Device memory of weights, gradients and moments, on the rank that has most."""
+        """Device memory of weights, gradients and moments in bytes, on the rank that uses most."""
         return self._turn(is_awake=None)
 
     def take_peak_bytes(self) -> int | None:
@@ -83,8 +84,9 @@ class RankedTrainer(Trainer):
         return max(answer.held_bytes for answer in answers)
 
     def publish(self) -> PublishedWeights:
-        """Return the current weights, or the adapter alone, mapped from the file that the first rank has written. With
-        `backend`, return their description (`RemoteTensors`): the ranks then send them until the next step."""
+        """Return the current weights, or the adapter alone, mapped from the file that the first rank has written. If
+        `backend` is set, return only a description of the weights (`RemoteTensors`); until the next step, the ranks can
+        send them."""
         if self.backend is not None:
             said = self._ask(messages.Describe(self.bucket_bytes), messages.Described)[0]
             self._version = said.version
@@ -145,7 +147,7 @@ class RankedTrainer(Trainer):
         if error is not None:
             if not (isinstance(error, TrainingDiverged) and all(isinstance(answer, Fault) for answer in answers)):
                 self._end = error
-                self.close()  # after a failure of some ranks, the ranks hold different states
+                self.close()  # if only some ranks failed, the states of the ranks differ
             raise error
         found: list[Answer] = [answer for answer in answers if isinstance(answer, kind)]
         assert len(found) == len(answers), f"ranks answered {message.__class__.__name__} with {answers}"

@@ -8,8 +8,8 @@ Does not import torch.
     stage 2          F0    B0 F1       B1 F2    B2 F3    B3
 
 Before each pass, a stage sends the output of its previous pass and receives the input of the next one, in one exchange
-of at most two messages. Exchanges do not deadlock, even if a message is sent only when its receiver waits for it:
-`tests/trainer/test_schedule.py` simulates this.
+of at most two messages. Exchanges do not deadlock, even if a sender blocks until the receiver is ready (simulated in
+`tests/trainer/test_schedule.py`).
 """
 
 from __future__ import annotations
