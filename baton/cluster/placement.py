@@ -85,10 +85,9 @@ class Placement(msgspec.Struct, frozen=True):
 def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_worker: int = 0) -> Placement:
     """Assign the processes of a plan to machines. Raises UserError if the machines do not have the required resources.
 
-    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. For this, the
-    ranks of every stage are rotated by the same number, so ranks keep their neighbours in other stages. first_worker:
-    number in the name of the first worker. It must be larger than all numbers used before, because worker names are not
-    reused.
+    here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. In every stage, the
+    ranks are rotated by the same number, so that ranks of neighbouring stages stay paired. first_worker: number in the
+    name of the first worker. It must be larger than all numbers used before, because worker names are not reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)
@@ -293,8 +292,8 @@ def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec]) -> Non
 
 def servers_of(engine: EngineSettings, plan: Plan, infos: Sequence[ServerInfo | str]) -> dict[tuple[str, ...], str]:
     """Map the GPUs of each replica to the URL of its SGLang server. infos: for each URL, the report of the server, or
-    why it did not answer. Raises UserError if there are not as many URLs as replicas, if a server does not answer, or
-    if its shape differs from that of its replica."""
+    why it did not answer. Raises UserError if the numbers of URLs and replicas differ, or if a server does not answer
+    or has another shape than its replica."""
     urls, key = engine.sglang.urls, "engine.sglang.urls"
     if len(urls) != len(plan.replicas) or len(set(urls)) < len(urls):
         raise UserError(

@@ -175,7 +175,7 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
 
 
 def _is_rounded(how: RankShape) -> Array:
-    """Return whether the residual stream is bfloat16. It is with gathered or frozen bfloat16 weights, but not with
+    """Return whether the residual stream is bfloat16: True if bfloat16 weights are gathered or frozen, False under
     autocast."""
     has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
@@ -210,7 +210,7 @@ def rank_phases(
     if how.max_kept and how.on_cpu:
         held = how.masked_tokens * how.max_kept * (2.0 if model.vocab <= 1 << 16 else 4.0)
         state = (*state, Term("sampling masks of the batch", held))
-    if np.any(how.replayed_tokens):  # int16; dense layers are counted too
+    if np.any(how.replayed_tokens):  # int16; dense layers are included
         state = (*state, Term("replayed experts", 0.0, how.replayed_tokens * model.experts_per_token * 2.0))
     if how.reported_tokens and how.on_cpu:
         chosen = model.num_layers * model.experts_per_token * (1.0 if model.num_experts <= 256 else 2.0)
@@ -240,7 +240,7 @@ def rank_phases(
     # one gradient is reduced in float32 while the next is computed: first that of the head, then that of each block
     reduced = np.maximum(apart * last * 4 * head, is_sharded * layer * (4 + 4 / shards))
     blocks = is_sharded * layer * 2 * wide + trains_all * reduced + cast * layer
-    # the gradient of a tied head is kept until that of the embedding is computed
+    # the gradient of a tied head is kept until the embedding's gradient is computed
     waiting = trains_all * last * head * np.where(is_sharded > 0, tied * wide, 4.0 * model.is_tied * first)
     blocks = blocks + waiting + tokens * (saved * how.recomputes + gradients)
     # gathered tables are freed before their gradients are copied to float32
@@ -316,7 +316,7 @@ def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
 
 def scorer_terms(model: ModelSpec, value_bytes: int, tokens: float) -> tuple[Term, ...]:
     """Return the memory of a reward model that scores a batch of `tokens` tokens, with padding. The largest working
-    memory is that of a feed-forward part (input, norm in float32, three products) or of attention (queries, keys,
+    memory belongs to a feed-forward part (input, norm in float32, three products) or to attention (queries, keys,
     values, output)."""
     attention = 2 * model.num_heads * model.head_dim + model.kv_values_per_token
     feed_forward = model.active_ffn_params / model.hidden

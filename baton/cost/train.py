@@ -224,10 +224,10 @@ def publish_s(
 ) -> Any:
     """Return the time until the engines of each pool have all weights, [..., pools].
 
-    `shares` [..., pools] is the share of the weights that each pool trains, `bytes_per_s` [from, to] the bandwidth of
-    publication, and `latency_s` [pools] the fixed time of a publication from a pool. The parts from different pools are
-    sent one after the other. Engines forward weights while they receive them, so the time does not depend on the number
-    of engines.
+    `shares` [..., pools]: share of the weights that each pool trains. `bytes_per_s` [from, to]: bandwidth of
+    publication. `latency_s` [pools]: fixed time of a publication from a pool. The parts from different pools are sent
+    one after the other. Engines forward weights while they receive them, so the time does not depend on the number of
+    engines.
     """
     size = model.params * work.weight_bytes
     return shares @ (size / bytes_per_s) + np.max((shares > 0) * latency_s, axis=-1, keepdims=True)

@@ -33,7 +33,7 @@ class RolloutBound:
         rates = [column.cost.tokens_per_s / column.num_gpus for column in problem.columns] or [1.0]
         gpus = sum(pool.num_gpus for pool in problem.pools.pools)
         low = self.tokens / (gpus * max(rates))
-        high = (self.tokens / min(rates) + max(pauses)) * 4  # one GPU of the slowest shape, with a margin
+        high = (self.tokens / min(rates) + max(pauses)) * 4  # the time of one GPU of the slowest shape, with a margin
         self.times = np.geomspace(low, high, GRID)
         self.prices = self._choose_prices()
         self.tables = [self._table(price) for price in self.prices]

@@ -53,7 +53,7 @@ def solve_exact(
     ceiling_s: float = np.inf,
     bound: RolloutBound | None = None,
 ) -> tuple[Solution | None, float]:
-    """Return (division, bound): the fastest division found, or None if none is faster than `ceiling_s`; and a lower
+    """Return (division, bound). division: the fastest found, or None if none is faster than `ceiling_s`. bound: a lower
     bound on the step time of all divisions, at most `ceiling_s`.
 
     `time_limit_s`: after this time, the search stops as soon as it has found a division, or at once if `ceiling_s` is

@@ -80,8 +80,8 @@ def maximise(gains: Floats, rows: Floats, limits: Floats) -> IntegerSolution:
 
 @cache
 def _say_nothing() -> None:
-    """Create the first solver of this process while standard output is discarded. HiGHS 1.16 then prints its version,
-    which no option prevents and which would make the output of `baton plan --json` invalid JSON."""
+    """Create the first solver of this process while standard output is discarded. HiGHS 1.16 then prints its version.
+    No option prevents this, and in the output of `baton plan --json` it would be invalid JSON."""
     import highspy
 
     make: Any = highspy.Highs

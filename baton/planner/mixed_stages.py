@@ -1,10 +1,10 @@
 """Searches mixed stages: one stage whose data-parallel ranks are on two GPU types, with rows in proportion to speed.
 
 A mixed stage is a pair of GPU counts, one for each type. There are too many pairs to compute the times of all. This
-search therefore runs after the search over other shapes, and computes a pair only if two conditions hold for the best
-step time so far: the stage's GPUs could train a batch in this time without communication, and the other GPUs could
-generate a batch in this time with fractional replicas. Both conditions are linear in the two counts. They hold for
-every better pair, so the bound stays valid.
+search therefore runs after the search over other shapes, and computes only pairs that pass two tests of the best step
+time so far. First, the stage's GPUs could train a batch in this time, without communication. Second, the other GPUs
+could generate a batch in this time, with fractional replicas. Both tests are linear in the two counts. Every better
+pair passes them, so the bound stays valid.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def with_mixed_stages(
 def _pairs(
     inputs: Inputs, problem: AssignmentProblem, bound: RolloutBound, ceiling_s: float
 ) -> Iterator[tuple[list[int], Ints, Ints]]:
-    """Yield (two pools in the order of a pipeline, numbers of ranks on the first, numbers of ranks on the second) for
-    the stages that may make a step shorter than `ceiling_s`."""
+    """Yield (pools, first, second): two pools in the order of a pipeline, and the numbers of ranks on each of them with
+    which a step may be shorter than `ceiling_s`."""
     pools, step = problem.pools.pools, problem.step
     orders = mixed_pools(inputs, problem.pools)
     if not orders:

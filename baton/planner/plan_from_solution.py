@@ -25,8 +25,9 @@ from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica,
 def describe(
     inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: dict[str, str] | None = None
 ) -> Plan:
-    """Return the plan of a solution. If machines of one GPU type have different links, the plan's times are those of
-    the links that it uses. In this case, if `prefer` is None, machines are exchanged for machines with faster links."""
+    """Return the plan of a solution. If machines of one GPU type have different links, the plan's times are computed
+    with the links that it uses. In this case, if `prefer` is None, machines are exchanged for machines with faster
+    links."""
     seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
     if problem.pools.view == "alike" or inputs.rates is not None:
         return describe_seated(inputs, problem, solution, method, seats, seats)

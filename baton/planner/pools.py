@@ -78,8 +78,9 @@ def are_alike(cluster: Cluster) -> bool:
 
 
 def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike") -> Pools:
-    """Return the pools of a cluster. With `view = "alike"`, a pool contains nodes that are alike. With other views, it
-    contains all nodes of a GPU type, with the slowest links (`pessimistic`) or the fastest (`optimistic`)."""
+    """Return the pools of a cluster. With `view = "alike"`, a pool contains only nodes that are alike (see the module).
+    With other views, it contains all nodes of a GPU type, with the slowest links (`pessimistic`) or the fastest
+    (`optimistic`)."""
     if view == "alike":
         groups = _alike(cluster)
     else:

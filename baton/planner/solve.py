@@ -98,8 +98,8 @@ def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
 def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float) -> Plan | None:
     """Return the plan of a cluster that uses the links of all nodes, or None if no plan can be faster than `ceiling_s`.
 
-    If the nodes of a GPU type have different links, several solutions are found: with pools of whole types, at their
-    slowest and at their fastest links, and with pools of nodes that are alike. Each solution is placed on nodes with
+    If the nodes of a GPU type have different links, the search runs with three sets of pools: whole types with their
+    slowest links, whole types with their fastest links, and nodes that are alike. Each solution is placed on nodes with
     fast links, and its step time is computed with the links that it uses. The plan with the shortest step is returned.
     Its bound is computed with the fastest links.
     """

@@ -29,8 +29,8 @@ class Sharded(torch.nn.Module):
     """Runs functions on a sharded module while its parameters are gathered.
 
     Blocks are gathered only while they compute, like an embedding and a head that share no weight. All other parameters
-    stay gathered during the whole call, so the function may call any part of the module. The module keeps its parameter
-    names, because FSDP's hooks are attached to this wrapper.
+    stay gathered during the whole call, so the function may call any part of the module. FSDP's hooks are attached to
+    this wrapper, so the module keeps its parameter names.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:

@@ -64,8 +64,7 @@ class StoredPiece:
     """Name of the piece in its file."""
     box: Box
     kept: tuple[int, ...]
-    """Dimensions of the tensor that the piece has, too. In the other dimensions of the tensor, the piece covers one
-    index."""
+    """Dimensions of the tensor that are kept in the piece. In every other dimension, the piece covers one index."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -339,7 +338,8 @@ class ModelWriter:
     def __init__(
         self, directory: Path, layout: Mapping[str, Sequence[StoredPiece]], dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """`layout`: the pieces of each tensor. Creates weight files, with an index for several. Raises OSError."""
+        """`layout`: the pieces of each tensor. Creates the weight files and, if there are several, their index. Raises
+        OSError."""
         self._layout = layout
         groups: list[dict[str, Spec]] = [{}]
         size = total = 0

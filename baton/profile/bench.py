@@ -10,10 +10,11 @@ are always full. It prefills each prompt once and never loads weights. Everythin
 runs between the batches of the modes, so that a change of the machine's speed affects bound and modes.
 
 The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. It is
-the sum of one prefill per prompt and a time for each token. The time for a token is 1/slots of the time of a full
-decode step: all slots are in use, and the mean position of the rows is the token's position. Such steps are measured at
-three mean positions, between which time is assumed to be linear. The mean time of a mode's own full steps would not be
-a bound: while all slots of `sync` are in use, its responses are still short, so attention is cheap.
+the sum of one prefill per prompt and a time for each token. The time for a token is the time of a full decode step,
+divided by the number of slots. In a full step, all slots are in use. The mean position of its rows is the position of
+the token. Full steps are measured at three mean positions, between which their time is assumed to be linear. The mean
+time of a mode's own full steps would not be a bound: while all slots of `sync` are in use, its responses are still
+short, so attention is cheap.
 """
 
 from __future__ import annotations

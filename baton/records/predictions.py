@@ -80,7 +80,7 @@ class Prediction(msgspec.Struct, frozen=True):
         most = f"{self.by_tokens[-1][0]:,} tokens, the most that the recipe allows"
         if tokens is None:
             return f"{self.term} is predicted for a microbatch of {most}"
-        if tokens > self.by_tokens[-1][0]:  # bfloat16 on a CPU rounds shapes up
+        if tokens > self.by_tokens[-1][0]:  # on a CPU in bfloat16, shapes are rounded up
             return f"{self.term} is predicted for {most}; with padding, the run's largest microbatch has {tokens:,.0f}"
         return (
             f"{self.term} is predicted for the largest microbatch of the run, {tokens:,.0f} tokens; "

@@ -8,10 +8,11 @@ worker = "w3"         # a name; without it one of the running workers
 for_s = 60.0
 ```
 
-Kinds: `crash`, `hang` (no progress and no messages for for_s), `slow` (by factor), `leave` (reports its tokens, then
-ends), `join` (adds a worker like `worker`), `wrong` (generates other tokens than correct workers for for_s; 0: always),
-`restart` (the controller stops and resumes after for_s), `partition` (until it ends, messages are delayed and fetches
-fail), and `storm` (faults of messages: loss, duplicate, reorder, delay_s; of fetches: corrupt).
+Kinds: `crash`; `hang` (no progress and no messages for for_s); `slow` (by factor); `leave` (the worker reports its
+tokens and ends); `join` (a worker like `worker` is added); `wrong` (for for_s, or always if it is 0, the worker
+generates other tokens than correct workers); `restart` (the controller stops, and resumes after for_s); `partition`
+(messages are delayed until its end, and fetches fail). A `storm` causes faults of messages (loss, duplicate, reorder,
+delay_s) and of fetches (corrupt).
 """
 
 from __future__ import annotations

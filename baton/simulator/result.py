@@ -213,7 +213,8 @@ def _too_few(num_steps: int, rules: Rules) -> list[str]:
 
 
 def _first_full(rules: Rules) -> int:
-    """Return the number of train steps at the start of a run in which the pipeline of versions fills."""
+    """Return the number of train steps at the start of a run whose batches do not yet have the steady-state
+    staleness."""
     return rules.max_staleness + 1 if rules.mode == "async" else 2
 
 

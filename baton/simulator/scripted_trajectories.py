@@ -44,8 +44,7 @@ class TrajectoryWork:
     prompt: Lengths
     output: Lengths
     correlation: float = 0.0
-    """Correlation (0 to 1) within a group: lengths are computed from normal scores, and those of two members correlate
-    by this value."""
+    """Correlation (0 to 1) of the normal scores of two members of a group. Lengths are computed from these scores."""
     drift: float = 0.0
     """Relative growth of all lengths per train step. Lengths never exceed the longest length."""
     trained_share: float = 1.0

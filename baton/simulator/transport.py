@@ -1,5 +1,5 @@
-"""The interface between the controller and simulated engines: that of a live run, and further methods for simulations.
-The messages have counted tokens."""
+"""The interface between the controller and simulated engines. It adds methods for simulations to the interface of a
+live run. The messages have counted tokens."""
 
 from __future__ import annotations
 

@@ -132,8 +132,7 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple, Generic[Scalar]):
-    """Distance between proximal and behavior policy. Each field is a sum over trained tokens, unless it says
-    otherwise."""
+    """Distance between proximal and behavior policy. By default, a field is a sum over trained tokens."""
 
     weight: Scalar
     """π_proximal / π_behavior before truncation."""

@@ -59,7 +59,7 @@ class MicroBatch:
     """Rows for one forward and backward pass, padded on the right."""
 
     rows: tuple[TrainingSample, ...]
-    """At most B rows, because empty rows that were added by rounding up are not listed. `(IDLE_ROW,)` in an idle
+    """At most B rows: empty rows, which only round up the row count, are not listed. `(IDLE_ROW,)` in an idle
     microbatch, which a rank runs only because other ranks have more microbatches."""
     inputs: ModelInputs
     mask: torch.Tensor

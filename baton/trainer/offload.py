@@ -1,13 +1,13 @@
-"""Moves a trainer's tensors to the host while an engine uses the device, and later moves them back with the same bits.
+"""Moves a trainer's tensors to the host while an engine uses the device, and later moves them back unchanged.
 
       active                         resting (on CUDA, in pinned host memory)
       weights of all models   ◀───▶  the same bits
       moments of AdamW        ◀───▶  the same bits
       gradients                      none: every update starts from zero gradients
 
-While a tensor rests, its storage object on the device remains, but without memory. References to storages therefore
-stay valid: those of modules, optimisers, tied weights and FSDP. Host memory is reused while shapes and dtypes stay
-equal. On a CPU, tensors do not move, and only the memory of gradients is returned to the system.
+While a tensor rests, its storage object on the device remains, but without memory. References to it by modules,
+optimisers, tied weights and FSDP therefore stay valid. Host memory is reused while shapes and dtypes stay equal. On a
+CPU, tensors do not move, and only the memory of gradients is returned to the system.
 """
 
 from __future__ import annotations

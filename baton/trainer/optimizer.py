@@ -146,8 +146,7 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    # the device of a sharded parameter stays the same while its shard is on the host; its moments must then stay there,
-    # too
+    # a sharded parameter keeps its device while its shard is on the host; its moments must then stay on the host
     asleep = {name for name in by_name if local(parameters[name]).device.type != parameters[name].device.type}
     state["state"] = {
         index: _with_packed(by_name[name])

@@ -39,7 +39,7 @@ MAX_RESTARTS = 3
 SERVER_ANSWER_S = 30.0
 """Maximum seconds for an SGLang server to answer before the run starts."""
 NOTICE_S = 60.0
-"""After a rank is lost: maximum seconds to wait until Ray reports that its machine is lost, too."""
+"""Maximum seconds to wait, after the loss of a rank, for Ray to report that the rank's machine is lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class BatchShare:
 
     def limits(self, max_tokens: int) -> list[int]:
         """Return each rank's maximum number of tokens of a microbatch, which is `max_tokens` for the fastest ranks.
+
         Ranks gather parameters in each pass, so they run the same pass at the same time. With maxima in proportion to
         speed, the passes of all ranks take about the same time.
         """
@@ -48,10 +49,10 @@ def balanced(costs: Sequence[float], count: int, speeds: Sequence[float] = ()) -
     """Assign indices 0 … len(costs) − 1 to `count` parts, each in ascending order, so that all take about the same
     time. `speeds`: relative speed of the rank of each part; by default, all are equal.
 
-    Costs are assigned in descending order, each to the part that then takes the least time; ties go to the first such
-    part (Graham 1969; Gonzalez, Ibarra and Sahni 1977). At equal speeds, no part exceeds the mean by more than
-    (1 − 1/count) times the largest cost. The result depends only on the arguments, so every rank computes the same
-    parts.
+    Costs are assigned in descending order, each to the part that takes the least time after the assignment (Graham
+    1969; Gonzalez, Ibarra and Sahni 1977). Ties go to the first such part. At equal speeds, no part exceeds the mean by
+    more than (1 − 1/count) times the largest cost. The result depends only on the arguments, so every rank computes the
+    same parts.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     rates = np.array(speeds or [1.0] * count)

@@ -200,7 +200,7 @@ class RankGroup(SingleRank):
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum gradients over ranks: those of layers that each rank applies only to its own attention heads, and those
+        """Sum two kinds of gradients over ranks: of layers that each rank applies only to its own attention heads, and
         of parameters that FSDP does not shard. Sum the gradients of a tied embedding over the first and the last
         stage."""
         for parameter in self._left_apart:
