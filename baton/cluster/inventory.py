@@ -140,7 +140,10 @@ def describe(
 
 
 def _advice(machine: Machine) -> str:
-    return f"""start Ray on it with --resources '{{"{OWN_TYPE}NAME": {machine.num_gpus or 1}}}' with a known NAME"""
+    return (
+        f"""start Ray on it with --resources '{{"{OWN_TYPE}NAME": {machine.num_gpus or 1}}}', """
+        "where NAME is a known GPU type"
+    )
 
 
 def _settings(usable: Sequence[Machine], name: str, base: ClusterSettings | None, notes: list[str]) -> ClusterSettings:

@@ -189,7 +189,7 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
         chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
         found[free.pop(chosen.name).id] = name
     taken = set(found.values())
-    # if the plan uses the name of a free machine for another machine, the free machine gets a name with its id
+    # free machines whose names the plan uses for other machines get a name with their id
     for machine in free.values():
         found[machine.id] = machine.name if machine.name not in taken else f"{machine.name}-{machine.id[:8]}"
     return found

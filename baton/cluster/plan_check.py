@@ -92,8 +92,8 @@ def check_reward_places(plan: Plan, recipe: Recipe, file: Path) -> None:
     on_plan = [each for each in models if not each.devices]
     if plan.reward is None and on_plan:
         raise UserError(
-            f"{file} has no GPU for the reward model {on_plan[0].model!r} of [[reward]]: plan with `reward.model` in "
-            "the workload, or let it run on this machine by [[reward]] devices"
+            f"{file} has no GPU for the reward model {on_plan[0].model!r} of [[reward]]: set `reward.model` in the "
+            "workload and plan again, or set devices in [[reward]] to run it on this machine"
         )
     if plan.reward is None:
         return

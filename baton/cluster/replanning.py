@@ -1,5 +1,4 @@
-"""Makes a new plan after machines joined or left the cluster, for a trainer that runs or for a trainer that
-restarts."""
+"""Makes a new plan after machines have joined or left the cluster: while the trainer runs, or before it restarts."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ def rank_speeds(work: Workload, places: Sequence[DeviceClass]) -> list[float]:
     """Return `trainer.speeds` of a rank on each of these GPU types, relative to the fastest.
 
     If ranks exchange weights or gradients in each pass, all ranks run the same number of passes, and each microbatch
-    has at least one trajectory. The speed of a slow rank is then at least (longest trajectory) / (largest microbatch).
-    With a lower speed, the fast ranks would need more passes than the slow rank has trajectories.
+    has at least one trajectory. The result is therefore at least (longest trajectory) / (largest microbatch): with a
+    lower speed, the fast ranks would need more passes than the slow rank has trajectories.
     """
     passes = [forward_passes(work, place.efficiency.backward) for place in places]
     speeds = [place.gpu.flops * place.efficiency.train / own for place, own in zip(places, passes, strict=True)]

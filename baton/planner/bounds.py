@@ -1,4 +1,4 @@
-"""Lower bounds of the step time. They are cheap enough to sort hundreds of thousands of candidates and to discard some.
+"""Lower bounds of the step time, by which the search orders and excludes hundreds of thousands of candidates.
 
 Allowing fractional replicas can only improve the optimum. A pool of n GPUs therefore generates at most n · φ(T) tokens
 in time T, where φ(T) is the largest number of tokens per GPU that any shape generates in T. The staleness bound limits

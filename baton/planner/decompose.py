@@ -178,7 +178,8 @@ def _passing(
     """Return the candidates (rows) that may reach `step_s`, and the number of groups (dp) that each pool then needs.
 
     The first pass uses the shortest publication time of each row. The remaining rows are then tested once per pool,
-    with the publication time to this pool. In this test, engines run only on the pools that weights reach in this time.
+    with the publication time to this pool. In this test, engines run only on the pools that weights reach within this
+    publication time.
     """
     sync_s = _sync_s(inputs, problem, family)
     rows: Ints = np.arange(len(sync_s), dtype=np.int64)

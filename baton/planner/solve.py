@@ -87,7 +87,7 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 
 
 def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
-    """Return a plan of a part as a plan of the whole cluster. The other GPUs are idle, but part of the price."""
+    """Return a plan of a part as a plan of the whole cluster. The other GPUs are idle; the price includes them."""
     seated = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     seated |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
     outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in seated)

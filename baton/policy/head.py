@@ -28,7 +28,7 @@ MAX_LOGITS = 2**24
 more logits computes them in pieces, and the backward pass recomputes the logits of each piece."""
 
 _ENTROPY_ROWS = 4096
-"""Maximum number of tokens whose probabilities [tokens, V] are in memory at a time during the sum of the entropy."""
+"""While entropies are computed, the probabilities [tokens, V] of at most this number of tokens are in memory."""
 
 CACHED_LOGITS = 2**19
 """Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). With more logits,

@@ -3,8 +3,8 @@
     files ─▶ StoredTensors ─ fill ─▶ a tensor, or this rank's shard of it       nothing else is read
     a tensor, or its shards ─ gathered one by one ─▶ TensorFile or ModelWriter   nothing else is copied
 
-A stored tensor has the name that it has in a model's `state_dict`. It consists of pieces: the shards that ranks wrote,
-or the tensors of a model file, in which for example each expert of a layer is a separate tensor.
+Stored tensors have the names of a model's `state_dict`. Each consists of pieces: the shards that ranks wrote, or the
+tensors of a model file, in which for example each expert of a layer is a separate tensor.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def check_fit(
     missing = [n for n, p in model.named_parameters() if id(p) not in given]
     unexpected = [name for name in tensors if name not in own]
     misshapen = [
-        f"{name} is {tuple(tensors[name].shape)} for {tuple(own[name].shape)}"
+        f"{name} has {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}"
         for name in tensors
         if name in own and tuple(tensors[name].shape) != tuple(own[name].shape)
     ]

@@ -6,8 +6,8 @@ Only the rollout side is measured: the trainer takes no time, and each version l
 has the concurrency of `partial`, but generates no groups beyond the batch.
 
 The bound is the time that the engine alone needs for the same tokens. This engine's queue is never empty, so its slots
-are always full. It prefills each prompt once and never loads weights. Everything outside the engine takes no time. It
-runs between the batches of the modes, so that a change of the machine's speed affects bound and modes.
+are always full. It prefills each prompt once and never loads weights. Everything outside the engine takes no time. This
+engine runs between the batches of the modes, so that a change of the machine's speed affects both.
 
 The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. It is
 the sum of one prefill per prompt and a time for each token. The time for a token is the time of a full decode step,

@@ -167,7 +167,7 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
     for row in rows:
         try:
             values.append(of(row))
-        except (KeyError, TypeError):  # not measured, or None, which stands for a value that is not finite
+        except (KeyError, TypeError):  # the metric is missing, or None, which stands for a number that is not finite
             continue
     if not values:
         return None

@@ -144,14 +144,13 @@ def direct_transfer(layout: DeviceLayout | None, *, is_sparse: bool = False) -> 
         return DirectTransfer("nccl", is_sparse, layout.trainer[0])
     if is_sparse:
         raise UserError(
-            'weights.transport: got "sparse", but trainer and engine use the same GPU, which exchange no bytes over a '
-            'link; use "direct", or choose other GPUs with engine.devices'
+            'weights.transport: got "sparse", but trainer and engine use the same GPU, so there is no transfer to '
+            'shorten; use "direct", or choose other GPUs with engine.devices'
         )
     if len(layout.trainer) > 1:
         raise UserError(
-            'weights.transport: got "direct", but trainer ranks and the engine use the same GPUs, between which NCCL '
-            'cannot send, and CUDA IPC is connected for one rank only; use "store", or choose other GPUs with '
-            "engine.devices"
+            'weights.transport: got "direct", but trainer ranks and the engine use the same GPUs: NCCL cannot send '
+            'within a GPU, and CUDA IPC supports one rank only; use "store", or choose other GPUs with engine.devices'
         )
     return DirectTransfer("ipc", gpu=layout.trainer[0])
 

@@ -64,7 +64,8 @@ def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds
     mean = generated / len(lengths_tokens)
     yield (
         f"generation of a step: {fastest:.2g} to {slowest:.2g} s for {needs.trajectories_per_step} responses of "
-        f"{mean:.3g} tokens on average, from {seconds:.2g} s for {len(lengths_tokens)} responses; training not included"
+        f"{mean:.3g} tokens on average, estimated from {len(lengths_tokens)} responses in {seconds:.2g} s; "
+        "training not included"
     )
     used = ", ".join(f"{process.name} {gib(process.num_bytes)}" for process in needs.processes)
     free = "" if needs.available_bytes is None else f"; {gib(needs.available_bytes)} free on {needs.device}"

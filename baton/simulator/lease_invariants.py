@@ -168,7 +168,9 @@ class LeaseInvariants:
             case ev.CommitTokens():
                 self._commits(command)
             case ev.FinishTask(task=number, lease=lease) | ev.ReplaceTokens(task=number, lease=lease):
-                self._must(lease == self._finishing, f"task {number} is finished by lease {lease}, which is not")
+                self._must(
+                    lease == self._finishing, f"task {number} is finished by lease {lease}, which has not finished"
+                )
                 own, task = self._leases[lease], self._tasks[number]
                 if isinstance(command, ev.FinishTask):
                     is_whole = own.length == task.length and self._continues(task, lease)
@@ -322,7 +324,8 @@ class LeaseInvariants:
         return self._workers[worker].slots if known is None else known.room
 
     def _is_full(self, worker: int | None, *, places: bool = False) -> bool:
-        """Return whether a worker has no free slot. With `places`: whether it also has no place for a waiting lease."""
+        """Return whether all slots of a worker are taken. With `places`: whether its places for waiting leases are
+        taken, too."""
         assert worker is not None
         room, known = self._room(worker), self.table.workers.get(worker)
         is_limited = known is not None and not known.owner_allows

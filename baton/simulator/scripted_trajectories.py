@@ -89,7 +89,7 @@ class Script:
         return Lease(lease.lease_id, known, sampling, lease.noise_seed, lease.version, lease.is_exact)
 
     def reward(self, group_id: int, sample_index: int) -> float:
-        """Return a reward of 0 or 1. In groups that teach nothing, all members have the same reward."""
+        """Return a reward of 0 or 1. In a group without advantages, all members have the same reward."""
         if not self._teaches(group_id):
             return float(group_id % 2)
         return float(sample_index % 2)

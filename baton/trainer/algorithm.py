@@ -119,7 +119,7 @@ class AlgorithmSettings(Settings):
         if self.objective == "gspo" and self.correction == "bypass":
             raise ValueError(
                 "correction: got 'bypass', but GSPO's ratio is a mean over tokens of different versions; allowed are "
-                "the other corrections, such as 'token_tis', which correct behavior → proximal separately"
+                "the other corrections, such as 'token_tis', which apply behavior → proximal as a separate weight"
             )
         if self.objective == "gspo" and self.has_token_advantages:
             cause = "turn_rewards = true" if self.turn_rewards else f"advantage = {self.advantage!r}"

@@ -230,7 +230,9 @@ class LocalTrainer(Trainer):
             self._num_applied = len(totals.grad_norms)
             state = f"the weights are still those of version {start.number}"
             if self._num_applied:
-                state = f"{self._num_applied} of {algorithm.num_updates} updates are applied, so no version has them"
+                state = (
+                    f"{self._num_applied} of {algorithm.num_updates} updates are applied: no version has these weights"
+                )
             raise TrainingDiverged(f"{error}; {state}") from error
         totals.add_ranks(self._parallel)
         self._peak_tokens = max(self._peak_tokens, totals.largest)

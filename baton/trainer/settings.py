@@ -120,7 +120,8 @@ class TrainerSettings(Settings):
         if min(numbers) < 1 or self.ranks % self.num_stages:
             raise ValueError(
                 f"stages: got {self.stages if isinstance(self.stages, int) else list(self.stages)} with ranks = "
-                f"{self.ranks}; allowed are a divisor of ranks, or a list of as many positive layer counts"
+                f"{self.ranks}; allowed are a divisor of ranks, or a list of positive layer counts whose length "
+                "is a divisor of ranks"
             )
         has_shape = can_train(self.num_stages, self.tensor_parallel)
         if not has_shape or (self.num_stages > 1 and self.moe_replay == "engine"):

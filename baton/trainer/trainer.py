@@ -65,7 +65,7 @@ class StepTrainer(Protocol):
         ...
 
     def start(self, batch: Batch, *, in_background: bool) -> Pending:
-        """Start one train step, which ends with the next version. in_background: return while the step runs. If False,
+        """Start one train step, which produces the next version. in_background: return while the step runs. If False,
         the step may be complete when this method returns. Raises the errors of the step."""
         ...
 

@@ -25,8 +25,8 @@ class VersionStream:
         layout = None if has_adapters(model) else file_layout(model)
         if layout is None:
             raise UserError(
-                'weights.transport: got "direct" with trainer.ranks above 1, but the model has adapters, or tensors in '
-                'its files that combine several of its own, so ranks cannot send them one by one; use "store"'
+                'weights.transport: got "direct" with trainer.ranks above 1, but the model has adapters, or its files '
+                'combine several of its tensors into one, so ranks cannot send tensors one by one; use "store"'
             )
         self._model, self._gather, self._layout = model, gather, layout
         tensors = published_tensors(model)

@@ -32,8 +32,8 @@ class BatchShare:
     def limits(self, max_tokens: int) -> list[int]:
         """Return each rank's maximum number of tokens of a microbatch, which is `max_tokens` for the fastest ranks.
 
-        Ranks gather parameters in each pass, so they run the same pass at the same time. With maxima in proportion to
-        speed, the passes of all ranks take about the same time.
+        Ranks gather parameters in each pass, so they run the same pass at the same time. The maxima are proportional to
+        the speeds, so the passes of all ranks take about the same time.
         """
         return [max(1, int(max_tokens * speed / max(self.speeds))) for speed in self.speeds] or [max_tokens] * self.size
 

@@ -131,8 +131,8 @@ class RankedTrainer(Trainer):
         self._ranks.close()
 
     def _ask(self, message: messages.ToRank, kind: type[Answer], lock_s: float | None = None) -> list[Answer]:
-        """lock_s: maximum seconds to wait for requests of other threads; None for requests of the control loop, which
-        then wait for at most one bucket."""
+        """lock_s: maximum seconds to wait for requests of other threads; None for requests of the control loop: they
+        wait without a limit, which is the time of one bucket at most."""
         if not self._lock.acquire(timeout=self._timeout_s if lock_s is None else lock_s):
             raise WeightsFault(f"the trainer's ranks were busy with another request for {lock_s} s")
         try:
