@@ -231,10 +231,10 @@ def rank_phases(
     # autocast keeps a copy of each float32 weight until the forward pass ends
     cast = (1 - is_sharded) * (2.0 if wide == 2 and (trains_all or how.base_bytes == 4) else 0.0)
     copies = Term("copies in bfloat16", last * cast * head, cast * layer * (trains_all or not how.recomputes))
-    of_forward = Term("gathered head", apart * last * 2 * wide * head)  # and the buffer that receives it
+    of_forward = Term("gathered head", apart * last * 2 * wide * head)  # and its receive buffer
 
     product = 0.0 if how.on_cpu or wide == 4 else 4.0 * min(PRODUCT_ROWS, model.vocab) * model.hidden
-    product = np.maximum(product, 2.0 * head * is_sharded * (wide == 2))  # or its sum is cast to the gathered dtype
+    product = np.maximum(product, 2.0 * head * is_sharded * (wide == 2))  # or a cast of its sum to the gathered dtype
     head_work = last * (trains_all * (4 * head + product) + (cast + apart * wide) * head + wide * tokens * model.hidden)
     of_head = Term("head and its gradient", head_work + is_sharded * wide * layer)
     # one gradient is reduced in float32 while the next is computed: first that of the head, then that of each block

@@ -48,8 +48,8 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
 """Name of a term → (unit, function that computes the term from a row of metrics). The function raises KeyError if the
-row lacks a metric. The response length is not predicted but an input; a difference in it explains differences in other
-terms."""
+row lacks a metric. The response length is an input of the predictions. If it differs, other terms differ as a
+consequence."""
 
 
 MemoryByTokens = tuple[tuple[int, float], ...]

@@ -241,7 +241,7 @@ class LocalTrainer(Trainer):
         if not self._parallel.pipeline.is_last:
             return {}
         # Computed after the updates: with rewards that are not finite, these statistics would fail before
-        # TrainingDiverged.
+        # TrainingDiverged is raised.
         metrics = {
             **batch_metrics(batch, list(chain.from_iterable(samples)), algorithm, longest=self._max_new_tokens),
             **totals.metrics(),
