@@ -31,7 +31,7 @@ class ReplicaShape(msgspec.Struct, frozen=True):
         return self.cost.num_gpus
 
     def work(self, time_s: float) -> float:
-        """Return the number of tokens that the replica generates in `time_s`, of which it pauses `pause_s`."""
+        """Return the number of tokens that the replica generates in `time_s`, of which it pauses `cost.pause_s`."""
         return self.cost.tokens_per_s * max(0.0, time_s - self.cost.pause_s)
 
 

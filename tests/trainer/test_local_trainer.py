@@ -372,7 +372,7 @@ def test_after_a_divergence_between_updates_only_a_checkpoint_can_follow(tmp_pat
                 copied.append(func.name())
             return func(*args, **(kwargs or {}))
 
-    with Copies(), pytest.raises(TrainingDiverged, match=r"train step 2: .*; 3 of 4 updates are applied, so no ver"):
+    with Copies(), pytest.raises(TrainingDiverged, match=r"train step 2: .*; 3 of 4 updates are applied: no version"):
         trainer.step(poisoned(2, 77))
     assert copied == []
     for refused in (lambda: trainer.step(random_batch(2)), trainer.publish, lambda: trainer.save(tmp_path / "b")):
