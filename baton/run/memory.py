@@ -207,7 +207,7 @@ def processes_of(
         found.append(_process(name, engine_gpus or apart, generation, layers, on_cpu=on_cpu))
     if layout is not None and layout.gpu_bytes and engine_gpus:
         found.append(_vllm_process(recipe, model, layout, alternates=alternates))
-    if recipe.lora is None and recipe.engine.processes:  # other processes map its file
+    if recipe.lora is None and recipe.engine.processes:  # other processes map the file of the version
         part = MemoryPart("weights", math.ceil(_published_bytes(recipe, on_cpu=on_cpu) * model.params), False)
         where = "the published version" if on_cpu else "the published version in host memory"
         found.append(ProcessMemory(where, 1, "publication", (part,), on_host=True))
