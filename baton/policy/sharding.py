@@ -28,9 +28,9 @@ Result = TypeVar("Result")
 class Sharded(torch.nn.Module):
     """Runs functions on a sharded module while its parameters are gathered.
 
-    Blocks are gathered only while they compute, like an embedding and a head that share no weight. All other parameters
-    stay gathered during the whole call, so the function may call any part of the module. FSDP's hooks are attached to
-    this wrapper, so the module keeps its parameter names.
+    Blocks are gathered only while they compute. So are embedding and head, unless they share a weight. All other
+    parameters stay gathered during the whole call, so the function may call any part of the module. FSDP's hooks are
+    attached to this wrapper, so the module keeps its parameter names.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:

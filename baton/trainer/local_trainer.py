@@ -132,7 +132,8 @@ class LocalTrainer(Trainer):
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
         # Find the head now, because its check runs a forward pass that must not be recorded or replayed as routing. The
-        # check runs without autocast only if parameters are float32; ranks gather them in the compute dtype.
+        # check runs without autocast only if all parameters are float32: not with adapters, and not with ranks, which
+        # gather parameters in the compute dtype.
         has_rounded = lora is not None or not self._parallel.is_alone
         dtype = torch_dtype(settings.dtype, model.device) if has_rounded else torch.float32
         with compute_in(dtype, model.device):

@@ -146,7 +146,7 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    # a sharded parameter keeps its device while its shard is on the host; its moments must then stay on the host
+    # `device` of a sharded parameter does not change while its shard is on the host, where its moments must then stay
     asleep = {name for name in by_name if local(parameters[name]).device.type != parameters[name].device.type}
     state["state"] = {
         index: _with_packed(by_name[name])
