@@ -21,8 +21,8 @@ class EnvironmentSettings(Settings):
     retries: int = Field(default=2, ge=0)
     """Maximum number of further attempts of a call whose process ended or stopped responding."""
     max_failed_share: float = Field(default=0.5, gt=0, le=1)
-    """Maximum share of 100 consecutive attempts at episodes that may fail because of their environment. Above this
-    share the run ends; 1 disables the check."""
+    """Maximum share of 100 consecutive attempted episodes that may fail because of their environment. If more fail, the
+    run ends; 1 disables the check."""
     memory_gib: float = Field(default=8.0, ge=0)
     """Maximum memory that one process may allocate; 0 sets no limit."""
     max_observation_chars: int = Field(default=16_384, ge=1)

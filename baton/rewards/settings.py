@@ -120,7 +120,8 @@ class JudgeSettings(Settings):
     """Maximum number of worker processes that each execute one scorer call at a time. Async functions share one further
     process, and each reward model has one further process per device."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Maximum seconds of one call, whose process is then killed; `deadline_s` of a [[reward]] overrides it."""
+    """Maximum seconds of one call. After this time, the call's process is killed. A [[reward]] may have its own
+    `deadline_s`."""
     retries: int = Field(default=2, ge=0)
     """Maximum repetitions of a call, with growing pauses, after a crash or if a remote scorer is unreachable."""
     network: bool = False

@@ -101,7 +101,7 @@ class RolloutSettings(Settings):
     max_concurrency: int | None = Field(default=None, ge=1)
     """Maximum number of trajectories generated concurrently by all workers together."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Maximum number of versions that a trained token may be behind the trainer. Default: 0 in `sync`, else 4."""
+    """Maximum staleness of a trained token, in versions. Default: 0 in `sync`, else 4."""
     on_new_version: OnNewVersion | None = None
     """What happens to running trajectories when a new version is loaded. `drain` (only `sync`): the trajectories finish
     first. `resume` (default of `partial` and `async`): they are aborted, and resume from their token ids under the new

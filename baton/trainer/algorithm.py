@@ -34,8 +34,8 @@ class AlgorithmSettings(Settings):
     advantage: AdvantageName = "group_std"
     """`group_std` (GRPO), `group_mean` (Dr.GRPO), `leave_one_out` (RLOO), `return_to_go` (REINFORCE++), `gae` (PPO)."""
     turn_rewards: bool = False
-    """Give each token of a multi-turn episode the rewards from its own turn on, discounted by the task's `discount`.
-    False gives all tokens the reward of the whole episode."""
+    """Give each token of a multi-turn episode the sum of the rewards of its own turn and of all later turns, discounted
+    by the task's `discount`. False gives all tokens the reward of the whole episode."""
     normalize_advantages: bool = False
     """Normalise advantages to mean 0 and standard deviation 1 (divisor N) over the N policy tokens of the batch."""
     aggregation: Aggregation = "sequence_mean"

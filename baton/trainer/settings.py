@@ -60,9 +60,9 @@ class TrainerSettings(Settings):
     minibatches in which sharing costs less, estimated in tokens. The update changes only by rounding. Requires one
     rank; cannot be combined with `compile` or `moe_replay`."""
     metrics_of_all_tokens: bool = False
-    """Also run a forward pass for episodes whose advantages are all 0. These episodes have no gradient, but with their
-    tokens, the metrics of entropy, mismatch and importance weights are means over all trained tokens. Does not change
-    the update. If the loss depends on these episodes, the pass runs in any case."""
+    """Also run a forward pass for episodes whose advantages are all 0. The metrics of
+    entropy, mismatch and importance weights are then means over all trained tokens, including those without a gradient.
+    The update does not change. If the loss depends on these episodes, the pass runs in any case."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass. Saves memory for about a third more computation."""
 
