@@ -82,7 +82,7 @@ def train(
     if skip_batch is not None and not resume:
         raise UserError("--skip-batch needs --resume: it discards a recorded batch of an existing run")
     if plan is None and ray is not None:
-        raise UserError("--ray needs --plan: give the plan to carry out, written by `baton plan --out`")
+        raise UserError("--ray needs --plan: give the plan to execute, written by `baton plan --out`")
     swarm = {"serve": serve, "workers": workers, "insecure": insecure or None}
     given = [f"swarm.{key}={json.dumps(value)}" for key, value in swarm.items() if value is not None]
 
@@ -98,7 +98,7 @@ def train(
 
         planned = read_plan(plan)
         if ray is None:
-            console.print(f"{plan} is not carried out without --ray; the report compares its predictions with the run")
+            console.print(f"{plan} is not executed without --ray; the report compares its predictions with the run")
         if ray is not None:
             check_reward_places(planned, loaded, plan)
         if ray is None or dry_run:

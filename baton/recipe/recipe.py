@@ -144,8 +144,8 @@ class Recipe(Settings):
             )
         if got == "sparse" and self.engine.vllm.quantization is not None:
             raise ValueError(
-                'weights.transport: got "sparse" with engine.vllm.quantization, but quantised weights have no elements '
-                'to change one by one; use "direct"'
+                'weights.transport: got "sparse" with engine.vllm.quantization, but quantised weights '
+                'cannot be changed element by element; use "direct"'
             )
 
     def _check_publish_period(self) -> None:

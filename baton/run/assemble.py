@@ -253,7 +253,7 @@ def _build_loop(
     if recipe.checkpoint.background and start_ranks is not None:
         raise UserError(
             "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share "
-            "the memory of this one; with --ray, set it to false"
+            "this machine's memory; with --ray, set it to false"
         )
     config, _ = check_room(recipe, is_here=supervisor is None and start_ranks is None)
     if parts := experimental_parts(choices_with(recipe, config)):

@@ -232,4 +232,6 @@ class _NotCompiled(ModuleType):
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         name = self.__name__
-        raise UserError(f"task {NEEDS_COMPILER[name]!r} needs the module {name}: run `pip install {name}` (C compiler)")
+        raise UserError(
+            f"task {NEEDS_COMPILER[name]!r} needs the module {name}: run `pip install {name}` (needs a C compiler)"
+        )

@@ -700,7 +700,7 @@ DISK = [
                 Point(f"{JOURNAL}.checkpointed", "after"),
                 "partial",
                 "early",
-                "the files as they were at half time, and what was flushed since",
+                "the files as they were at half of the run, and everything flushed since then",
             ),
             (
                 "the power fails while a version is published, and writes are torn and reordered",
