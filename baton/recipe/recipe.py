@@ -142,6 +142,18 @@ class Recipe(Settings):
                 f'weights.transport: got "{got}" with engine.kind = "{self.engine.kind}", but direct transfers use '
                 'vLLM\'s weight transfer; use "store", or engine.kind = "vllm"'
             )
+        count, own = self.engine.vllm.replicas, self.engine.vllm
+        if self.engine.kind == "vllm" and count > 1 and got == "store":
+            raise ValueError(
+                f'engine.vllm.replicas: got {count} with weights.transport = "store", but several engines in one run '
+                'load versions directly; use weights.transport = "direct", or replicas = 1 and swarm.workers'
+            )
+        if self.engine.kind == "vllm" and count > 1 and (own.lora_rank or self.rollout.is_colocated):
+            other = "engine.vllm.lora_rank" if own.lora_rank else 'rollout.placement = "colocated"'
+            raise ValueError(
+                f"engine.vllm.replicas: got {count} with {other}, which was never tested; use replicas = 1, or remove "
+                "the other key"
+            )
         if got == "sparse" and self.engine.vllm.quantization is not None:
             raise ValueError(
                 'weights.transport: got "sparse" with engine.vllm.quantization, but quantised weights '

@@ -35,7 +35,7 @@ _OWNED: dict[str, str] = {
     "return_sampling_mask": "use engine.vllm.return_sampling_mask",
     "stream_interval": "use engine.vllm.stream_interval",
     "enable_return_routed_experts": "use engine.report_routing",
-    "data_parallel_size": "remove it, and start one worker per replica",
+    "data_parallel_size": "use engine.vllm.replicas, or start one worker per replica",
     **dict.fromkeys(
         ("worker_cls", "worker_extension_cls", "weight_transfer_config", "load_format", "logprobs_mode"),
         "remove it, because Baton loads weights and reads logprobs through it",
@@ -55,6 +55,9 @@ class VllmSettings(Settings):
     """Number of tensor-parallel devices. Every layer is sharded over these devices."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Number of pipeline stages. The layers are divided between the stages."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Number of vLLM engines that the run starts, each on devices of its own. Above 1, requires weights.transport
+    `direct` or `sparse`."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory for weights and KV cache together, 0 to 1."""
     enforce_eager: bool = False
@@ -156,6 +159,7 @@ class EngineSettings(Settings):
         own = self.vllm
         has = {
             "devices": own.tensor_parallel * own.pipeline_parallel > 1,
+            "replicas": own.replicas > 1,
             "fp8": own.is_quantized,
             "batch_invariant": own.batch_invariant,
             "adapters": own.lora_rank > 0,
@@ -170,7 +174,8 @@ class EngineSettings(Settings):
         if self.kind != "embedded" and self.processes:
             raise ValueError(
                 f'processes: got {self.processes}, but an engine of kind = "{self.kind}" starts its own processes; '
-                "remove the key; to run several engines, start a worker for each (baton worker --engine)"
+                "remove the key; to run several engines, use engine.vllm.replicas, or start a worker for each (baton "
+                "worker --engine)"
             )
         if self.row_attention and self.dtype != "bfloat16":
             raise ValueError(f'row_attention: got true, but it requires dtype = "bfloat16", not "{self.dtype}"')

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules
 from baton.rollout.eval_rollout import EvalRollout
 from baton.rollout.processes.pool import EnginePool
 from baton.rollout.processes.protocol import Start
+from baton.rollout.replicas import ReplicaTransport
 from baton.rollout.transport import STEPS, LocalTransport, WorkerTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
 from baton.run.device_sharing import DeviceSharing, Resident
@@ -72,6 +74,7 @@ from baton.trainer.parallel.messages import Ranks, TrainerSetup
 from baton.trainer.parallel.ranked_trainer import REQUEST_TIMEOUT_S, RankedTrainer
 from baton.trainer.trainer import Trainer
 from baton.types import PolicyVersion, Prompt, SamplingParams
+from baton.weights.direct.settings import DirectTransfer
 from baton.weights.version_files import TensorsOfFile
 
 logger = logging.getLogger(__name__)
@@ -90,23 +93,25 @@ def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = No
     return count
 
 
-def build_engine(recipe: Recipe, path: str, version: PolicyVersion, trainer: Trainer | None = None) -> Engine:
+def build_engine(
+    recipe: Recipe,
+    path: str,
+    version: PolicyVersion,
+    trainer: Trainer | None = None,
+    *,
+    replica: int = 0,
+    direct: DirectTransfer | None = None,
+) -> Engine:
     """Construct the recipe's engine. The engine loads a copy of the model at `path`. trainer: sends later versions, if
-    weights are transferred directly."""
+    weights are transferred directly. direct: how several replicas receive them; `replica` is the index of this one."""
     layout, device, variables = layout_of(recipe), recipe.model.device, {}
-    transport = recipe.weights.transport
     if layout is not None and layout.engines:
-        own = layout.engines[0]
+        own = layout.engines[replica]
         if recipe.engine.kind == "vllm":
             device, variables = "cuda", visible(own)
         else:
             device = f"cuda:{own[0]}"
-    direct = None if transport == "store" else direct_transfer(layout, is_sparse=transport == "sparse")
-    if direct is not None and isinstance(trainer, LocalTrainer):
-        trainer.takes_digests = False
-    if direct is not None and isinstance(trainer, RankedTrainer):
-        assert direct.backend != "ipc", "direct_transfer refuses ranks on the engine's GPUs"
-        trainer.backend, direct = direct.backend, dataclasses.replace(direct, source=trainer)
+    direct = direct or _direct(recipe, trainer)
     with environment_with(variables):
         return engine_of_model(
             path,
@@ -120,6 +125,37 @@ def build_engine(recipe: Recipe, path: str, version: PolicyVersion, trainer: Tra
         )
 
 
+def _direct(recipe: Recipe, trainer: Trainer | None) -> DirectTransfer | None:
+    """Return how versions reach engines, and prepare the trainer for it. None: through files."""
+    if recipe.weights.transport == "store":
+        return None
+    direct = direct_transfer(layout_of(recipe), is_sparse=recipe.weights.transport == "sparse")
+    if isinstance(trainer, LocalTrainer):
+        trainer.takes_digests = False
+    if isinstance(trainer, RankedTrainer):
+        assert direct.backend != "ipc", "direct_transfer refuses ranks on the engine's GPUs"
+        trainer.backend, direct = direct.backend, dataclasses.replace(direct, source=trainer)
+    return direct
+
+
+def _replicas(
+    recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None, trainer: Trainer | None
+) -> ReplicaTransport:
+    """Start several engines that share the trainer's versions."""
+    from baton.rollout.engines.vllm.direct import DirectVersions
+
+    direct, building = _direct(recipe, trainer), Lock()
+    assert direct is not None, "recipe.py refuses replicas that load versions from files"
+    direct = dataclasses.replace(direct, versions=DirectVersions(direct, recipe.engine.vllm.answer_timeout_s))
+
+    def build(index: int) -> Engine:
+        own = dataclasses.replace(direct, replica=f"replica {index}")
+        with building:  # environment variables select the GPUs
+            return build_engine(recipe, path, version, replica=index, direct=own)
+
+    return ReplicaTransport(recipe.engine.vllm.replicas, build, direct.versions, version, trace=trace)
+
+
 def build_port(
     recipe: Recipe,
     path: str,
@@ -127,8 +163,10 @@ def build_port(
     trace: LeaseTrace | None = None,
     trainer: Trainer | None = None,
 ) -> WorkerTransport:
-    """Construct the recipe's worker transport: one engine in this process (`build_engine`), or a pool of engine
-    processes."""
+    """Construct the recipe's worker transport: one engine in this process (`build_engine`), several replicas of vLLM,
+    or a pool of engine processes."""
+    if recipe.engine.kind == "vllm" and recipe.engine.vllm.replicas > 1:
+        return _replicas(recipe, path, version, trace, trainer)
     if not recipe.engine.processes:
         is_embedded = recipe.engine.kind == "embedded"
         return LocalTransport(

@@ -100,8 +100,14 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
                 f'"colocated" the engine uses all GPUs of the trainer; set the product to {ranks}'
             )
         return DeviceLayout(trainer, (trainer,), _reward_devices(recipe, num_gpus, trainer), gpu_bytes)
-    count = recipe.swarm.workers if recipe.swarm.is_on else int(engine.kind != "sglang")
+    replicas = {"vllm": vllm.replicas, "sglang": 0}.get(engine.kind, 1)
+    count = recipe.swarm.workers if recipe.swarm.is_on else replicas
     engines = divide(num_gpus, trainer, count, each=each, chosen=engine.devices)
+    if not recipe.swarm.is_on and len(set(engines)) < count:
+        raise UserError(
+            f"engine.vllm.replicas: got {count} with {each} GPU(s) each, but only {len(set(engines))} fit(s) on the "
+            "GPUs of engines; lower the value, or change engine.devices"
+        )
     used = (*trainer, *(gpu for gpus in engines for gpu in gpus))
     return DeviceLayout(trainer, engines, _reward_devices(recipe, num_gpus, used), gpu_bytes)
 
@@ -140,8 +146,14 @@ def direct_transfer(layout: DeviceLayout | None, *, is_sparse: bool = False) -> 
     is `ipc`, because NCCL refuses two processes on one GPU. In this case, `is_sparse` raises UserError."""
     if layout is None:
         return DirectTransfer("gloo", is_sparse)
-    if not set(layout.trainer) & set(layout.engines[0]):
+    shared = [gpus for gpus in layout.engines if set(layout.trainer) & set(gpus)]
+    if not shared:
         return DirectTransfer("nccl", is_sparse, layout.trainer[0])
+    if len(layout.engines) > 1:
+        raise UserError(
+            f"engine.vllm.replicas: got {len(layout.engines)}, but a replica and the trainer use the same GPU; lower "
+            "the value, or choose other GPUs with engine.devices"
+        )
     if is_sparse:
         raise UserError(
             'weights.transport: got "sparse", but trainer and engine use the same GPU, so there is no transfer to '

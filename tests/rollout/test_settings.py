@@ -34,6 +34,22 @@ REFUSED = [
         "at most max_staleness + 1 = 3 is allowed",
     ),
     (["rollout.mode=async"], "engine.processes: got 0"),
+    (
+        ["engine.kind=vllm", "engine.vllm.replicas=2"],
+        'got 2 with weights.transport = "store", but several engines in one run load versions directly',
+    ),
+    (
+        ["engine.kind=vllm", "engine.vllm.replicas=2", "weights.transport=direct", "swarm.workers=1"],
+        "weights.transport: got a direct transfer, but engines in workers",
+    ),
+    (
+        ["engine.kind=vllm", "engine.vllm.replicas=2", "weights.transport=direct", "engine.vllm.lora_rank=8"],
+        "got 2 with engine.vllm.lora_rank, which was never tested",
+    ),
+    (
+        ["engine.kind=vllm", "engine.vllm.replicas=2", "weights.transport=direct", "rollout.placement=colocated"],
+        'got 2 with rollout.placement = "colocated", which was never tested',
+    ),
     (["rollout.group_size=1"], "use 2 or more"),
     (["rollout.mode=fast"], "rollout.mode: got 'fast'"),
     (["rollout.overprovsion=2.0"], "did you mean 'overprovision'?"),
@@ -49,7 +65,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
 def test_impossible_combinations_are_refused_with_one_sentence(overrides, sentence):
-    if "engine.processes: got 0" in sentence:
+    if "engine.processes: got 0" in sentence or "engine.kind=vllm" in overrides:
         overrides = [*overrides, "engine.processes=0"]
     with pytest.raises(UserError) as refused:
         load_recipe(Recipe, RECIPE, overrides)

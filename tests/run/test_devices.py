@@ -323,6 +323,32 @@ def test_the_engine_of_the_trainers_process_has_another_gpu(
     assert started == {"device": device, "sees": sees}
 
 
+def test_each_replica_starts_on_its_own_gpus_and_too_few_are_refused(
+    small: Any, tmp_path: Path, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(5)
+    started = []
+
+    def engine_of_model(*_: Any, direct: DirectTransfer, **__: Any) -> Any:
+        started.append((os.environ["CUDA_VISIBLE_DEVICES"], direct.backend, direct.replica))
+        shared.add(id(direct.versions))
+        return SimpleNamespace(slots=8, close=lambda: None)
+
+    shared: set[int] = set()
+    monkeypatch.setattr(assemble, "engine_of_model", engine_of_model)
+    keys = ("engine.kind=vllm", "weights.transport=direct", "engine.vllm.tensor_parallel=2")
+    own = recipe(small, tmp_path, *keys, "engine.vllm.replicas=2")
+    port = assemble.build_port(own, own.model.path, PolicyVersion("x", 0))
+    port.close()
+    assert started == [("1,2", "nccl", "replica 0"), ("3,4", "nccl", "replica 1")]
+    assert port.slots == 16
+    assert len(shared) == 1, "the replicas share the trainer's versions"
+    with pytest.raises(UserError, match=r"replicas: got 3 with 2 GPU\(s\) each, but only 2 fit"):
+        layout_of(recipe(small, tmp_path, *keys, "engine.vllm.replicas=3"))
+    with pytest.raises(UserError, match="a replica and the trainer use the same GPU"):
+        direct_transfer(DeviceLayout((0,), ((1,), (0,))))
+
+
 def test_a_difference_crosses_a_link_or_is_refused() -> None:
     apart, same = DeviceLayout((0,), ((1,),)), DeviceLayout((0,), ((0,),))
     found = [direct_transfer(layout, is_sparse=sparse) for layout in (None, apart) for sparse in (False, True)]

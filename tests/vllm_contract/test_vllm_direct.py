@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -340,6 +341,42 @@ def test_a_run_trains_with_direct_transfers_and_writes_no_weights(transport, lor
     else:
         assert_trained_on_its_own_tokens(tmp_path)
         assert sent[1] == sent[2] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_trains_with_two_replicas_that_receive_each_version(ranks, tmp_path):
+    """A replica with stale weights would give other probabilities than the trainer's."""
+    changes = {"engine__kind": "vllm", "engine__vllm": {**EAGER, "replicas": 2}, "weights__transport": "direct"}
+    recipe = written(tmp_path, **changes, trainer__ranks=ranks)
+    log = tmp_path / "log"
+    end(baton(log, "train", str(recipe)), log)
+    assert not list((tmp_path / "r").rglob("weights/*"))
+    assert_trained_on_its_own_tokens(tmp_path)
+    sent = [row["perf/weights_sent_bytes"] for row in read_metrics(tmp_path / "r") if "policy/loss" in row]
+    assert sent[1:] == [2 * num_bytes(load_file(tmp_path / "model" / "model.safetensors"))] * 2
+
+
+def test_a_run_ends_although_the_core_of_one_replica_is_stopped(tmp_path):
+    """Its requests continue on the other replica after `answer_timeout_s`."""
+    changes = {"engine__kind": "vllm", "weights__transport": "sparse"}
+    own = {**EAGER, "replicas": 2, "answer_timeout_s": 20}
+    recipe = written(tmp_path, **changes, engine__vllm=own, trainer__lr=1e-6)
+    log = tmp_path / "log"
+    run = baton(log, "train", str(recipe), "run.steps=30")
+    until_s = time.monotonic() + DEADLINE_S
+    try:
+        while not (tmp_path / "r").exists() or len(read_metrics(tmp_path / "r")) < 2:
+            assert run.poll() is None, log.read_text(errors="replace")[-3000:]
+            assert time.monotonic() < until_s, log.read_text(errors="replace")[-3000:]
+            time.sleep(0.1)
+        victim = max(pid for pid, name in vllms(run.pid).items() if name.startswith("VLLM::EngineCore"))
+        os.kill(victim, signal.SIGSTOP)
+        end(run, log)
+    finally:
+        run.kill()
+    said = log.read_text(errors="replace")
+    assert re.search(r"replica \d has (failed|not loaded)", said)
+    assert_trained_on_its_own_tokens(tmp_path, 30)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

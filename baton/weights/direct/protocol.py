@@ -51,7 +51,7 @@ class Offered(TimedEvent, frozen=True):
 
 
 class Withdrawn(TimedEvent, frozen=True):
-    """The trainer has freed the offered version. A replica that joins now waits for the next offered version."""
+    """The trainer no longer offers a version. A replica that is idle or joins waits for the next offered version."""
 
 
 class PhaseDone(TimedEvent, frozen=True):

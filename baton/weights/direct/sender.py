@@ -106,16 +106,19 @@ class DirectSender:
             self._handle(direct.Offered(self._clock(), version))
 
     def withdraw(self) -> None:
-        """Free the offered version. Call this method only after all replicas that need the version have loaded it."""
+        """End the offer of the last version. Replicas that have begun to receive it continue; others wait for the next
+        version."""
         with self._changed:
-            self._versions.clear()
+            used = {state.sending for state in self._sync.replicas.values()}
+            self._versions = {version: sent for version, sent in self._versions.items() if version in used}
             self._handle(direct.Withdrawn(self._clock()))
 
     def wait(
         self, replica: str, version: PolicyVersion, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until a replica serves a version. After `timeout_s`, raises WeightsFault with the cause of the replica's
-        last failure. `check`: called about every second; raises an error if the replica cannot answer any more."""
+        """Wait until a replica serves a version. Raises WeightsFault if the version is neither offered nor being sent
+        to the replica, and after `timeout_s` with the cause of the replica's last failure. `check`: called about every
+        second; raises an error if the replica cannot answer any more."""
 
         def is_served() -> bool:
             state = self._sync.replicas.get(replica)
@@ -127,6 +130,12 @@ class DirectSender:
                 if self._changed.wait_for(is_served, 1.0):
                     return
                 state = self._sync.replicas.get(replica)
+                is_due = version in (self._sync.want, None if state is None else state.sending)
+            if self._is_closed or not is_due:
+                raise WeightsFault(
+                    f"{replica} did not load version {version.number} directly before it was withdrawn"
+                    + (f" ({state.last_cause})" if state is not None and state.last_cause else "")
+                )
             check()
             if self._clock() > until_s:
                 cause = "it has left" if state is None else state.last_cause or f"phase {state.phase}"

@@ -18,3 +18,7 @@ class DirectTransfer:
     """Index of the trainer's GPU among the visible GPUs; None on a CPU."""
     source: Any = None
     """The ranks that send the tensors (`RemoteSource`); None if the trainer is in this process."""
+    versions: Any = None
+    """The versions that several replicas of a run share (`DirectVersions`); None for one engine."""
+    replica: str = "the vLLM engine"
+    """Name of the engine in transfers and messages."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch
 
+from baton.errors import WeightsFault
 from baton.rollout.engines.vllm.client import VllmClient
 from baton.types import PolicyVersion
 from baton.weights.direct.protocol import DirectRules
@@ -42,48 +44,95 @@ class VllmLink:
 
     client: VllmClient
     world_size: int
+    may_start: Event = field(default_factory=Event)
+    """Set while the engine is paused for a load. A transfer starts only then."""
 
     def call(self, method: str, info: Any, timeout_s: float) -> None:
+        if method == "start_weight_update" and not self.may_start.wait(timeout_s):
+            raise WeightsFault(f"the engine was not paused for a new version within {timeout_s:.0f} s")
         self.client.call_workers(method, info, timeout_s)
+
+
+class DirectVersions:
+    """The versions that the trainer sends to the replicas of a run, each over a communicator of its own."""
+
+    def __init__(self, direct: DirectTransfer, timeout_s: float) -> None:
+        """timeout_s: deadline of each phase of a transfer."""
+        self.rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
+        self.sender = DirectSender(_transport(direct).connect, time.monotonic, self.rules, is_sparse=direct.is_sparse)
+        self.source = direct.source
+        self.prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tensors: tensors
+        """Returns a version's tensors named as in a model file. Set by the engines."""
+        self.offered = (PolicyVersion("", -1), PolicyVersion("load", 0))
+        """The last offered version, and its name in transfers: a version may be sent twice."""
+
+    def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
+        """Begin to send a version; return its tensors, named as in a model file. Raises EngineFault if they do not
+        fit."""
+        whole = self.prepare(tensors)
+        self.offered = version, PolicyVersion("load", self.offered[1].number + 1)
+        self.sender.offer(whole, self.offered[1])
+        return whole
+
+    def withdraw(self) -> None:
+        """End the offer. Replicas that are receiving the version continue."""
+        self.sender.withdraw()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all versions that were sent completely."""
+        return self.sender.sent_bytes
+
+    def close(self) -> None:
+        self.sender.close()
 
 
 class DirectLoad:
     """Loads versions by direct transfers into an engine that the trainer's process has started."""
 
     def __init__(self, client: VllmClient, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
-        """timeout_s: deadline of each phase of a transfer."""
-        self._rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
-        self._sender = DirectSender(_transport(direct).connect, time.monotonic, self._rules, is_sparse=direct.is_sparse)
-        self._client, self._source, self._num_loads = client, direct.source, 0
-        self._sender.join(_ENGINE, VllmLink(client, world_size))
+        """timeout_s: deadline of each phase of a transfer, unless the replicas of a run share `direct.versions`."""
+        self._versions, self._is_shared = direct.versions or DirectVersions(direct, timeout_s), bool(direct.versions)
+        self._client, self._replica, self.link = client, direct.replica, VllmLink(client, world_size)
+        self._versions.sender.join(self._replica, self.link)
 
-    def load(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, label: str) -> None:
         """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails;
-        the caller must then leave the engine paused."""
-        self._num_loads += 1
-        version = PolicyVersion("load", self._num_loads)
-        self._sender.offer(tensors, version)
+        the caller must then leave the engine paused. If replicas share the versions, this version must have been
+        offered; raises WeightsFault if a newer one was offered since."""
+        sender = self._versions.sender
+        if not self._is_shared:
+            self._versions.offer(tensors, version)
+        offered, sent = self._versions.offered
+        if offered != version:
+            raise WeightsFault(f"version {offered.number} has replaced version {version.number}")
+        self.link.may_start.set()
         try:
-            self._sender.wait(_ENGINE, version, _ATTEMPTS * 4 * self._rules.stall_s, check=self._check)
+            sender.wait(self._replica, sent, _ATTEMPTS * 4 * self._versions.rules.stall_s, check=self._check)
         finally:
-            self._sender.withdraw()
+            self.link.may_start.clear()
+            if not self._is_shared:
+                self._versions.withdraw()
+        # after may_start is cleared no transfer starts, but one may have started before
+        if sender.served(self._replica) != sent:
+            raise WeightsFault(f"a newer version has replaced version {version.number}")
         self._client.set_label(label)
 
     def _check(self) -> None:
         self._client.check()
-        if self._source is not None:
-            self._source.check()
+        if self._versions.source is not None:
+            self._versions.source.check()
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of all versions that were sent completely."""
-        return self._sender.sent_bytes
+        return self._versions.sent_bytes
 
     def close(self) -> None:
-        self._sender.close()
-
-
-_ENGINE = "the vLLM engine"
+        if self._is_shared:
+            self._versions.sender.leave(self._replica)
+        else:
+            self._versions.close()
 
 
 def _transport(direct: DirectTransfer) -> RemoteTransport | GlooTransport | VllmTransport:

@@ -67,6 +67,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """Loads versions from the trainer's memory; None if versions are loaded from files in memory."""
     _freed: tuple[str, ...] = ()
     """Parts of vLLM's device memory that are freed, by the names that vLLM gives them."""
+    _incoming = PolicyVersion("", -1)
+    """The version that is being loaded."""
     _sent_bytes = 0
     """`direct.sent_bytes` at the last call of `metrics`."""
     # vLLM's logprobs are over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs over
@@ -80,6 +82,10 @@ class VllmEngine(ExternalEngine[VllmClient]):
     def mask_dtype(self) -> str | None:
         vocabulary = self._skeleton.model.config.get_text_config().vocab_size
         return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        self._incoming = version
+        super().load_weights(tensors, version)
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(tensors, RemoteTensors):
@@ -101,7 +107,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
     def _load_paused(self, tensors: Mapping[str, Any], label: str) -> None:
         if self.direct is not None and not is_adapter(tensors):
-            self.direct.load(tensors, label)
+            self.direct.load(tensors, self._incoming, label)
             return
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             if is_adapter(tensors):
@@ -161,6 +167,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
         world_size = own.tensor_parallel * own.pipeline_parallel
         self.direct = DirectLoad(self._client, direct, world_size, timeout_s=timeout_s)
         self._weights.on_host = direct.backend == "gloo"
+        if direct.versions is not None:
+            direct.versions.prepare = self._loadable
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)

@@ -1,0 +1,360 @@
+"""`ReplicaTransport`: a `WorkerTransport` over several engines that receive weights directly from the trainer.
+
+| thread          | consumes              | produces              | waits for               | unblocked by          |
+|-----------------|-----------------------|-----------------------|-------------------------|-----------------------|
+| caller          | events of replicas    | leases, aborts, loads | an event                | an event, its timeout |
+| one per replica | leases, aborts, loads | events                | its engine, or messages | deadlines, messages   |
+
+Each replica loads a version by itself. `load_weights` returns when the replicas that served the last version have
+loaded the new one. Once one has, it waits for the others only `first + max(first, GRACE_S)` seconds, where `first` is
+the time of the fastest. A replica that has not loaded the version gets no leases, and its leases are refused, so the
+controller sends them to other replicas. A replica whose engine has failed is started again, and receives the next
+version.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import Any, Final, Protocol
+
+from baton.clock import RestartRule, begin, time_left
+from baton.errors import EngineFault, WeightsFault, first_line
+from baton.records.lease_trace import LeaseTrace
+from baton.records.trace import TraceWriter
+from baton.rollout.engine import Engine, EngineStats
+from baton.rollout.processes.lease_queue import Handover, LeaseQueue
+from baton.rollout.transport import WorkerTransport
+from baton.types import (
+    Abort,
+    FromHub,
+    FromPort,
+    FromWorker,
+    Lease,
+    PolicyVersion,
+    Report,
+    Retry,
+    WorkLost,
+    ends_lease,
+    without_masks,
+)
+
+logger = logging.getLogger(__name__)
+GRACE_S: Final = 1.0
+_POLL_S: Final = 0.1
+_CLOSE_S: Final = 30.0
+"""Seconds after which `close` no longer waits for the replicas' threads, and closes their engines itself."""
+
+
+class Versions(Protocol):
+    """Sends versions to all replicas. A replica receives one in its engine's `load_weights`."""
+
+    sent_bytes: int
+    """Bytes of all versions that replicas have received completely."""
+
+    def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
+        """Begin to send a version; return the tensors for `Engine.load_weights`."""
+
+    def withdraw(self) -> None:
+        """End the offer. Replicas that are receiving the version continue."""
+
+    def close(self) -> None:
+        """Close all communicators."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    tensors: Mapping[str, Any]
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A replica serves a version, or, with a cause, has not loaded it."""
+
+    version: PolicyVersion
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineEnded:
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Restarted:
+    inbox: SimpleQueue[Any]
+
+
+@dataclass(slots=True)
+class _Replica:
+    name: str
+    index: int
+    engine: Engine
+    inbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    """Messages to the current engine. A restarted engine has a new inbox."""
+    is_running: bool = True
+    """Whether the engine runs: False from its failure to its restart."""
+    is_serving: bool = True
+    is_loading: bool = False
+    cause: str = ""
+    """Why the replica does not serve."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    before: EngineStats = field(default_factory=EngineStats)
+    """Counters of the replica's earlier engines."""
+    thread: Future[None] | None = None
+
+
+class ReplicaTransport(WorkerTransport):
+    """Several engines, each with a thread, and together one worker."""
+
+    def __init__(
+        self,
+        count: int,
+        build: Callable[[int], Engine],
+        versions: Versions,
+        version: PolicyVersion,
+        *,
+        trace: LeaseTrace | None = None,
+        restart: RestartRule | None = None,
+    ) -> None:
+        """build: starts the engine of a replica, which serves `version` at the start of the run. It is called again
+        after a failure. Raises the errors of `build`."""
+        self._build, self._versions, self._version = build, versions, version
+        self._trace, self._rule = trace or LeaseTrace(TraceWriter()), restart or RestartRule()
+        self._events: SimpleQueue[tuple[_Replica, Any]] = SimpleQueue()
+        self._outbox: list[FromPort] = []
+        self._closing = Event()
+        self._sent_bytes = 0
+        self.replicas: list[_Replica] = []
+        try:
+            for index in range(count):
+                self.replicas.append(_Replica(f"replica {index}", index, build(index)))
+        except BaseException:
+            self.close()
+            raise
+        self._slots = [replica.engine.slots for replica in self.replicas]
+        self._free = list(self._slots)
+        """Slots that the queue may use: none of a replica that does not serve."""
+        self._queue = LeaseQueue(self._free)
+        for replica in self.replicas:
+            replica.thread = begin(lambda own=replica: self._live(own))  # type: ignore[misc]
+
+    @property
+    def name(self) -> str:
+        return f"the {len(self.replicas)} replicas"
+
+    @property
+    def slots(self) -> int:
+        return sum(self._free)
+
+    def send(self, message: FromHub) -> None:
+        if isinstance(message, Lease):
+            self._queue.add(message)
+        else:
+            self._deliver(self._queue.abort(message))
+
+    def receive(self, timeout_s: float) -> Sequence[FromPort]:
+        """Raises EngineFault if no replica serves, and none is loading a version."""
+        self._deliver(self._queue.assign())
+        self._take(0.0 if self._outbox else timeout_s)
+        self._deliver(self._queue.assign())
+        messages, self._outbox = self._outbox, []
+        if not messages:
+            self._check_any()
+        return messages
+
+    def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
+        """Raises EngineFault if no replica has loaded the version."""
+        self._take(0.0)
+        loadable, self._version = self._versions.offer(tensors, version), version
+        awaited = [replica for replica in self.replicas if replica.is_serving]
+        for replica in self.replicas:
+            if replica.is_running:
+                self._suspend(replica, "it is loading a version")
+                replica.is_loading = True
+                replica.inbox.put(_Load(loadable, version))
+        left_s, first_s = time_left(0.0), 0.0  # `left_s` is minus the time since the offer
+        try:
+            while not self.slots or any(replica.is_loading for replica in awaited):
+                self._take(_POLL_S)
+                self._check_any()
+                took_s = -left_s()
+                if self.slots:
+                    first_s = first_s or took_s
+                    if took_s > first_s + max(first_s, GRACE_S):
+                        break
+        finally:
+            self._versions.withdraw()
+        for replica in self.replicas:
+            if not replica.is_serving:
+                self._release(replica)
+
+    def stats(self) -> EngineStats:
+        parts = [stats for replica in self.replicas for stats in (replica.stats, replica.before)]
+        return _sum(parts)
+
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        before, self._sent_bytes = self._sent_bytes, self._versions.sent_bytes
+        return {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
+
+    def close(self, *, is_over: bool = False) -> None:
+        self._closing.set()
+        self._versions.close()
+        for replica in self.replicas:
+            replica.inbox.put(None)
+        left_s = time_left(_CLOSE_S)
+        for replica in self.replicas:
+            if replica.thread is not None:
+                with suppress(Exception):
+                    replica.thread.result(max(0.0, left_s()))
+            replica.engine.close()  # idempotent; the thread may hang
+
+    # ---- events of replicas ------------------------------------------------------------------------------------------
+
+    def _take(self, timeout_s: float) -> None:
+        """Process the events that have arrived; wait at most `timeout_s` for the first one."""
+        with suppress(Empty):
+            event = self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
+            while True:
+                self._on_event(*event)
+                event = self._events.get_nowait()
+
+    def _on_event(self, replica: _Replica, event: Any) -> None:
+        match event:
+            case list():
+                self._on_reports(replica, event)
+            case _Loaded(version=version, cause=cause) if version == self._version:
+                replica.is_loading, replica.cause = False, cause
+                replica.is_serving = not cause
+                self._free[replica.index] = self._slots[replica.index] if replica.is_serving else 0
+                if cause:
+                    logger.warning("%s has not loaded version %d: %s", replica.name, version.number, cause)
+            case _EngineEnded(cause=cause):
+                logger.warning("%s has failed: %s", replica.name, cause)
+                self._suspend(replica, cause)
+                replica.is_running = replica.is_loading = False
+                self._release(replica)
+                replica.before, replica.stats = _sum((replica.before, replica.stats)), EngineStats()
+            case _Restarted(inbox=inbox):
+                replica.inbox, replica.is_running = inbox, True
+                replica.cause = "it has started again and has not received a version"
+            case _:
+                pass  # a load that a newer version has replaced
+
+    def _on_reports(self, replica: _Replica, reports: Sequence[FromWorker]) -> None:
+        """Pass on the reports of the replica's leases. Tokens of leases that it has lost are counted."""
+        own = self._queue.leases[replica.index]
+        for report in reports:
+            if report.lease_id in own:
+                self._trace.on_report(report)
+                self._outbox.append(report)
+            elif isinstance(report, Report) and (num := sum(len(one.token_ids) for one in report.segments)):
+                self._outbox.append(WorkLost("replica_failed", num))
+        self._queue.ended(replica.index, reports)
+
+    def _suspend(self, replica: _Replica, cause: str) -> None:
+        replica.is_serving, replica.cause, self._free[replica.index] = False, cause, 0
+
+    def _release(self, replica: _Replica) -> None:
+        """Refuse the leases of a replica that does not serve, so that the controller sends them to another one."""
+        for lease_id in sorted(self._queue.leases[replica.index]):
+            self._refuse(replica, lease_id)
+            replica.inbox.put(Abort(lease_id))
+
+    def _refuse(self, replica: _Replica, lease_id: int) -> None:
+        retry = Retry(lease_id, self._version.number)
+        self._queue.ended(replica.index, [retry])
+        self._trace.on_report(retry)
+        self._outbox.append(retry)
+
+    def _deliver(self, messages: Sequence[Handover]) -> None:
+        for index, message in messages:
+            replica = self.replicas[index]
+            if not isinstance(message, Lease):
+                replica.inbox.put(message)
+                continue
+            self._trace.on_lease(message, replica.name, self._slots[index])
+            if replica.is_serving:
+                replica.inbox.put(without_masks(message))
+            else:  # it was sent only to be aborted
+                self._refuse(replica, message.lease_id)
+
+    def _check_any(self) -> None:
+        if not any(replica.is_serving or replica.is_loading for replica in self.replicas):
+            causes = "; ".join(f"{replica.name}: {replica.cause}" for replica in self.replicas)
+            raise EngineFault(
+                f"no replica serves version {self._version.number} ({causes}); finished trajectories are in the "
+                "journal: continue with --resume"
+            )
+
+    # ---- in the replica's thread -------------------------------------------------------------------------------------
+
+    def _live(self, replica: _Replica) -> None:
+        """Serve with one engine after another, until the transport is closed or the engine fails too often."""
+        inbox, failures = replica.inbox, 0
+        while True:
+            left_s = time_left(0.0)
+            try:
+                self._serve(replica, inbox)
+                return
+            except Exception as error:  # noqa: BLE001  # any error ends the engine, and not the others
+                self._events.put((replica, _EngineEnded(first_line(error))))
+            finally:
+                replica.engine.close()
+            failures, wait_s = self._rule.after_end(failures, -left_s())
+            while True:
+                if wait_s is None or self._closing.wait(wait_s):
+                    return
+                try:
+                    replica.engine = self._build(replica.index)
+                    break
+                except Exception as error:  # noqa: BLE001  # counted as a failure of the engine
+                    self._events.put((replica, _EngineEnded(f"it does not start: {first_line(error)}")))
+                    failures, wait_s = self._rule.after_end(failures, None)
+            inbox = SimpleQueue()
+            self._events.put((replica, _Restarted(inbox)))
+            if self._closing.is_set():
+                inbox.put(None)
+
+    def _serve(self, replica: _Replica, inbox: SimpleQueue[Any]) -> None:
+        engine, running = replica.engine, set[int]()
+        while True:
+            while not running or not inbox.empty():
+                try:
+                    message = inbox.get(timeout=_POLL_S)
+                except Empty:
+                    if self._closing.is_set():
+                        return
+                    continue
+                match message:
+                    case None:
+                        return
+                    case Lease():
+                        engine.submit(message)
+                        running.add(message.lease_id)
+                    case Abort(lease_id=lease_id):
+                        engine.abort(lease_id)
+                    case _Load(tensors=tensors, version=version):
+                        cause = ""
+                        try:
+                            engine.load_weights(tensors, version)
+                        except WeightsFault as error:  # the engine waits for the next version
+                            cause = first_line(error)
+                        self._events.put((replica, _Loaded(version, cause)))
+                    case other:
+                        raise AssertionError(f"unexpected message {type(other).__name__}")
+            reports = engine.step()
+            replica.stats = engine.stats
+            if reports:
+                self._events.put((replica, list(reports)))
+                running.difference_update(report.lease_id for report in reports if ends_lease(report))
+
+
+def _sum(parts: Sequence[EngineStats]) -> EngineStats:
+    return EngineStats(*(sum(getattr(part, name) for part in parts) for name in EngineStats.__struct_fields__))

@@ -1,0 +1,314 @@
+"""Several replicas in one run, with real processes that receive weights over gloo: a signal to one at any stage of a
+transfer delays no other. The processes hold tensors instead of a vLLM, and this shows nothing about GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weights" / "direct"))
+
+from replica_process import STAGES, ProcessLink
+
+from baton.clock import RestartRule
+from baton.errors import EngineFault, WeightsFault
+from baton.rollout.engine import EngineStats
+from baton.rollout.engines.vllm.direct import DirectLoad, DirectVersions
+from baton.rollout.replicas import ReplicaTransport
+from baton.types import (
+    Abort,
+    FinishReason,
+    FromWorker,
+    Lease,
+    PolicyVersion,
+    Report,
+    Retry,
+    SamplingParams,
+    Segment,
+    Trajectory,
+    WorkLost,
+)
+from baton.weights.direct.settings import DirectTransfer
+
+pytestmark = [pytest.mark.timing, pytest.mark.slow]
+
+TIMEOUT_S = 4.0
+"""Deadline of each phase of a transfer."""
+LIMIT_S = 60.0
+LONG = 10**6
+"""Tokens of a response that is never finished."""
+
+
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion("run", number)
+
+
+def tensors(number: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """700 tensors, which need two buckets. All elements of version `number` are `number`, but most of `same` are 1."""
+    changing = {f"w{i}": torch.full((4,), float(number), dtype=dtype) for i in range(700)}
+    same = torch.ones(4000, dtype=dtype)
+    same[number] = 2.0
+    return {**changing, "same": same}
+
+
+class Client:
+    """The part of `VllmClient` that transfers use."""
+
+    def __init__(self, link: ProcessLink) -> None:
+        self.link = link
+
+    def call_workers(self, method: str, info: Any, timeout_s: float) -> list[Any]:
+        return [self.link.ask(method, info, timeout_s)]
+
+    def check(self) -> None:
+        if not self.link.process.is_alive():
+            raise EngineFault("the process has exited")
+
+    def set_label(self, label: str) -> None:
+        pass
+
+
+class ProcessEngine:
+    """An engine whose tokens are the values of its process's weights, so a token shows which weights sampled it."""
+
+    slots = 8
+
+    def __init__(self, direct: DirectTransfer, link: ProcessLink) -> None:
+        self.version, self.link, self.direct = (
+            version(0),
+            link,
+            DirectLoad(Client(link), direct, 1, timeout_s=TIMEOUT_S),
+        )
+        self.leases: dict[int, tuple[Lease, int]] = {}
+        self.aborted: list[int] = []
+        self.num_tokens = 0
+        self.is_broken = False
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(decoded_tokens=self.num_tokens)
+
+    def submit(self, lease: Lease) -> None:
+        self.leases[lease.lease_id] = lease, lease.trajectory.num_tokens
+
+    def abort(self, lease_id: int) -> None:
+        self.aborted.append(lease_id)
+
+    def step(self) -> list[FromWorker]:
+        assert not self.is_broken or self.aborted, "an engine without a whole version generates nothing"
+        reports: list[FromWorker] = []
+        for lease_id in [one for one in self.aborted if one in self.leases]:
+            _, count = self.leases.pop(lease_id)
+            reports.append(Report(lease_id, count, (), is_aborted=True))
+        self.aborted = []
+        if self.leases:
+            served = self.link.ask("served", None, TIMEOUT_S)
+            assert served is not None
+            values = {value for name, tensor in served.items() if name != "same" for value in tensor}
+            assert len(values) <= 1, "a token of parts of two versions"
+            token = int(min(values, default=0))
+            for lease_id, (lease, count) in list(self.leases.items()):
+                segment = Segment((token,), (-1.0,), self.version.number)
+                is_over = count + 1 >= lease.sampling.max_new_tokens
+                reports.append(Report(lease_id, count, (segment,), FinishReason.LENGTH if is_over else None))
+                self.num_tokens += 1
+                self.leases[lease_id] = lease, count + 1
+                if is_over:
+                    del self.leases[lease_id]
+            time.sleep(0.01)
+        return reports
+
+    def load_weights(self, given: dict[str, Any], wanted: PolicyVersion) -> None:
+        self.is_broken = True
+        self.direct.load(given, wanted, "label")
+        self.version, self.is_broken = wanted, False
+
+    def close(self) -> None:
+        self.direct.close()
+        self.link.close()
+
+
+class Run:
+    """A transport over replicas, and the loop of a controller that sends refused leases again."""
+
+    def __init__(self, count: int, *, is_sparse: bool = False, restart: RestartRule | None = None) -> None:
+        direct = DirectTransfer("gloo", is_sparse)
+        self.versions = DirectVersions(direct, TIMEOUT_S)
+        self.links: list[list[ProcessLink]] = [[] for _ in range(count)]
+
+        def build(index: int) -> Any:
+            self.links[index].append(ProcessLink())
+            own = DirectTransfer("gloo", is_sparse, versions=self.versions, replica=f"replica {index}")
+            return ProcessEngine(own, self.links[index][-1])
+
+        rule = restart or RestartRule(first_wait_s=0.1, longest_wait_s=0.5)
+        self.port = ReplicaTransport(count, build, self.versions, version(0), restart=rule)
+        self.leases: dict[int, Lease] = {}
+        self.tokens: dict[int, list[tuple[int, int]]] = {}
+        """Trajectory → token and version of each token."""
+        self.refused: list[int] = []
+        self.lost = 0
+        self.number = 0
+
+    def lease(self, group: int, max_new_tokens: int) -> None:
+        self.number += 1
+        segments = tuple(Segment((t,), (-1.0,), v) for t, v in self.tokens.setdefault(group, []))
+        trajectory = Trajectory(group, 0, (1, 2), segments)
+        made = Lease(self.number, trajectory, SamplingParams(max_new_tokens), 0, 0, is_exact=False)
+        self.leases[self.number] = made
+        self.port.send(made)
+
+    def pump(self) -> None:
+        for message in self.port.receive(0.1):
+            match message:
+                case Report(lease_id=lease_id, segments=segments, finish_reason=reason, is_aborted=is_aborted):
+                    group = self.leases[lease_id].trajectory.group_id
+                    assert message.token_offset == len(self.tokens[group])
+                    self.tokens[group] += [(t, one.policy_version) for one in segments for t in one.token_ids]
+                    if reason is not None or is_aborted:
+                        del self.leases[lease_id]
+                case Retry(lease_id=lease_id):
+                    lease = self.leases.pop(lease_id)
+                    self.refused.append(lease.trajectory.group_id)
+                    self.lease(lease.trajectory.group_id, lease.sampling.max_new_tokens)
+                case WorkLost(num_tokens=count):
+                    self.lost += count
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < end_s, [(r.name, r.is_serving, r.cause) for r in self.port.replicas]
+            self.pump()
+
+    def check_tokens(self) -> None:
+        """Every token was sampled from the whole weights of the version that its segment names."""
+        assert all(token == number for tokens in self.tokens.values() for token, number in tokens)
+
+    @property
+    def serving(self) -> list[int]:
+        return [replica.index for replica in self.port.replicas if replica.is_serving]
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def start(*given: Any, **named: Any) -> Run:
+        made.append(Run(*given, **named))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.port.close()
+
+
+def test_replicas_share_the_leases_and_each_loads_every_version(run: Callable[..., Run]) -> None:
+    one = run(2)
+    for number in (1, 2, 3):
+        one.port.load_weights(tensors(number), version(number))
+        assert one.serving == [0, 1]
+        for group in range(12):  # more than the slots of one replica
+            one.lease(100 * number + group, 3)
+        one.until(lambda: not one.leases)
+        one.check_tokens()
+    assert {n for tokens in one.tokens.values() for _, n in tokens} == {1, 2, 3}
+    assert all(links[0].methods.count("init_weight_transfer_engine") == 1 for links in one.links)
+    assert one.port.stats().decoded_tokens == 3 * 12 * 3
+    size = sum(tensor.nbytes for tensor in tensors(1).values())
+    assert one.port.metrics({}) == {"perf/weights_sent_bytes": 2 * 3 * size}
+    assert one.port.metrics({}) == {"perf/weights_sent_bytes": 0}
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["direct", "sparse"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_signal_to_a_replica_at_any_stage_delays_no_other(
+    stage: str, number: int, is_sparse: bool, run: Callable[..., Run]
+) -> None:
+    """Twelve trajectories are in flight. Those of the replica that is hit continue on the other one, and it serves
+    again after it has loaded a whole version: when it goes on (SIGSTOP), or as a new process (SIGKILL)."""
+    one = run(2, is_sparse=is_sparse)
+    one.port.load_weights(tensors(1), version(1))
+    victim = one.links[1][0]
+    for group in range(12):
+        one.lease(group, LONG)
+    one.until(lambda: all(one.tokens.values()))
+    if stage == STAGES[0]:  # a new communicator is built after a failure
+        one.versions.sender.leave("replica 1")
+    victim.ask("signal_at", (stage, number), LIMIT_S)
+    if stage == STAGES[0]:
+        one.versions.sender.join("replica 1", one.port.replicas[1].engine.direct.link)  # type: ignore[attr-defined]
+    one.port.load_weights(tensors(2), version(2))
+    assert one.serving == [0], "the load does not wait for the victim's deadlines"
+    one.until(lambda: sum(any(n == 2 for _, n in tokens) for tokens in one.tokens.values()) >= ProcessEngine.slots)
+    if number == signal.SIGSTOP:
+        victim.cont()
+    for later in range(3, 40):
+        one.port.load_weights(tensors(later), version(later))
+        if one.serving == [0, 1]:
+            break
+        for _ in range(10):
+            one.pump()
+    assert one.serving == [0, 1]
+    assert one.refused, "trajectories have moved"
+    for lease_id in list(one.leases):
+        one.port.send(Abort(lease_id))
+    one.until(lambda: not one.leases)
+    one.check_tokens()
+
+
+def test_a_replica_that_is_killed_while_it_generates_is_started_again(run: Callable[..., Run]) -> None:
+    one = run(2)
+    one.port.load_weights(tensors(1), version(1))
+    for group in range(12):
+        one.lease(group, 200)
+    one.until(lambda: all(one.tokens.values()))
+    os.kill(one.links[1][0].process.pid, signal.SIGKILL)
+    one.until(lambda: one.serving == [0])
+    one.until(lambda: not one.leases)
+    assert {len(tokens) for tokens in one.tokens.values()} == {200}
+    one.check_tokens()
+    one.until(lambda: one.port.replicas[1].is_running)
+    assert one.serving == [0], "the new process has no whole version"
+    one.port.load_weights(tensors(2), version(2))
+    one.until(lambda: one.serving == [0, 1] or one.port.replicas[1].is_loading is False)
+    one.port.load_weights(tensors(3), version(3))
+    one.until(lambda: one.serving == [0, 1])
+
+
+def test_without_any_replica_the_run_ends_with_the_causes(run: Callable[..., Run]) -> None:
+    one = run(2, restart=RestartRule(max_failures=0))
+    for links in one.links:
+        os.kill(links[0].process.pid, signal.SIGKILL)
+    for group in range(12):
+        one.lease(group, 5)
+    with pytest.raises(EngineFault, match=r"no replica serves version 0 \(replica 0: .*; replica 1: .*\); finished"):
+        one.until(lambda: False)
+    with pytest.raises(EngineFault, match="no replica serves version 1"):
+        one.port.load_weights(tensors(1), version(1))
+
+
+def test_a_version_that_was_replaced_is_never_served_under_its_name() -> None:
+    link = ProcessLink()
+    direct = DirectTransfer("gloo")
+    versions = DirectVersions(direct, TIMEOUT_S)
+    try:
+        own = DirectTransfer("gloo", versions=versions, replica="a")
+        load = DirectLoad(Client(link), own, 1, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+        versions.offer(tensors(1), version(1))
+        versions.offer(tensors(2), version(2))
+        with pytest.raises(WeightsFault, match="version 2 has replaced version 1"):
+            load.load({}, version(1), "label")
+        load.load({}, version(2), "label")
+        assert link.ask("served", None, LIMIT_S)["w0"] == [2.0] * 4
+    finally:
+        versions.close()
+        link.close()
