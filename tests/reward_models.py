@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -28,3 +29,24 @@ def make_reward_model(directory: Path, policy: Path, *, labels: int = 1, positio
     Qwen3ForSequenceClassification(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def servers() -> set[int]:
+    """The process ids of the servers that this process's descendants have started."""
+    parents: dict[int, int] = {}
+    named = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        pid = int(stat.parent.name)
+        try:
+            parents[pid] = int(stat.read_text().rpartition(")")[2].split()[1])
+            if b"vllm.entrypoints.openai.api_server" in (stat.parent / "cmdline").read_bytes():
+                named.add(pid)
+        except OSError:
+            continue
+
+    def is_own(pid: int) -> bool:
+        while pid and pid != os.getpid():
+            pid = parents.get(pid, 0)
+        return bool(pid)
+
+    return {pid for pid in named if is_own(pid)}

@@ -100,8 +100,7 @@ def check_reward_places(plan: Plan, recipe: Recipe, file: Path) -> None:
     where = f"{file} has GPUs for the reward model {plan.reward.model!r}"
     if not models:
         raise UserError(
-            f'{where}, but the recipe has no [[reward]] of kind = "model": add it, or plan without `reward.model`; a '
-            'generative reward model (kind = "http") runs in a server that you start'
+            f'{where}, but the recipe has no [[reward]] of kind = "model": add it, or plan without `reward.model`'
         )
     if len(models) > 1:
         raise UserError(f'{where}, but the recipe has {len(models)} [[reward]] of kind = "model"; allowed is one')

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from baton.specs.model import ModelSpec
+from baton.specs.model import ModelSpec, paged_cache_bytes
 
 Array = Any
 """A number or an array of numbers."""
@@ -323,6 +323,12 @@ def scorer_terms(model: ModelSpec, value_bytes: int, tokens: float) -> tuple[Ter
     block = value_bytes * (2 * model.hidden + max(attention, feed_forward)) + 8 * model.hidden
     params = model.params - (not model.is_tied) * model.embedding_params  # the head has one output
     return (Term("weights", value_bytes * params), Term("one block", tokens * block))
+
+
+def server_terms(model: ModelSpec, value_bytes: int, sequences: int, context_tokens: int) -> tuple[Term, ...]:
+    """Return the memory of a generative reward model, whose vLLM holds the KV cache of all sequences at full length."""
+    cache = paged_cache_bytes(model, sequences, context_tokens, value_bytes)
+    return Term("weights", value_bytes * model.params), Term("KV cache", cache)
 
 
 def overhead(num_bytes: Array, *, on_cpu: bool) -> Term:

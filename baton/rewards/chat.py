@@ -20,6 +20,7 @@ class ChatFormat(msgspec.Struct, frozen=True):
     model: str
     template: str
     pattern: str
+    max_new_tokens: int
 
     def request(self, call: Call) -> dict[str, Any]:
         values = {
@@ -28,7 +29,8 @@ class ChatFormat(msgspec.Struct, frozen=True):
             "reference": call.prompt.answer or "",
         }
         text = re.sub(r"\{(prompt|response|reference)\}", lambda found: values[found[1]], self.template)
-        return {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
+        sampling = {"temperature": 0, "max_tokens": self.max_new_tokens}
+        return {"model": self.model, "messages": [{"role": "user", "content": text}], **sampling}
 
     def outcome(self, reply: Any) -> Outcome:
         try:

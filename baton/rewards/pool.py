@@ -26,7 +26,7 @@ import msgspec
 from baton.errors import EngineFault, UserError
 from baton.rewards import scorer_protocol as protocol
 from baton.rewards.isolation import environment
-from baton.rewards.settings import LOAD_TIMEOUT_S, JudgeSettings
+from baton.rewards.settings import LOAD_TIMEOUT_S, SERVER_START_S, JudgeSettings
 from baton.types import FailureCause
 
 Calls = tuple[protocol.Call, ...]
@@ -92,7 +92,7 @@ class WorkerPool:
         process; by default, on this machine."""
         self._setup, self._holds_model = setup, holds_model
         self._is_here = launch is None
-        self._launch = launch or (lambda: _LocalProcess.launch(settings))
+        self._launch = launch or (lambda: LocalProcess.launch(settings))
         self._slots = asyncio.Semaphore(settings.workers)
         self._idle: list[ScorerProcess] = []
         self._launches: list[asyncio.Future[ScorerProcess]] = []
@@ -179,14 +179,16 @@ class WorkerPool:
         launch = asyncio.ensure_future(self._launch())
         running = [one for one in self._launches if not one.done() or (not one.exception() and one.result().is_alive)]
         self._launches = [*running, launch]
+        starts_server = any(isinstance(spec, protocol.GenerativeModelSpec) for spec in self._setup.specs)
+        limit_s = SERVER_START_S + GRACE_S if starts_server else LOAD_TIMEOUT_S
         # shielded because asyncio may hang if the start of a process is cancelled; `close` waits for it
         worker = await asyncio.shield(launch)
         try:
-            ready = await asyncio.wait_for(worker.set_up(self._setup), LOAD_TIMEOUT_S)
+            ready = await asyncio.wait_for(worker.set_up(self._setup), limit_s)
             self._unloadable, self._isolation = ready.error, ready.isolation
         except TimeoutError:
             names = ", ".join(map(str, self._setup.specs))
-            self._unloadable = f"a worker process did not load {names} within {LOAD_TIMEOUT_S:g} s"
+            self._unloadable = f"a worker process did not load {names} within {limit_s:g} s"
         except WorkerExited as lost:
             self._unloadable = f"a worker process that loads {', '.join(map(str, self._setup.specs))} {lost}"
         if self._unloadable:
@@ -195,7 +197,7 @@ class WorkerPool:
         return worker
 
 
-class _LocalProcess:
+class LocalProcess:
     """Implements `ScorerProcess` with a child process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -207,7 +209,7 @@ class _LocalProcess:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def launch(cls, settings: JudgeSettings) -> _LocalProcess:
+    async def launch(cls, settings: JudgeSettings) -> LocalProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -19,14 +19,16 @@ from baton.rewards.functions import malformed, number
 from baton.rewards.scorer_protocol import Call, CallFailure, Outcome
 from baton.types import FailureCause
 
+MAX_REPLY_BYTES = 2**22
 BUSY = frozenset({408, 425, 429})
 """HTTP status codes after which the call is repeated, in addition to all codes ≥ 500."""
 
 
 async def call_remote_scorer(
-    session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float, chat: ChatFormat | None = None
+    session: aiohttp.ClientSession, url: str, call: Call, deadline_s: float | None, chat: ChatFormat | None = None
 ) -> Outcome:
-    """Call a remote scorer once. A failure of the server or the connection is returned as an outcome, not raised."""
+    """Call a remote scorer once. A failure of the server or the connection is returned as an outcome, not raised.
+    deadline_s: None if the caller has a deadline."""
     prompt = call.prompt
     request: dict[str, Any] = {
         "task": prompt.task,
@@ -45,8 +47,11 @@ async def call_remote_scorer(
             asyncio.timeout(deadline_s),
             session.post(url, data=msgspec.json.encode(request), headers={"Content-Type": "application/json"}) as reply,
         ):
-            body = await reply.read()
-            status = reply.status
+            body, status = bytearray(), reply.status
+            async for piece in reply.content.iter_chunked(2**16):
+                body += piece
+                if len(body) > MAX_REPLY_BYTES:
+                    return CallFailure(FailureCause.MALFORMED, f"answered with more than {MAX_REPLY_BYTES:,} bytes")
     except TimeoutError:
         return CallFailure(FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s")
     except aiohttp.ClientResponseError as error:

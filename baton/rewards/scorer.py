@@ -43,14 +43,16 @@ from baton.rewards.scorer_protocol import (
     CallFailure,
     CallValue,
     FunctionSpec,
+    GenerativeModelSpec,
     MathSpec,
+    ModelSpecs,
     Outcome,
     RewardModelSpec,
     ScoredTask,
     ScorerSetup,
     Spec,
 )
-from baton.rewards.settings import LOAD_TIMEOUT_S, AnswerSettings, JudgeSettings, RewardSettings
+from baton.rewards.settings import LOAD_TIMEOUT_S, SERVER_START_S, AnswerSettings, JudgeSettings, RewardSettings
 from baton.rewards.warnings import RewardWarnings
 from baton.types import FailureCause, Group, Message, Prompt, RewardResult, ScoredTrajectory, Trajectory
 
@@ -131,7 +133,7 @@ class RewardScorer:
         """Whether multi-turn episodes are submitted. If not, the environment's reward is the whole reward."""
         self._settings, self._places = settings or JudgeSettings(), places
         self._specs: list[Spec] = []
-        self._models: dict[str, list[tuple[RewardModelSpec, Launch | None]]] = {}
+        self._models: dict[str, list[tuple[ModelSpecs, Launch | None]]] = {}
         self._thread: ScoringThread | None = None
         self._finished: queue.SimpleQueue[tuple[list[int], Future[list[RewardResult]] | list[RewardResult]]] = (
             queue.SimpleQueue()
@@ -404,7 +406,9 @@ class RewardScorer:
 
     def _remote(self, reward: RewardSettings) -> _BackgroundScorer:
         url, deadline_s = reward.url or "", reward.deadline_s or self._settings.deadline_s
-        chat = ChatFormat(reward.model or "", reward.template, reward.pattern) if reward.template else None
+        chat = None
+        if reward.template:
+            chat = ChatFormat(reward.model or "", reward.template, reward.pattern, reward.max_new_tokens)
 
         async def call_url(calls: Calls) -> Outcomes:
             thread, most = self._scoring_thread(), reward.concurrency
@@ -415,10 +419,16 @@ class RewardScorer:
     def _model(self, reward: RewardSettings) -> _BackgroundScorer:
         path, deadline_s = reward.model or "", reward.deadline_s or MODEL_DEADLINE_S
         here: list[tuple[str, Launch | None]] = [(device, None) for device in reward.devices]
-        self._models[reward.name] = [
-            (RewardModelSpec(path, device, reward.dtype, reward.batch_tokens), launch)
-            for device, launch in here or self._places or [("auto", None)]
-        ]
+
+        def spec_on(device: str) -> ModelSpecs:
+            if not reward.template:
+                return RewardModelSpec(path, device, reward.dtype, reward.batch_tokens)
+            chat = (reward.template, reward.pattern, reward.max_new_tokens)
+            sizes = (reward.context_tokens, reward.concurrency)
+            return GenerativeModelSpec(path, device, reward.dtype, *chat, *sizes, reward.arguments)
+
+        places = here or self._places or [("auto", None)]
+        self._models[reward.name] = [(spec_on(device), launch) for device, launch in places]
 
         async def call_model(calls: Calls) -> Outcomes:
             thread = self._scoring_thread()
@@ -465,7 +475,8 @@ class RewardScorer:
         queue, because a call is always running."""
         own = (r.deadline_s or (MODEL_DEADLINE_S if r.kind == "model" else 0.0) for r in self._rewards)
         deadline_s = max(self._settings.deadline_s, *own)
-        return LOAD_TIMEOUT_S + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
+        load_s = SERVER_START_S if any(r.starts_server for r in self._rewards) else LOAD_TIMEOUT_S
+        return load_s + (1 + self._settings.retries) * (2 * deadline_s + 10.0) + 30.0
 
     def _names(self) -> str:
         scorers = [*self._scorers.values(), *self._parts.values()]

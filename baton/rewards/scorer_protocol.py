@@ -103,7 +103,26 @@ class RewardModelSpec(msgspec.Struct, frozen=True, tag="RewardModelSpec"):
         return f"reward model {self.model!r} on {self.device}"
 
 
-Spec = FunctionSpec | ScorerSpec | MathSpec | RewardModelSpec
+class GenerativeModelSpec(msgspec.Struct, frozen=True, tag="GenerativeModelSpec"):
+    """A generative reward model on one device, for which a worker process starts a vLLM server. The fields are keys of
+    a [[reward]]."""
+
+    model: str
+    device: str
+    dtype: Literal["auto", "float32", "bfloat16"]
+    template: str
+    pattern: str
+    max_new_tokens: int
+    context_tokens: int
+    concurrency: int
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"generative reward model {self.model!r} on {self.device}"
+
+
+ModelSpecs = RewardModelSpec | GenerativeModelSpec
+Spec = FunctionSpec | ScorerSpec | MathSpec | ModelSpecs
 """A scorer that a worker process can load."""
 Score = Callable[[Call], Outcome]
 """Function that scores one response. An exception counts as a failure of the scorer."""

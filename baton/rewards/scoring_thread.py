@@ -27,7 +27,7 @@ from baton.rewards.chat import ChatFormat
 from baton.rewards.functions import RewardFunction, call_sync
 from baton.rewards.pool import Calls, Launch, MachineGone, Outcomes, WorkerPool
 from baton.rewards.remote import call_remote_scorer
-from baton.rewards.scorer_protocol import Call, CallFailure, FunctionSpec, RewardModelSpec, ScorerSetup
+from baton.rewards.scorer_protocol import Call, CallFailure, FunctionSpec, ModelSpecs, ScorerSetup
 from baton.rewards.settings import JudgeSettings
 from baton.types import FailureCause
 
@@ -47,7 +47,7 @@ class ScoringThread:
         self,
         setup: ScorerSetup,
         settings: JudgeSettings,
-        models: Mapping[str, Sequence[tuple[RewardModelSpec, Launch | None]]],
+        models: Mapping[str, Sequence[tuple[ModelSpecs, Launch | None]]],
     ) -> None:
         """Start the thread. Worker processes and connections start when a call first needs them. models: name of a
         reward part → its reward model on each of its devices, and what starts the process there; None: this machine.

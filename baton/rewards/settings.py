@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from baton.rewards.answer import AnswerFormat
 from baton.rewards.patterns import check_pattern
@@ -14,6 +15,37 @@ from baton.types import ENVIRONMENT
 
 LOAD_TIMEOUT_S = 300.0
 """Maximum time in which a worker process must start and import its scorers."""
+
+SERVER_START_S = 900.0
+"""Maximum time in which the vLLM server of a generative reward model must start and load its model."""
+
+OWNED: dict[str, str] = {
+    **dict.fromkeys(("model", "model_tag", "tokenizer", "revision", "served_model_name"), "use model"),
+    **dict.fromkeys(("dtype", "quantization"), "use dtype"),
+    "max_model_len": "use context_tokens",
+    "max_num_seqs": "use concurrency",
+    **dict.fromkeys(("gpu_memory_utilization", "kv_cache_memory_bytes"), "lower context_tokens or concurrency"),
+    **dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "device_ids"),
+        "remove it: each GPU holds the whole model",
+    ),
+    **dict.fromkeys(
+        ("host", "port", "uds", "api_key", "root_path", "config", "headless", "grpc", "api_server_count", "ssl"),
+        "remove it: Baton starts the server on 127.0.0.1, with a random key",
+    ),
+    **dict.fromkeys(
+        ("trust_remote_code", "middleware", "load_format", "worker_cls", "worker_extension_cls", "logits_processors"),
+        "remove it: no code and no pickle file that comes with a model is executed",
+    ),
+    **dict.fromkeys(("generation_config", "uvicorn_log_level"), "remove it: Baton depends on its value"),
+}
+"""Name, or beginning of the name, of a vLLM argument that only Baton sets → what the user should do instead."""
+
+
+def refusal_of(argument: str) -> str | None:
+    """Return what to do instead of giving an argument of vLLM that Baton sets, also if its name is abbreviated."""
+    name = argument.removeprefix("no_")
+    return next((advice for own, advice in OWNED.items() if own.startswith(name) or name.startswith(own)), None)
 
 
 class AnswerSettings(Settings):
@@ -42,7 +74,8 @@ class RewardSettings(Settings):
     """Value of the part. correct: 1 if the task's scorer returns 1, else 0. score: the value of the task's scorer,
     which may be partial credit. exact: 1 if the answer equals the reference as text. format: 1 if the response follows
     the answer format. math: 1 if math-verify finds answer and reference equal. function: the value of your function.
-    http: the value of a scorer behind a URL. model: the score of a Hugging Face sequence classifier with one label."""
+    http: the value of a scorer behind a URL. model: the score of a Hugging Face sequence classifier with one label, or
+    with `template` the number in the reply of a generative model, for which Baton starts a vLLM server."""
     name: str = ""
     """Name of the part in metrics; the default is `kind`, or for kind = "function" the name of the function."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -57,13 +90,22 @@ class RewardSettings(Settings):
     url: str | None = None
     """URL that receives a POST request for each response, for kind = "http"."""
     template: str = ""
-    """Message to a generative reward model, with {prompt}, {response} and {reference}, for kind = "http". `url` is then
-    the address of chat completions of an OpenAI API, such as http://127.0.0.1:8000/v1/chat/completions."""
+    """Message to a generative reward model, with {prompt}, {response} and {reference}, for kind = "model" or "http".
+    For "http", `url` is then the address of chat completions of an OpenAI API, such as
+    http://127.0.0.1:8000/v1/chat/completions."""
     pattern: str = r"(-?\d+(?:\.\d+)?)"
     """Regular expression for the reply to `template`. The first group of its last match is the number."""
     model: str | None = None
-    """Directory of a reward model, or its name on the Hugging Face hub, for kind = "model". With `template`, the name
-    of the model in the server."""
+    """Directory of a reward model, or its name on the Hugging Face hub, for kind = "model". For kind = "http" with
+    `template`, the name of the model in the server."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Maximum tokens of a reply to `template`. A reply that is cut before its number gives no reward."""
+    context_tokens: int = Field(default=8192, ge=2)
+    """Maximum tokens of a message and its reply together, for kind = "model" with `template`. The server's KV cache has
+    `concurrency` times this number of tokens."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the vLLM server, such as {reasoning_parser = "qwen3"}, for kind = "model" with
+    `template`."""
     devices: tuple[str, ...] = ()
     """Devices of the reward model, such as ["cuda:2", "cuda:3"]. A process on each device holds the whole model. The
     default is a GPU that neither trainer nor engines use, otherwise the engine's GPU, or the CPU."""
@@ -75,6 +117,23 @@ class RewardSettings(Settings):
     """Maximum duration of one call in seconds; the default is judge.deadline_s, and 120 for kind = "model"."""
     concurrency: int = Field(default=32, ge=1)
     """Maximum concurrent calls of an async function, a remote scorer, or a reward model on one device."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _leaves_the_others(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name in arguments:
+            if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+                raise ValueError(
+                    f"{name!r}: allowed is the name of an argument of vLLM, such as max_num_batched_tokens"
+                )
+            if advice := refusal_of(name):
+                raise ValueError(f"{name}: Baton sets this argument of vLLM; {advice}")
+        return arguments
+
+    @property
+    def starts_server(self) -> bool:
+        """Whether the part is a generative reward model, for which Baton starts a vLLM server."""
+        return self.kind == "model" and bool(self.template)
 
     @model_validator(mode="before")
     @classmethod
@@ -93,14 +152,25 @@ class RewardSettings(Settings):
             raise ValueError('url = "http://…" belongs to kind = "http" and is required there')
         if (self.kind == "model" or bool(self.template)) != (self.model is not None):
             raise ValueError('model = "name" belongs to kind = "model" or to template, and is required there')
-        if self.template and self.kind != "http":
-            raise ValueError('template belongs to kind = "http"')
+        if self.template and self.kind not in ("http", "model"):
+            raise ValueError('template belongs to kind = "http" or "model"')
         if not check_pattern(self.pattern):
             raise ValueError(f"pattern: got {self.pattern!r}, but the number must be in a group, such as ([0-9]+)")
         fields = type(self).model_fields  # the recipe of a run states defaults too, so these are allowed
         own = [name for name in ("batch_tokens", "devices", "dtype") if getattr(self, name) != fields[name].default]
         if self.kind != "model" and own:
             raise ValueError(f'{own[0]} belongs to kind = "model"')
+        generative = [n for n in ("context_tokens", "arguments") if getattr(self, n) != fields[n].default]
+        generative = [name for name in generative if getattr(self, name)]
+        if generative and not self.starts_server:
+            raise ValueError(f'{generative[0]} belongs to kind = "model" with template')
+        if self.starts_server and self.batch_tokens != fields["batch_tokens"].default:
+            raise ValueError('batch_tokens belongs to kind = "model" without template')
+        if self.starts_server and self.context_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"context_tokens: got {self.context_tokens}, but a reply may have max_new_tokens = "
+                f"{self.max_new_tokens}; context_tokens must be larger"
+            )
         if len(set(self.devices)) < len(self.devices):
             raise ValueError(f"devices: got {list(self.devices)}, but each process needs a device of its own")
         if self.url is not None and not self.url.startswith(("http://", "https://")):

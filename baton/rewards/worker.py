@@ -104,6 +104,10 @@ def _load(spec: protocol.Spec) -> LoadedScorer:
         # imported by name, because this layer does not import baton.policy
         of_policy = import_module("baton.policy.reward_model")
         return _batched(of_policy.RewardModel(spec.model, spec.device, spec.dtype, spec.batch_tokens))
+    if isinstance(spec, protocol.GenerativeModelSpec):
+        from baton.rewards.server import GenerativeModel
+
+        return GenerativeModel(spec)
     from baton.rewards.mathematics import load, math_score
 
     load()

@@ -15,7 +15,7 @@ from baton.errors import UserError, first_line
 from baton.policy.adapters import base_of_adapter
 from baton.policy.load import check_weight_files, torch_device
 from baton.policy.memory import available_bytes
-from baton.policy.reward_model import check_reward_model
+from baton.policy.reward_model import check_generative_model, check_reward_model
 from baton.policy.tokenizer import load_tokenizer, split_revision
 from baton.recipe.recipe import Recipe
 from baton.recipe.support import check_support, experimental_parts
@@ -173,7 +173,16 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
 def check_reward_models(recipe: Recipe) -> None:
     """Raise UserError if a reward model of the recipe cannot score the recipe's trajectories."""
     most = recipe.engine.max_context_tokens
-    for path in (reward.model or "" for reward in recipe.reward if reward.kind == "model"):
+    for reward in (each for each in recipe.reward if each.kind == "model"):
+        path = reward.model or ""
+        if reward.starts_server:
+            longest = check_generative_model(path)
+            if longest is not None and longest < reward.context_tokens:
+                raise UserError(
+                    f"[[reward]] context_tokens: got {reward.context_tokens}, but {path!r} reads at most {longest} "
+                    "tokens; lower the value"
+                )
+            continue
         _, _, positions = check_reward_model(path)
         if positions is not None and positions < most:
             raise UserError(

@@ -23,6 +23,7 @@ from baton.cost.memory import (
     largest,
     overhead,
     scorer_terms,
+    server_terms,
 )
 from baton.files import memory_directory
 from baton.policy.settings import DTypeChoice, LoraSettings, dtype_on
@@ -254,7 +255,12 @@ def _reward_process(reward: RewardSettings, longest_tokens: int, *, on_cpu: bool
     gpus = tuple((gpu,) for device in reward.devices if (gpu := gpu_of(device)) is not None)
     wide, places = value_bytes(reward.dtype, on_cpu=not gpus), gpus or len(reward.devices)
     tokens = max(longest_tokens, reward.batch_tokens) if gpus else longest_tokens
-    phases = [Phase("scoring", scorer_terms(read_model(model_directory(reward.model or "")), wide, tokens))]
+    model = read_model(model_directory(reward.model or ""))
+    if reward.starts_server:
+        terms = server_terms(model, wide, reward.concurrency, reward.context_tokens)
+    else:
+        terms = scorer_terms(model, wide, tokens)
+    phases = [Phase("scoring", terms)]
     name = "the reward model" if len(reward.devices) == 1 else f"each of {len(reward.devices)} reward models"
     found = _process(f"{name} {reward.name!r}", places, phases, 0, on_cpu=not gpus)
     return msgspec.structs.replace(found, on_host=not gpus and not on_cpu)

@@ -11,6 +11,8 @@ import msgspec
 
 from baton.errors import UserError
 
+CACHE_BLOCK = 128
+"""Largest number of positions of a block of vLLM's KV cache: 16 on a GPU, 128 on a CPU."""
 WITHOUT_GATE = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon", "bloom", "gpt_bigcode", "persimmon"}
 """Model types whose feed-forward layer has two matrices instead of three (no gate)."""
 BIASED = {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
@@ -263,6 +265,12 @@ def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple
         per_token,
         sparse * experts * expert,
     )
+
+
+def paged_cache_bytes(model: ModelSpec, sequences: int, context_tokens: int, value_bytes: int) -> int:
+    """Return the bytes of a vLLM's KV cache that holds this number of sequences of full length, in whole blocks."""
+    blocks = sequences * (context_tokens // CACHE_BLOCK + 1)
+    return int(blocks * CACHE_BLOCK * model.kv_bytes_per_token(value_bytes)) + 2**24
 
 
 def _windows(reader: _Reader, kind: str, layers: int) -> tuple[int, int]:

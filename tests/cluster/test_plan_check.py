@@ -153,7 +153,7 @@ def test_the_reward_model_of_the_plan_is_that_of_the_recipe() -> None:
         (True, with_reward("m"), ""),
         (True, recipe(), 'the recipe has no [[reward]] of kind = "model"'),
         (True, with_reward("m", devices=["cpu"]), "devices: got ['cpu'], but plan.json has GPUs for the reward model"),
-        (True, with_reward("m", kind="http", url="http://h", template="{prompt}"), "runs in a server that you start"),
+        (True, with_reward("m", kind="http", url="http://h", template="{prompt}"), "has no [[reward]] of kind"),
     ],
 )  # fmt: skip
 def test_a_reward_model_runs_either_where_the_plan_or_where_the_recipe_says(

@@ -29,7 +29,7 @@ def test_a_pattern_that_never_ends_has_no_answer() -> None:
 
 
 def test_a_reply_whose_number_is_not_found_in_time_is_a_failure_and_no_reward() -> None:
-    outcome = ChatFormat("judge", "{response}", SLOW).outcome({"choices": [{"message": {"content": TEXT}}]})
+    outcome = ChatFormat("judge", "{response}", SLOW, 16).outcome({"choices": [{"message": {"content": TEXT}}]})
     assert isinstance(outcome, CallFailure)
     assert "took more than" in outcome.detail
 

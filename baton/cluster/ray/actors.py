@@ -166,25 +166,47 @@ class RewardActor:
 
         if Path(directory).is_dir():
             os.chdir(directory)
+        self._gpu = 0
         if torch.cuda.is_available():
-            torch.cuda.set_device(gpu % torch.cuda.device_count())
+            self._gpu = gpu % torch.cuda.device_count()
+            torch.cuda.set_device(self._gpu)
         self._scorers: list[Any] = []
+        self._process: Any = None
 
     async def set_up(self, setup: bytes) -> bytes:
         """Load the model. Takes an encoded `ScorerSetup`; returns an encoded `ScorerReady`."""
         from baton.rewards import scorer_protocol as protocol
         from baton.rewards.worker import load_scorers
 
-        self._scorers, error = load_scorers(msgspec.msgpack.decode(setup, type=protocol.ScorerSetup))
+        own = msgspec.msgpack.decode(setup, type=protocol.ScorerSetup)
+        if any(isinstance(spec, protocol.GenerativeModelSpec) for spec in own.specs):
+            return protocol.encode(await self._start_server(own))
+        self._scorers, error = load_scorers(own)
         return protocol.encode(protocol.ScorerReady(error))
+
+    async def _start_server(self, setup: Any) -> Any:
+        """Start a child process that starts a vLLM server. Both end with this actor."""
+        from baton.rewards.pool import LocalProcess
+        from baton.rewards.settings import JudgeSettings
+
+        specs = tuple(
+            msgspec.structs.replace(spec, device=f"cuda:{self._gpu}") if spec.device == "cuda" else spec
+            for spec in setup.specs
+        )
+        self._process = await LocalProcess.launch(JudgeSettings())
+        # this process imports the same modules as its actor; the run's paths may not exist here
+        return await self._process.set_up(msgspec.structs.replace(setup, specs=specs, sys_path=tuple(sys.path)))
 
     async def ask(self, request: bytes) -> bytes:
         """Score conversations. Takes an encoded `ScoreRequest`; returns an encoded `CallResult`."""
         from baton.rewards import scorer_protocol as protocol
         from baton.rewards.worker import answer
 
-        found = await answer(self._scorers, msgspec.msgpack.decode(request, type=protocol.ScoreRequest))
-        return protocol.encode(found)
+        own = msgspec.msgpack.decode(request, type=protocol.ScoreRequest)
+        if self._process is not None:
+            outcomes = await self._process.ask(own.spec, own.calls, own.deadline_s, own.deadline_s + GRACE_S)
+            return protocol.encode(protocol.CallResult(own.call_id, outcomes))
+        return protocol.encode(await answer(self._scorers, own))
 
     async def pid(self) -> int:
         return os.getpid()
