@@ -81,8 +81,17 @@ def _reward_differences(plan: Plan, recipe: Recipe) -> list[tuple[str, object, o
         matters = model.num_layers != stage.num_layers or _is_far(model.params, stage.params)
         if matters or model.name != stage.model:
             pairs.append(("[[reward]] model", f"{name} ({got})", f"{stage.model} ({of_plan})", matters))
-    most, planned = own.batch_tokens, stage.batch_tokens  # with fewer tokens than planned, the memory suffices
-    pairs.append(("[[reward]] batch_tokens", most, planned, most > planned and _is_far(most, planned)))
+    kinds = ("a classifier", "a generative model")
+    is_generative, was_planned = own.starts_server, stage.context_tokens > 0
+    pairs.append(("[[reward]] template", kinds[is_generative], kinds[was_planned], True))
+    limits = {"batch_tokens": (own.batch_tokens, stage.batch_tokens)}
+    if is_generative:
+        limits = {
+            "concurrency": (own.concurrency, stage.concurrency),
+            "context_tokens": (own.context_tokens, stage.context_tokens),
+        }
+    for key, (most, planned) in limits.items():  # with fewer tokens than planned, the memory suffices
+        pairs.append((f"[[reward]] {key}", most, planned, most > planned and _is_far(most, planned)))
     return pairs
 
 

@@ -114,8 +114,7 @@ class Replanner:
         recipe, cluster, work, reward = self.recipe, described.settings.build(), workload_of(self.recipe), None
         if self.plan.reward is not None:  # the reward model stays where it is
             cluster, reward = beside(cluster, self.plan.reward, {machine.name for machine in machines})
-            timing = {"reward_latency_s": reward.trajectory_s, "reward_concurrency": len(reward.gpu_ids)}
-            work = msgspec.structs.replace(work, reward_model=None, **timing)
+            work = msgspec.structs.replace(work, reward_model=None, **reward.timing)
         path = recipe.fleet.calibration
         calibration = None if path is None else load_recipe(CalibrationSettings, Path(path))
         known = calibrate((node.gpu for node in cluster.nodes), calibration).at()

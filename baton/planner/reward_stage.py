@@ -77,8 +77,22 @@ class _Search:
         """Plan the other roles beside a stage of `count` GPUs. Return whether more GPUs for the stage may be better."""
         gpu = place.gpu.name
         rest, gpu_ids = reserve(self._cluster, gpu, count)
-        timing = {"reward_latency_s": cost.trajectory_s, "reward_concurrency": count}
-        own = msgspec.structs.replace(self._plain.on(rest), work=msgspec.structs.replace(self._plain.work, **timing))
+        own_work = self._plain.work
+        stage = RewardStage(
+            model=self._model.name,
+            gpu=gpu,
+            gpu_ids=gpu_ids,
+            trajectory_s=cost.trajectory_s,
+            memory_bytes=cost.memory_bytes,
+            memory_limit_bytes=place.memory_limit_bytes,
+            params=self._model.params,
+            num_layers=self._model.num_layers,
+            batch_tokens=own_work.reward_batch_tokens,
+            concurrency=cost.concurrency,
+            latency_s=cost.latency_s,
+            context_tokens=own_work.reward_context_tokens if own_work.reward_reply_tokens else 0,
+        )
+        own = msgspec.structs.replace(self._plain.on(rest), work=msgspec.structs.replace(own_work, **stage.timing))
         try:
             plan = make_plan(own, self._method, time_limit_s=max(5.0, self._left_s() / 4))
         except UserError as error:
@@ -87,20 +101,11 @@ class _Search:
         self.bounds_s.append(plan.bound.step_s)
         parts = plan.breakdown
         if self.best is None or parts.step_s < self.best[0].breakdown.step_s * (1 - 1e-9):
-            stage = RewardStage(
-                model=self._model.name,
-                gpu=gpu,
-                gpu_ids=gpu_ids,
-                trajectory_s=cost.trajectory_s,
-                memory_bytes=cost.memory_bytes,
-                memory_limit_bytes=place.memory_limit_bytes,
-                params=self._model.params,
-                num_layers=self._model.num_layers,
-                batch_tokens=self._plain.work.reward_batch_tokens,
-            )
             self.best = msgspec.structs.replace(plan, reward=stage), own
         is_hidden = parts.overlaps and parts.rollout_s + parts.reward_s <= parts.train_s
-        return not is_hidden and parts.reward_s > cost.trajectory_s
+        is_whole_batch_scored_at_once = count * cost.concurrency >= own_work.num_trajectories
+        latency_s = cost.latency_s or cost.trajectory_s
+        return not is_hidden and not is_whole_batch_scored_at_once and parts.reward_s > latency_s
 
 
 def _too_large(inputs: Inputs, model: ModelSpec, costs: Sequence[tuple[DeviceClass, ScoringCost]]) -> UserError:
@@ -109,7 +114,7 @@ def _too_large(inputs: Inputs, model: ModelSpec, costs: Sequence[tuple[DeviceCla
     return UserError(
         f"reward.model: {model.name} needs a GPU of its own with {needed:.1f} GB, but the cluster has "
         f"{inputs.cluster.num_gpus} GPUs, of which a plan may use at most {room:.1f} GB each; add GPUs, lower "
-        "reward.batch_tokens, or use a smaller reward model"
+        "reward.batch_tokens (or calls and context_tokens), or use a smaller reward model"
     )
 
 

@@ -45,6 +45,7 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
         "share",
         lambda row: 1 - row.get("perf/slot_occupancy", 0.0) * generation_s(row) / row["perf/step_time"],
     ),
+    "reward model idle": ("share", lambda row: 1 - row["time/reward_model_busy"] / row["perf/step_time"]),
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
 """Name of a term → (unit, function that computes the term from a row of metrics). The function raises KeyError if the

@@ -18,11 +18,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
 
+from baton.clock import Clock
 from baton.errors import EngineFault, UserError
 from baton.rewards import scorer_protocol as protocol
 from baton.rewards.isolation import environment
@@ -77,6 +79,32 @@ def _lost(calls: Calls, error: WorkerExited) -> Outcomes:
     return protocol.failed(calls, FailureCause.CRASHED, str(error))
 
 
+class BusyTime:
+    """The time for which the slots of a process are in use. Its methods may be called in any thread."""
+
+    def __init__(self, num_slots: int, clock: Clock) -> None:
+        self._num_slots, self._clock, self._lock = num_slots, clock, threading.Lock()
+        self._num_calls, self._since_s, self._busy_s = 0, clock(), 0.0
+
+    def change(self, num_calls: int) -> None:
+        """Add this number of calls in progress, which may be negative."""
+        with self._lock:
+            self._count()
+            self._num_calls += num_calls
+
+    def take(self) -> float:
+        """Return the seconds, averaged over the slots, for which a call used a slot since the previous `take`."""
+        with self._lock:
+            self._count()
+            busy_s, self._busy_s = self._busy_s, 0.0
+            return busy_s
+
+    def _count(self) -> None:
+        now_s = self._clock()
+        self._busy_s += (now_s - self._since_s) * min(1.0, self._num_calls / self._num_slots)
+        self._since_s = now_s
+
+
 class WorkerPool:
     """The worker processes of a run, and the calls that they execute."""
 
@@ -91,6 +119,9 @@ class WorkerPool:
         """holds_model: the shared process holds a reward model, so calls never run in another process. launch: starts a
         process; by default, on this machine."""
         self._setup, self._holds_model = setup, holds_model
+        slots = max((s.concurrency for s in setup.specs if isinstance(s, protocol.GenerativeModelSpec)), default=1)
+        self.num_slots = slots
+        """Calls that a process with a reward model makes at once. A classifier scores one batch at a time."""
         self._is_here = launch is None
         self._launch = launch or (lambda: LocalProcess.launch(settings))
         self._slots = asyncio.Semaphore(settings.workers)

@@ -220,6 +220,11 @@ class RewardScorer:
             check()
             yield from self.collect(min(1.0, self.timeout_s))
 
+    def metrics(self) -> dict[str, float]:
+        """Return the time for which reward models scored since the previous call; empty without a reward model."""
+        busy_s = None if self._thread is None else self._thread.take_busy_s()
+        return {} if busy_s is None else {"time/reward_model_busy": busy_s}
+
     def close(self) -> None:
         """Kill the worker processes and drop all pending calls. The next call starts the processes again."""
         background, self._thread = self._thread, None

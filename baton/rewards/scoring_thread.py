@@ -25,7 +25,7 @@ from baton.clock import in_thread
 from baton.errors import DeadlineExceeded, EngineFault, UserError
 from baton.rewards.chat import ChatFormat
 from baton.rewards.functions import RewardFunction, call_sync
-from baton.rewards.pool import Calls, Launch, MachineGone, Outcomes, WorkerPool
+from baton.rewards.pool import BusyTime, Calls, Launch, MachineGone, Outcomes, WorkerPool
 from baton.rewards.remote import call_remote_scorer
 from baton.rewards.scorer_protocol import Call, CallFailure, FunctionSpec, ModelSpecs, ScorerSetup
 from baton.rewards.settings import JudgeSettings
@@ -64,6 +64,7 @@ class ScoringThread:
             ]
             for name, placed in models.items()
         }
+        self._busy = {pool: BusyTime(pool.num_slots, self._loop.time) for pool in chain(*self._models.values())}
         self._num_calls: Counter[WorkerPool] = Counter()
         self._gone: dict[str, str] = {}
         """Name of a reward part → why a process of its reward model cannot start on its machine."""
@@ -93,6 +94,7 @@ class ScoringThread:
             while pools:
                 pool = min(pools, key=lambda each: (not each.is_up, self._num_calls[each]))
                 self._num_calls[pool] += 1
+                self._busy[pool].change(1)
                 try:
                     return await pool.ask(0, calls, deadline_s, may_share=True)
                 except MachineGone as error:
@@ -101,6 +103,7 @@ class ScoringThread:
                         pools.remove(pool)
                 finally:
                     self._num_calls[pool] -= 1
+                    self._busy[pool].change(-1)
             raise EngineFault(f"no process of the reward model of [[reward]] {name!r} is left: {self._gone[name]}")
 
         causes = {FailureCause.CRASHED, FailureCause.TIMEOUT}
@@ -140,6 +143,12 @@ class ScoringThread:
         pools = [self._pool] if self._has_specs else []
         lines = await asyncio.gather(*(pool.start() for pool in [*pools, *chain(*self._models.values())]))
         return lines[0]
+
+    def take_busy_s(self) -> float | None:
+        """Return the seconds for which reward models scored since the previous call, averaged over their processes;
+        None without a reward model."""
+        found = [busy.take() for busy in self._busy.values()]
+        return sum(found) / len(found) if found else None
 
     def close(self) -> None:
         """Cancel all calls, kill the worker processes and end the thread."""

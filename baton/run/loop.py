@@ -328,7 +328,8 @@ class Loop:
         )
         counted = self.journal.metrics(step)
         values = trained.metrics | counted | self._performance(groups, counted, self.clock.now_s() - begin_s)
-        values |= self.port.metrics(values) | ({} if self.turns is None else self.turns.metrics())
+        values |= self.judge.metrics() | self.port.metrics(values)
+        values |= {} if self.turns is None else self.turns.metrics()
         # a sharded trainer reports the peaks of its ranks, which replace the peak of this process
         values = self.peak_memory() | values
         if (predictions := self.predictions.current) is not None:  # a new plan replaces them
@@ -443,6 +444,7 @@ class Loop:
                 recorded["evaluation" if sampling.temperature else "greedy"] = groups
                 if not self.state.step and sampling.temperature:
                     impression = first_impression(groups)
+        self.judge.metrics()  # the scoring of the evaluation belongs to no train step
         values: dict[str, float] = {"time/eval": self.clock.take().get("eval", 0.0)}
         for result in results:
             values |= evaluation_metrics(result)

@@ -33,6 +33,7 @@ def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Pred
         "trainer idle": 1 - times.train_s / times.step_s,
         # without overlap, slots become idle one by one at the end of a batch, at times that a plan does not predict
         "engine slots idle": 1 - times.rollout_s / times.step_s if times.overlaps else None,
+        "reward model idle": _reward_idle_share(plan),
         "response length": None if work is None else work.mean_output_tokens,
     }
     return predictions(source, values, memory)
@@ -52,6 +53,16 @@ def reward_stage_s(reward_s: float, step_s: float, *, overlaps: bool) -> float |
     time is below 1 % of the step, because noise would dominate a comparison. Return None also with overlap, because
     other trajectories then run."""
     return None if overlaps or reward_s < MIN_REWARD_SHARE * step_s else reward_s
+
+
+def _reward_idle_share(plan: Plan) -> float | None:
+    """Return the share of a step in which a slot of the reward model scores no trajectory."""
+    stage, work = plan.reward, plan.work
+    if stage is None or work is None:
+        return None
+    timing, num_trajectories = stage.timing, work.groups * work.group_size
+    busy_s = num_trajectories * timing["reward_latency_s"] / timing["reward_concurrency"]
+    return 1 - busy_s / plan.breakdown.step_s
 
 
 def measured_rates(

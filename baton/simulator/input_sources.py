@@ -94,16 +94,15 @@ class PlanSource:
             rules = replace(rules, is_swarm=True, max_lag=min(1, rules.max_staleness))
         work = msgspec.structs.replace(work, groups=rules.batch_groups, group_size=rules.group_size)
         training, stage = plan.training, plan.reward
-        latency_s, at_once = work.reward_latency_s, work.reward_concurrency
         if stage is not None:
-            latency_s, at_once = stage.trajectory_s, len(stage.gpu_ids)
+            work = msgspec.structs.replace(work, **stage.timing)
         compute_s = training.compute_s + training.bubble_s
         return Setting(
             rules=rules,
             engines=tuple(self._engine(index, replica) for index, replica in enumerate(plan.replicas)),
             work=_script_work(work, options),
             train=train_speed(self.model, self.work, compute_s, training.time_s - compute_s),
-            judges=ScoringSpec(latency_s, options.judge_cv, at_once),
+            judges=ScoringSpec(work.reward_latency_s, options.judge_cv, work.reward_concurrency),
             publish_s=0.0,
             cycle_overhead_s=plan.breakdown.cycle_overhead_s,
             num_steps=options.steps or 50,

@@ -111,6 +111,19 @@ class RewardStage(msgspec.Struct, frozen=True):
     num_layers: int = 0
     batch_tokens: int = 0
     """Maximum tokens of a batch, with padding."""
+    concurrency: int = 1
+    """Maximum number of trajectories that a GPU scores at the same time; 1 for a classifier."""
+    latency_s: float = 0.0
+    """Time from the begin to the end of a trajectory, beside the others; 0 for a classifier: `trajectory_s`."""
+    context_tokens: int = 0
+    """Maximum tokens of a message to a generative model with its reply; 0 for a classifier."""
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """The scoring time of a trajectory and the number of trajectories that are scored at once, as fields of a
+        workload."""
+        at_once = len(self.gpu_ids) * self.concurrency
+        return {"reward_latency_s": self.latency_s or self.trajectory_s, "reward_concurrency": at_once}
 
 
 class Idle(msgspec.Struct, frozen=True):

@@ -109,7 +109,13 @@ class Workload(msgspec.Struct, frozen=True):
     reward_model: ModelSpec | None = None
     """The reward model that the plan places on GPUs; the scoring time then follows from the cost model."""
     reward_batch_tokens: int = 16384
-    """Maximum tokens of a batch of the reward model."""
+    """Maximum tokens of a batch of a classifier."""
+    reward_reply_tokens: float = 0.0
+    """Mean tokens of a reply of a generative reward model; 0: a classifier."""
+    reward_calls: int = 32
+    """Maximum number of replies that a GPU generates at once."""
+    reward_context_tokens: int = 8192
+    """Maximum tokens of a message to a generative reward model with its reply."""
     shared_prefill: bool = True
     reprefills: bool = True
     """Whether running trajectories are prefilled again under each new version, because their KV cache is discarded."""
@@ -247,7 +253,13 @@ class WorkRewardSettings(Settings):
     model: str | None = None
     """Directory or config.json of a reward model, which the plan places on GPUs. It replaces the other two keys."""
     batch_tokens: int = Field(default=16384, ge=1)
-    """Maximum tokens of a batch of the reward model (`batch_tokens` of its [[reward]])."""
+    """Maximum tokens of a batch of a classifier (`batch_tokens` of its [[reward]])."""
+    reply_tokens: float = Field(default=0.0, ge=0)
+    """Mean tokens of a reply, for a generative reward model (`template`). 0: the model is a classifier."""
+    calls: int = Field(default=32, ge=1)
+    """Maximum number of replies that a GPU generates at once (`concurrency` of the [[reward]] with `template`)."""
+    context_tokens: int = Field(default=8192, ge=2)
+    """Maximum tokens of a message with its reply (`context_tokens` of the [[reward]] with `template`)."""
 
     @model_validator(mode="after")
     def _states_the_time_once(self) -> WorkRewardSettings:
@@ -321,6 +333,9 @@ class WorkloadSettings(Settings):
             reward_concurrency=self.reward.concurrency,
             reward_model=None if self.reward.model is None else read_model(Path(self.reward.model)),
             reward_batch_tokens=self.reward.batch_tokens,
+            reward_reply_tokens=self.reward.reply_tokens,
+            reward_calls=self.reward.calls,
+            reward_context_tokens=self.reward.context_tokens,
             shared_prefill=engine.shared_prefill,
             reprefills=engine.reprefill,
             weight_bytes=engine.weight_bytes,

@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -97,6 +98,9 @@ def questions(draw: st.DrawFn) -> tuple[Inputs, dict[str, tuple[str, int]]]:
     if judge is not None:
         tokens = draw(st.sampled_from([2048, 16384]))
         work = msgspec.structs.replace(work, reward_model=MODELS[judge], reward_batch_tokens=tokens)
+        if draw(st.booleans()):  # a generative model
+            replies = {"reward_reply_tokens": 200.0, "reward_calls": 8, "reward_context_tokens": 2048}
+            work = msgspec.structs.replace(work, **replies)
     model = MODELS[draw(st.sampled_from(["0.5B", "0.5B", "1.5B", *MODELS]))]
     return Inputs(cluster, model, work, mixed_stages=draw(st.booleans())), there
 
@@ -118,8 +122,11 @@ def recipe_of(work: Workload, placed: Placement, judges: dict[str, str]) -> Reci
     recipe = load_recipe(Recipe, RECIPE, [*given, *placed.overrides])
     if work.reward_model is None:
         return recipe
-    batch = work.reward_batch_tokens
-    scorer = RewardSettings(kind="model", model=judges[work.reward_model.name], batch_tokens=batch)
+    keys: dict[str, Any] = {"batch_tokens": work.reward_batch_tokens}
+    if work.reward_reply_tokens:
+        limits = {"concurrency": work.reward_calls, "context_tokens": work.reward_context_tokens}
+        keys = {"template": "{response}", **limits}
+    scorer = RewardSettings(kind="model", model=judges[work.reward_model.name], **keys)
     return recipe.model_copy(update={"reward": (scorer,)})
 
 

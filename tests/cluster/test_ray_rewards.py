@@ -86,6 +86,46 @@ def test_a_reward_model_runs_on_the_gpus_of_the_plan_and_is_started_again(
     assert_nothing_is_left(nodes)
 
 
+def test_a_generative_reward_model_runs_on_the_gpus_of_the_plan(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers, of which one is killed: every trajectory has the reward that its text gives. The servers are those
+    of tests/fake_vllm, which rate a message by its length."""
+    from baton.cluster.ray.run import RayRun, train_on_ray
+
+    fake = ROOT / "tests" / "fake_vllm"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fake), os.environ.get("PYTHONPATH", "")]))
+    a, b = nodes.add(gpu_type_H100=1), nodes.add(gpu_type_L20=3)
+    spec = read_model(POLICY)
+    size = {"model": spec.name, "params": spec.params, "num_layers": spec.num_layers, "batch_tokens": 16384}
+    limits = {"concurrency": 4, "context_tokens": 256}
+    reward = scoring("L20", f"{b}:1", f"{b}:2", **size, **limits)
+    plan = plan_of([stage("H100", f"{a}:0")], [replica("L20", f"{b}:0", share=1.0)], reward=reward)
+
+    def kill_a_server() -> None:
+        running = nodes.own_processes("vllm.entrypoints.openai.api_server")
+        assert len(running) == 2
+        os.kill(running[0], signal.SIGKILL)
+
+    witness = Witness({1: kill_a_server})
+    keys = 'template = "{response}", pattern = "Rating: (.+)", max_new_tokens = 16, concurrency = 4'
+    own = f'reward=[{{kind = "model", model = "{POLICY}", {keys}, context_tokens = 256}}]'
+    load = loader(tmp_path, "run.steps=4", own)
+    train_on_ray(RayRun(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest())
+    assert witness.steps == [1, 2, 3, 4]
+    rows = [row for row in read_metrics(load(()).run.path) if "reward/mean" in row]
+    assert [row["judge/failed"] for row in rows] == [0.0] * 4
+    assert all(row["time/reward_model_busy"] > 0 for row in rows)
+    tokenizer, run = load_tokenizer(str(POLICY)), RunDirectory.open(tmp_path / "r")
+    members = [member for step in (1, 2, 3, 4) for group in run.groups(step) for member in group.members]
+    for member in members:
+        assert member.judgement.reward == len(tokenizer.text(member.trajectory.token_ids))
+    wait_until(lambda: not nodes.own_processes("vllm.entrypoints.openai.api_server"), "the servers to end")
+    for name in (a, b):
+        nodes.remove(name)
+    assert_nothing_is_left(nodes)
+
+
 def test_a_run_whose_last_reward_model_is_lost_ends_with_a_sentence(nodes: Nodes, model: Path, tmp_path: Path) -> None:
     from baton.cluster.ray.run import RayRun, train_on_ray
 

@@ -32,8 +32,9 @@ def reward_model(layers: int) -> ModelSpec:
     return model_spec({"model_type": "llama", "num_hidden_layers": layers, "hidden_size": 512, **config}, "judge")
 
 
-def with_model(question: Inputs, layers: int, batch_tokens: int = 1024) -> Inputs:
+def with_model(question: Inputs, layers: int, batch_tokens: int = 1024, reply_tokens: float = 0.0) -> Inputs:
     changes = {"reward_model": reward_model(layers), "reward_batch_tokens": batch_tokens}
+    changes |= {"reward_reply_tokens": reply_tokens, "reward_calls": 4, "reward_context_tokens": 1024}
     return msgspec.structs.replace(question, work=msgspec.structs.replace(question.work, **changes))
 
 
@@ -53,7 +54,8 @@ def brute_step_s(question: Inputs) -> float:
             if cost.memory_bytes > place.memory_limit_bytes:
                 continue
             rest, _ = reserve(question.cluster, node.gpu.name, count)
-            timed = {"reward_model": None, "reward_latency_s": cost.trajectory_s, "reward_concurrency": count}
+            timed = {"reward_model": None, "reward_concurrency": count * cost.concurrency}
+            timed["reward_latency_s"] = cost.latency_s or cost.trajectory_s
             own = msgspec.structs.replace(question.on(rest), work=msgspec.structs.replace(question.work, **timed))
             try:
                 best = min(best, make_plan(own).breakdown.step_s)
@@ -69,7 +71,8 @@ def test_the_reward_stage_is_the_best_of_all_types_and_counts(data: st.DataObjec
         st.lists(st.tuples(st.sampled_from(["Fast", "Slow"]), st.sampled_from([1, 2, 4])), min_size=1, max_size=3)
     )
     layers = data.draw(st.sampled_from([1, 8, 32]))
-    question = with_model(inputs(cluster(*nodes), max_staleness=data.draw(st.sampled_from([0, 4]))), layers)
+    staleness, reply = data.draw(st.sampled_from([0, 4])), data.draw(st.sampled_from([0.0, 64.0]))
+    question = with_model(inputs(cluster(*nodes), max_staleness=staleness), layers, reply_tokens=reply)
     try:
         plan, rest = planned(question)
     except UserError as error:
@@ -109,6 +112,26 @@ def test_the_time_and_memory_of_a_trajectory_by_hand() -> None:
     assert cost.trajectory_s == pytest.approx(2 * params / 0.8e9 / 10 + 1e-3 / 10)
 
 
+def test_the_time_and_memory_of_a_reply_by_hand() -> None:
+    spec, load = reward_model(2), work(output_tokens={"mean": 436})
+    replies = {"reward_reply_tokens": 100.0, "reward_calls": 8, "reward_context_tokens": 1024}
+    gpu, load = cluster(("Fast", 1)).nodes[0].gpu, msgspec.structs.replace(load, **replies)
+    gpu = msgspec.structs.replace(gpu, hbm_bytes_per_s=1e9)  # decode steps wait for memory
+    own = Efficiency(prefill=0.5, decode=0.8, prefill_overhead_s=1e-3, step_overhead_s=2e-3, rollout=1.0)
+    layer = 512 * 1024 + 512 * 512 + 3 * 512 * 2048
+    cost = scoring_cost(spec, load, DeviceClass(gpu, 1e9, 1e9, 0.0, own))
+    prefill_s = 2 * (2 * layer * 500 + 4 * 512 * 500**2 / 2) / (100e12 * 0.5) + 1e-3
+    # eight replies read the weights, the head, and 550 positions of keys and values of 2 x 256 values each, per layer
+    read = 2 * (2 * layer + 512 * 512) + 8 * 2 * 550 * 512 * 2
+    step_s = own.step_overhead_s + 8 * own.row_overhead_s + read / 0.8e9
+    expected = 100 * step_s / 8 + prefill_s + own.trajectory_overhead_s
+    assert cost.trajectory_s == pytest.approx(expected, rel=1e-3)
+    assert cost.latency_s == pytest.approx(8 * cost.trajectory_s)
+    params = 2 * layer + 2 * 512 * 512 + 5 * 512  # two tables, and norms
+    cache = 8 * (1024 // 128 + 1) * 128 * 2 * 512 * 2 + 2**24
+    assert cost.memory_bytes == 2 * params + cache
+
+
 def test_gpus_are_taken_from_the_smallest_machines_and_from_their_end() -> None:
     whole = cluster(("Fast", 4), ("Slow", 4), ("Fast", 2))
     rest, taken = reserve(whole, "Fast", 3)
@@ -133,6 +156,12 @@ def test_the_simulator_scores_with_the_speed_and_the_gpus_of_the_stage() -> None
         plan.reward.trajectory_s,
         len(plan.reward.gpu_ids),
     )
+    question = with_model(question, 8, reply_tokens=64.0)
+    plan, _ = planned(question)
+    assert plan.reward is not None
+    setting = PlanSource(plan, model(), question.work, QUICK, question.cluster).setting(SimulationOptions())
+    assert setting.judges.latency_s == pytest.approx(4 * plan.reward.trajectory_s)
+    assert setting.judges.concurrency == 4 * len(plan.reward.gpu_ids)
 
 
 def test_a_workload_file_states_a_reward_model_or_a_time(tmp_path: Path) -> None:

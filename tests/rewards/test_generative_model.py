@@ -19,6 +19,7 @@ from baton.errors import UserError
 from baton.policy.reward_model import check_generative_model
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
+from baton.rewards.pool import BusyTime
 from baton.rewards.scorer import RewardScorer
 from baton.rewards.settings import JudgeSettings, RewardSettings
 from baton.run.dry_run import check_reward_models
@@ -70,6 +71,31 @@ def test_a_reply_that_is_too_long_or_refused_gives_no_reward(small: Any) -> None
     assert busy.cause is FailureCause.CRASHED
     assert not long.is_judged
     assert not busy.is_judged
+
+
+def test_the_busy_time_is_the_share_of_used_slots() -> None:
+    now = [0.0]
+    one, four = BusyTime(1, lambda: now[0]), BusyTime(4, lambda: now[0])
+    for each in (one, four):
+        each.change(2)
+    now[0] = 10.0  # both calls wait for the one slot, or use two of four
+    for each in (one, four):
+        each.change(-1)
+    now[0] = 12.0
+    assert (one.take(), four.take()) == (12.0, 5.5)
+    for each in (one, four):
+        each.change(-1)
+    now[0] = 20.0
+    assert (one.take(), four.take()) == (0.0, 0.0)
+
+
+def test_a_scorer_reports_the_busy_time_of_its_models(small: Any) -> None:
+    with scorer_of(small) as scorer:
+        assert scorer.metrics() == {}, "it has not started"
+        scorer.start()
+        scorer.score(PROMPT, "four")
+        assert scorer.metrics()["time/reward_model_busy"] > 0
+        assert scorer.metrics()["time/reward_model_busy"] == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])

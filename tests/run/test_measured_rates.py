@@ -12,7 +12,7 @@ from baton.cost.efficiency import Efficiencies, Efficiency
 from baton.plan import plan as make_plan
 from baton.records.predictions import RunPredictions, compare, ratios, read_predictions
 from baton.run.predictions import measured_rates, predictions_of_plan
-from baton.specs.plan import Plan
+from baton.specs.plan import Plan, RewardStage
 
 ROOT = Path(__file__).parents[2]
 KNOWN = Efficiencies(Efficiency(train=0.4, decode=0.6, train_overhead_s=1.0, step_overhead_s=0.01))
@@ -97,6 +97,22 @@ def test_the_time_of_rewards_is_compared_unless_it_is_short_or_hidden(plan: Plan
     for change in ({"reward_s": 0.09}, {"overlaps": True}):
         other = msgspec.structs.replace(plan, breakdown=msgspec.structs.replace(times, **change))
         assert predictions_of_plan(other, "plan.json", ()).of("rewards") is None
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, 0.6), ({"concurrency": 4, "latency_s": 2.0}, 0.8)])
+def test_the_idle_share_of_reward_models_is_compared(plan: Plan, changes: dict[str, float], expected: float) -> None:
+    """Two GPUs score the batch's trajectories, one at a time for 1 s, or four at a time for 2 s each."""
+    assert plan.work is not None
+    num = plan.work.groups * plan.work.group_size
+    stage = RewardStage("j", "CPU", ("a:0", "a:1"), 1.0, 1.0, 1.0, **changes)
+    times = msgspec.structs.replace(plan.breakdown, step_s=num / 2 / 0.4)
+    told = predictions_of_plan(msgspec.structs.replace(plan, breakdown=times, reward=stage), "plan.json", ())
+    assert told.of("reward model idle") == pytest.approx(expected)
+    row = {"step": 3.0, "perf/step_time": 10.0, "time/reward_model_busy": 7.0}
+    found = next(each for each in compare(told, [row]) if each.term == "reward model idle")
+    assert found.measured == pytest.approx(0.3)
+    assert found.is_off
+    assert predictions_of_plan(plan, "plan.json", ()).of("reward model idle") is None
 
 
 def test_what_a_plan_does_not_predict_is_left_out(plan: Plan) -> None:
