@@ -182,7 +182,12 @@ def test_a_generative_reward_model_is_sent_the_template_and_its_number_is_parsed
     found = ask_chat(url, chat_reply("2 of 3 parts are right. Rating: 7"))
     assert (found.reward, found.is_judged) == (7.0, True)
     content = "Q: 1+1 A: {reference} is 3 R: 2"  # the response is inserted as it is
-    expected = {"model": "judge", "messages": [{"role": "user", "content": content}], "temperature": 0}
+    expected = {
+        "model": "judge",
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 1024,
+    }
     assert [sent for _, sent in Handler.asked] == [expected]
     assert ask_chat(url, chat_reply("Rating: 4 (of 10)"), pattern=r"Rating: (\d+)").reward == 4.0
 
