@@ -166,7 +166,7 @@ class _SkyRL:
 
 
 class _TRL(ToolEnvironment):
-    """Adapts TRL's `environment_factory`: `reset` receives the row, and its result is appended to the prompt."""
+    """Adapts TRL's `environment_factory`: `reset` receives the row and returns text that is appended to the prompt."""
 
     def __init__(self, inner: Any, family: str | None) -> None:
         super().__init__([getattr(inner, name) for name in public_methods(type(inner))], family=family)

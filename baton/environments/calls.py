@@ -169,5 +169,5 @@ MAX_FRAME_BYTES = 64 * 1024**2
 
 
 def digest_of(text: str, reward: float, is_terminated: bool, is_truncated: bool) -> str:
-    """Return the digest of an observation: of its full text, before it is shortened, of its reward and of its flags."""
+    """Return the digest of an observation's full text (before it is cut), its reward and its flags."""
     return blake3(msgspec.msgpack.encode((text, reward, is_terminated, is_truncated))).hexdigest(length=12)

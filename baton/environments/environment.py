@@ -31,5 +31,5 @@ class Environment(Protocol):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Execute the text of one turn; return (observation, reward, terminated, truncated, info). `info["success"]`
-        (bool) is whether the episode counts as correct, `info["tool"]` (str) names the tool that ran, and other numbers
-        in `info` become metrics."""
+        (bool) tells whether the episode counts as correct, `info["tool"]` (str) names the tool that ran, and other
+        numbers in `info` become metrics."""

@@ -148,7 +148,8 @@ class EnvironmentInstances:
     def _call(
         self, request: ActRequest, name: str, method: Callable[[], Result], random_state: Any
     ) -> tuple[Result, float, Any]:
-        """Call the environment; return (result, seconds, random state). Calls under `serial` run one at a time."""
+        """Call the environment; return (result, seconds, random state). Calls that `serial` covers run one at a
+        time."""
         serial = self._environments[request.environment].serial
         is_serial = serial == "all" or serial == name
         with self._serial if is_serial else nullcontext():

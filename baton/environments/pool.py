@@ -8,8 +8,8 @@ An episode stays on one process. This module starts no thread. One thread calls 
 calls also receive the messages of the processes, and kill and restart processes.
 
 If a process ends, each of its running calls may be the cause. These calls are retried one at a time, so that only the
-call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. Its
-other running calls are repeated without counting a retry.
+call at fault exhausts its retries. If a call exceeds its deadline, the process reports the call and is killed. The
+other running calls of this process are repeated, which does not count as a retry.
 """
 
 from __future__ import annotations
@@ -311,8 +311,8 @@ class EnvironmentPool:
             self._post(process, calls.CloseEpisode(key))
 
     def _lose(self, process: _EnvironmentProcess, cause: FailureCause | None, why: str) -> None:
-        """End a process, and retry or fail its calls. `cause`: cause of failure of the calls that have no retries left.
-        If it is None, no running call counts as the cause."""
+        """End a process, and retry or fail its calls. `cause`: failure cause to report for calls without retries left.
+        None means that no running call is at fault."""
         was_ready = process.is_ready
         resets = {key for key, call in process.running.items() if call.request.action is None}
         self._gone |= {key for key, name in process.episodes.items() if name in self.never_replayed} - resets

@@ -186,9 +186,9 @@ def _restrict_calls() -> None:
         (jump_equal, 1, 0, _AUDIT_ARCH[machine]),
         (leave, 0, 0, kill),
         (load, 0, 0, 0),
-        (jump_greater, 0, 1, 0x40000000),  # the x32 numbers of x86_64
+        (jump_greater, 0, 1, 0x40000000),  # numbers of the x32 system calls of x86_64
         (leave, 0, 0, kill),
-        (jump_equal, 0, 1, _CLONE3),  # the filter cannot read its flags in memory; libc then uses clone
+        (jump_equal, 0, 1, _CLONE3),  # fails, because the filter cannot read its flags in memory; libc then uses clone
         (leave, 0, 0, refuse | errno.ENOSYS),
     ]
     for number in map(int, _FORBIDDEN[machine].split()):

@@ -19,7 +19,7 @@ class EnvironmentSettings(Settings):
     """Maximum duration of one call of `reset` or `step` in seconds, without its time in the queue. If a call takes
     longer, its process is killed, and the other episodes of the process are rebuilt."""
     retries: int = Field(default=2, ge=0)
-    """Maximum number of further attempts of a call whose process ended or stopped responding."""
+    """Maximum number of times that a call is repeated because its process ended or stopped responding."""
     max_failed_share: float = Field(default=0.5, gt=0, le=1)
     """Maximum share of 100 consecutive attempted episodes that may fail because of their environment. If more fail, the
     run ends; 1 disables the check."""

@@ -114,8 +114,9 @@ def _pulled(
     floor: frozenset[Cell], targets: tuple[Cell, ...], player: Cell, search_depth: int
 ) -> tuple[Cell, tuple[Cell, ...], int] | None:
     """Return (player, boxes, distance) of the best state that a depth-first search over reversed moves reaches. The
-    score of a state is the sum of the distances between boxes and their targets, times the number of pulls that moved
-    another box than the pull before. States with a covered target score 0. Returns None if all states score 0."""
+    score of a state is a product: the sum of the distances between boxes and their targets, times the number of pulls
+    that moved a different box than the previous pull. States with a covered target score 0. Returns None if all states
+    score 0."""
     best, best_score = None, 0
     explored: set[tuple[Cell, frozenset[Cell]]] = set()
     stack = [(player, targets, 0, -1, search_depth)]

@@ -29,7 +29,8 @@ from baton.types import Message
 _USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
 """Texts that no template contains, so that their positions in a rendered conversation are known."""
 _OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
-"""Text of an observation that no template contains. A template that changes it (JSON, HTML) is refused."""
+"""Test observation, whose text no template contains. A template that changes this text, such as to JSON or HTML, is
+refused."""
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
 _KEPT = frozenset((_OPEN_THOUGHT, _CLOSE_THOUGHT, *CALL_MARKERS))
 """Special tokens that are part of the text of a turn."""
@@ -96,7 +97,7 @@ class TokenBridge:
         """Cut an observation to at most `max_tokens`, and remove lone surrogates."""
         text, limit = _clean(observation), max_tokens
         while len(ids := self._plain_ids(text)) > max_tokens:
-            text = self._plain.decode(ids[:limit], skip_special_tokens=False).rstrip("\ufffd")  # half a character
+            text = self._plain.decode(ids[:limit], skip_special_tokens=False).rstrip("\ufffd")  # a cut character
             limit -= 1
         return text
 

@@ -268,7 +268,7 @@ def _call(function: RewardFunction, signature: Signature, calls: Sequence[Call])
 
 
 def _accepted(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the function takes. A required one whose column the row lacks is None."""
+    """Return the arguments that the function takes. A required argument whose column the row lacks is None."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return arguments

@@ -9,8 +9,8 @@ from __future__ import annotations
 import regex
 
 DEADLINE_S = 30.0
-"""Maximum processor time in seconds of a search. The package measures the time of all threads of the process, so the
-value is far above the time of any usual pattern, also while other threads compute."""
+"""Maximum processor time in seconds of a search. The package counts the time of all threads of the process. The value
+is therefore far above the time that a usual pattern needs, even if other threads compute at the same time."""
 
 
 def check_pattern(pattern: str) -> int:

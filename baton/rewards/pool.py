@@ -34,9 +34,11 @@ from baton.types import FailureCause
 Calls = tuple[protocol.Call, ...]
 Outcomes = tuple[protocol.Outcome, ...]
 KILL_S = 5.0
-"""Seconds for a supervisor process to kill its scorer and the scorer's children, before it is killed."""
+"""Time in seconds in which a supervisor process must kill its scorer and the scorer's children. Afterwards the
+supervisor is killed too."""
 GRACE_S = 1.0
-"""Seconds after a call's deadline for a shared process to report the timeout, before it is killed."""
+"""Time in seconds after a call's deadline in which a shared process must report the timeout. Afterwards it is
+killed."""
 
 
 class WorkerExited(Exception):
@@ -117,7 +119,7 @@ class WorkerPool:
         launch: Launch | None = None,
     ) -> None:
         """holds_model: the shared process holds a reward model, so calls never run in another process. launch: starts a
-        process; by default, on this machine."""
+        process; the default starts it on this machine."""
         self._setup, self._holds_model = setup, holds_model
         slots = max((s.concurrency for s in setup.specs if isinstance(s, protocol.GenerativeModelSpec)), default=1)
         self.num_slots = slots
@@ -191,7 +193,7 @@ class WorkerPool:
         return started is not None and started.is_alive
 
     def _started(self) -> ScorerProcess | None:
-        """Return the shared process, if it has started, also if it has ended."""
+        """Return the shared process if it has been started, even if it has ended since."""
         shared = self._shared
         return shared.result() if shared is not None and shared.done() and shared.exception() is None else None
 

@@ -67,7 +67,7 @@ OF_EPISODES = ("function", "http", "model")
 OF_ANSWERS = ("exact", "math", "format")
 """Kinds of reward parts for single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MODEL_DEADLINE_S = 120.0
-"""Default deadline of a call of a reward model, which waits for the calls before it."""
+"""Default deadline in seconds of a call of a reward model. It includes the wait for earlier calls."""
 MAX_UNANSWERED = 32
 """After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested with a
 call that it has answered before, or with the reference answer if there is no such call. If the test succeeds, the
@@ -103,8 +103,8 @@ _Scorer = _BackgroundScorer | _InlineScorer
 
 
 class RewardScorer:
-    """Scores the responses to all tasks of a recipe. `start` starts the thread and one worker process; without it, they
-    start when a call first needs them."""
+    """Scores the responses to all tasks of a recipe. `start` starts the thread and one worker process. If it is not
+    called, both start when a call first needs them."""
 
     def __init__(
         self,
@@ -115,8 +115,9 @@ class RewardScorer:
         places: Sequence[tuple[str, Launch]] = (),
     ) -> None:
         """Import the reward functions. Raises UserError if an import fails, there is no reward part, or a part applies
-        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: device and start of
-        each process of a reward model without `devices`; by default, one process on this machine."""
+        to no task. `tasks`: the single-turn tasks. `answers`: answer format by task name. `places`: for a reward model
+        without `devices`, the device of each process and the function that starts the process. The default is one
+        process on this machine."""
         if not rewards:
             raise UserError('the recipe has no [[reward]]: give at least one, such as kind = "correct"')
         names = [r.name for r in rewards]

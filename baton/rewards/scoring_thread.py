@@ -50,7 +50,8 @@ class ScoringThread:
         models: Mapping[str, Sequence[tuple[ModelSpecs, Launch | None]]],
     ) -> None:
         """Start the thread. Worker processes and connections start when a call first needs them. models: name of a
-        reward part → its reward model on each of its devices, and what starts the process there; None: this machine.
+        reward part → for each of its devices, the reward model and the function that starts its process; None starts it
+        on this machine.
         """
         self._settings, self._has_specs = settings, bool(setup.specs)
         self._loop = asyncio.new_event_loop()

@@ -156,7 +156,7 @@ class RewardSettings(Settings):
             raise ValueError('template belongs to kind = "http" or "model"')
         if not check_pattern(self.pattern):
             raise ValueError(f"pattern: got {self.pattern!r}, but the number must be in a group, such as ([0-9]+)")
-        fields = type(self).model_fields  # the recipe of a run states defaults too, so these are allowed
+        fields = type(self).model_fields  # a run's resolved recipe also states default values, so these are allowed
         own = [name for name in ("batch_tokens", "devices", "dtype") if getattr(self, name) != fields[name].default]
         if self.kind != "model" and own:
             raise ValueError(f'{own[0]} belongs to kind = "model"')

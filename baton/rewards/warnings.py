@@ -19,7 +19,7 @@ MAX_EXPLAINED = 10
 EQUAL_STEPS = 3
 """Number of consecutive steps with equal rewards before the first warning; doubled after each warning."""
 FEW_CORRECT = 0.1
-"""Below this share of correct responses, the first impression suggests easier problems."""
+"""`first_impression` suggests easier problems below this share of correct responses."""
 
 _NO_ANSWER = "{:.0f} % state no answer in the format of [answer]; read some responses, or reward the format"
 
@@ -60,8 +60,8 @@ class RewardWarnings:
         ]
 
     def stepped(self, step: int, groups: Sequence[Group]) -> list[str]:
-        """Return a warning if the rewards within each group have been equal for `EQUAL_STEPS` consecutive steps, then
-        after 2, 4, … times as many such steps. Otherwise return an empty list."""
+        """Return a warning if the rewards within each group have been equal for `EQUAL_STEPS` consecutive steps, and
+        again after 2, 4, … times as many such steps. Otherwise return an empty list."""
         self._equal_steps = self._equal_steps + 1 if have_equal_rewards(groups) else 0
         if not self._equal_steps:
             self._next_warning = EQUAL_STEPS
