@@ -47,7 +47,8 @@ from baton.types import (
 from baton.types import Abort as AbortLease
 
 MAX_REFUSALS = 8
-"""Consecutive refused leases per slot before EngineFault. A correct worker serves the versions of its leases."""
+"""Number of consecutive refused leases per slot after which EngineFault is raised. A worker refuses a lease if it does
+not serve the version that the lease requires."""
 
 
 class PromptSource(Protocol):
@@ -70,7 +71,7 @@ class TrajectoryScorer(Protocol):
     """Whether reward functions score multi-turn episodes, in addition to the environment."""
 
     def submit(self, finished: Sequence[Trajectory | ScoredTrajectory], prompt: Prompt) -> None:
-        """Queue finished trajectories of one prompt for scoring, or episodes with the reward of their environment."""
+        """Queue finished trajectories of one prompt for scoring. Episodes come with the reward of their environment."""
 
     def collect(self, timeout_s: float = 0.0) -> list[ScoredTrajectory]:
         """Return the trajectories scored since the last call; wait at most `timeout_s` for the first one."""
@@ -99,7 +100,7 @@ class RolloutController:
         journal: Journal | None = None,
         player: EpisodePlayer | None = None,
     ) -> None:
-        """player: the multi-turn episodes; None without multi-turn tasks."""
+        """player: runs the multi-turn episodes; None without multi-turn tasks."""
         self._worker, self.rules, self._now_s = worker, rules, worker.clock
         self._prompts, self._scorer, self._sampling, self._journal = prompts, scorer, sampling, journal
         self._player = player
@@ -116,7 +117,7 @@ class RolloutController:
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
         """Seconds spent waiting since the last `take_seconds`: for the worker between train steps (`generate`) or
-        during them (`hidden`), for the scorer (`judge`), and for environments while nothing is leased."""
+        during them (`hidden`), for the scorer (`judge`), and for environments (`environment`)."""
         if player is not None:
             self.seconds["environment"] = 0.0
 
@@ -228,8 +229,9 @@ class RolloutController:
     def abort_all(self, longest_s: float) -> None:
         """Abort all leases before the process exits, and journal the tokens that are reported within `longest_s`."""
         until_s = self._now_s() + longest_s
-        # after a stop within load_weights, the worker cannot process an abort; after a stop within the draw of a
-        # prompt, the scheduler's last commands were not executed. Only journaled tokens are then kept, as by a kill
+        # after a stop within load_weights, the worker cannot process an abort. After a stop within the draw of a
+        # prompt, the scheduler's last commands were not executed. In both cases, as after a kill, only journaled tokens
+        # are kept.
         if not self._is_interruptible:
             self._dispatch(ev.DispatchPaused(self._now_s()))
             while self.scheduler.num_leased and (left_s := until_s - self._now_s()) > 0:
@@ -274,7 +276,7 @@ class RolloutController:
         if self._journal is not None:
             self._journal.commit()  # otherwise a run resumed after a kill would use ids of new groups again
         if not self._slots or (self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting)):
-            timeout_s = min(timeout_s, SHORT_WAIT_S)  # rewards and the first slots cannot end the wait for messages
+            timeout_s = min(timeout_s, SHORT_WAIT_S)  # a reward or a first slot does not end the wait
         begin_s = self._now_s()
         beside = self._player.sockets if self._player is not None and self.scheduler.num_acting else None
         if self.scheduler.num_leased or not self._slots:
@@ -329,7 +331,7 @@ class RolloutController:
         group.scored.pop(index, None)
         over = group.episodes.pop(index, None)
         if over is not None and over.episode is not None and self._player is not None:
-            # `begin_again` counts its attempts, because an environment never gets two actions of one key
+            # `begin_again` counts its attempts, because an environment never gets two actions with the same key
             self._player.restore(group.issued.prompt, over.trajectory, over.episode)
         if self._journal is not None:
             self._journal.revoked(revoked.group_id, index)
@@ -577,7 +579,7 @@ class RolloutController:
             for trajectory in self._groups[group_id].members:
                 self._player.forget((group_id, trajectory.sample_index))
         if cause != "dropped" or self._groups[group_id].issued.attempts >= self.rules.max_requeues:
-            del self._groups[group_id]  # else `_open` needs the group's prompt for the next attempt, and removes it
+            del self._groups[group_id]  # otherwise `_open` uses its prompt for the next attempt, then removes it
         if self._journal is not None:
             self._journal.discarded(group_id, cause)
 

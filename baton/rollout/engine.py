@@ -80,8 +80,8 @@ class VllmSettings(Settings):
     then sent as the adapter alone. With 0, each adapter is merged into the base weights."""
     stream_interval: int = Field(default=1, ge=1, le=1024)
     """Number of tokens after which vLLM sends a trajectory's new tokens to Baton. Larger values cost less processor
-    time, but a stop string is found only when its tokens arrive. Tokens that vLLM has not sent are received before a
-    new version is loaded and before an abort."""
+    time, but a stop string is found only when its tokens arrive. Before a new version is loaded and before an abort,
+    Baton receives the tokens that vLLM has not sent yet."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, such as {max_num_batched_tokens = 8192}. Some can run code
     (trust_remote_code), so a worker accepts them only from its command line, or from the run that started it."""
@@ -110,8 +110,8 @@ class SglangSettings(Settings):
     url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
     """URL of the server, such as http://127.0.0.1:30000."""
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")], ...] = ()
-    """URLs of the servers of a plan, one for each of its replicas, in the plan's order; for `baton train --plan
-    --ray`, instead of `url`."""
+    """For `baton train --plan --ray`, instead of `url`: the URL of one server for each replica of the plan, in the
+    plan's order."""
     key_variable: str | None = None
     """Name of the environment variable with the server's API key (--api-key), if the server has one."""
     weights_directory: str | None = None
@@ -139,7 +139,7 @@ class EngineSettings(Settings):
     dtype: DTypeChoice = "auto"
     """Dtype of weights and KV cache: bfloat16, float32, or `auto`: bfloat16 if `model.device` is CUDA, else float32."""
     report_every_tokens: int = 256
-    """Maximum tokens between two reports of a trajectory, and maximum loss if its worker dies."""
+    """Maximum tokens between two reports of a trajectory. If its worker dies, at most this number is lost."""
     report_routing: bool = False
     """In a mixture of experts, report which experts the routers selected for each token. trainer.moe_replay = "engine"
     uses these reports. They have one byte per token, router and selected expert. Kind `vllm` requires rollout.mode =

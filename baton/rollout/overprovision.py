@@ -18,7 +18,7 @@ SETTLING = 2
 MEASURED = 2
 """Number of batches of one measurement."""
 CLOSE = 0.02
-"""Minimum relative gain for which the next higher level is chosen, because more open groups make tokens older."""
+"""The next higher level is chosen only for at least this relative gain, because more open groups make tokens older."""
 BUSY = 0.95
 """Occupancy above which more open groups do not increase throughput."""
 CHANGED = 0.3

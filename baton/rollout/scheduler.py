@@ -274,7 +274,7 @@ class RolloutScheduler:
             return
         most = min(self._max_leases, self.rules.max_concurrency or math.inf)
         if self.rules.may_pause and most - len(self._leased) < (most - self._slots) / 2:
-            return  # many leases at once take less time, and half of the queue is enough until then
+            return  # sending many leases at once takes less time, and half of the queue is enough until then
         is_exact, version = not self.rules.is_in_flight, self._oldest_served()
         while len(self._leased) < most and (self._pending or self._may_open()):
             if not self._pending:

@@ -18,8 +18,8 @@ from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajecto
 SHORT_WAIT_S = 0.02
 """Maximum seconds of one wait for messages of the worker, if events without a socket may also arrive."""
 MAX_COUNTED_WAIT_S = 5.0
-"""Of the time between two calls of `receive`, at most this number of seconds counts as time without progress. During a
-longer time, this process may have been suspended."""
+"""The time between two calls of `receive` counts as time without progress only up to this number of seconds. If more
+time has passed, this process may have been suspended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
 START_TIMEOUT_S = 1800.0
-"""Maximum number of seconds from the start of the program until it responds, including its compilation of the model."""
+"""Maximum number of seconds from the start of the program until it responds. It may compile the model meanwhile."""
 _HEARTBEAT_S = 0.5
 """Seconds between two checks, during a call, that the program is still running."""
 
@@ -64,12 +64,13 @@ class GeneratedTokens:
     weights: str | None = None
     """Label of the weights that generated the tokens; None if the program does not report it."""
     by_weights: Mapping[str, int] | None = None
-    """Label of weights → the request's tokens that they generated. Only in the last message, if reported."""
+    """Label of weights → number of the request's tokens that these weights generated. Only the last message has it, if
+    the program reports it."""
     masks: Sequence[Sequence[int]] | None = None
     """For each new token: ascending ids that top-k and top-p kept. None if the program does not report them."""
     experts: NDArray[Any] | None = None
     """[T, layers, experts per token] Ids of the experts at the positions that computed the logits of the request's T
-    tokens. Only in the last message, if reported."""
+    tokens. Only the last message has it, if the program reports it."""
     routing: Sequence[bytes] | None = None
     """`Segment.routing` of the tokens; None if it is not reported."""
 
@@ -87,8 +88,8 @@ class EngineClient(ABC):
 
     def __init__(self, name: str, *, answer_timeout_s: float, close_s: float) -> None:
         """Start the thread of the event loop. name: name of the program in messages. answer_timeout_s: timeout of each
-        call. close_s: maximum number of seconds that `close` waits for `_stop`; afterwards it waits at most as long for
-        the thread."""
+        call. close_s: maximum number of seconds that `close` waits for `_stop`; afterwards it waits at most the same
+        time for the thread."""
         self.name = name
         self._answer_timeout_s, self._close_s = answer_timeout_s, close_s
         self._inbox: SimpleQueue[GeneratedTokens | RequestLost] = SimpleQueue()
@@ -119,7 +120,7 @@ class EngineClient(ABC):
         return found
 
     def flush(self) -> bool:
-        """Receive the tokens that the program has generated and not sent; the next `take` returns them. Return False if
+        """Receive the tokens that the program has generated but not sent; the next `take` returns them. Return False if
         the program sends each token at once."""
         return False
 

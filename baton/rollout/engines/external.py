@@ -44,7 +44,7 @@ class RunningRequest:
     ids: list[int]
     """Token ids of the prompt and of all tokens after the prompt."""
     by_weights: Counter[str] = field(default_factory=Counter)
-    """Label of weights → number of tokens that were received while the program had these weights."""
+    """Label of weights → number of tokens that were received while the program held these weights."""
     is_ending: bool = False
     """Whether the request was aborted, but the program has not confirmed the abort."""
     unrouted: list[GeneratedTokens] = field(default_factory=list)

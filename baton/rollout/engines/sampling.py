@@ -49,7 +49,8 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """The sampling parameters of W rows as tensors. They are built when the rows change, and used in every step."""
+    """The sampling parameters of W rows as tensors. They are built when the rows change, and used in each step until
+    then."""
 
     num_rows: int
     temperature_W1: Tensor | None
@@ -176,7 +177,7 @@ def pick(mass_WV: Tensor, uniform_W: Tensor) -> Tensor:
     total_W = running_WV[:, -1]
     target_W = (uniform_W * total_W).long()
     ids_W = torch.searchsorted(running_WV, target_W[:, None], right=True)[:, 0]
-    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)  # changes an id only if the logits of its row are not finite
+    return ids_W.clamp_(max=mass_WV.shape[-1] - 1)  # has an effect only if the logits of the row are not finite
 
 
 def _filtered(mass_FV: Tensor, top_k_F1: Tensor, top_p_F1: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class PrefixKey:
 def prefix_keys(
     pieces: Sequence[Piece], ids: tuple[int, ...], before: PrefixKey | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Return the keys of successive pieces. ids: all, from the start of the prompt. before: key of the previous
+    """Return the keys of successive pieces. ids: all ids from the start of the prompt. before: key of the previous
     piece."""
     found = []
     digest, begin = (b"", 0) if before is None else (before.digest, before.piece.end)
@@ -151,8 +151,9 @@ class RunningLease:
 
 
 class StopText:
-    """Detects the stop strings of one trajectory. Only the policy's tokens after the last observation are searched. A
-    stop string of n bytes spans at most n tokens that have text, so only the last tokens must be decoded."""
+    """Detects the stop strings of one trajectory. Only the policy's tokens after the last observation are searched.
+    Each token with text has at least one byte. A stop string of n bytes therefore spans at most n such tokens, so only
+    the last tokens must be decoded."""
 
     def __init__(self, lease: Lease, text: Text) -> None:
         self._stop = lease.sampling.stop
@@ -212,8 +213,8 @@ class SlotTable:
             self._aborted.add(lease_id)
 
     def switch(self, version: PolicyVersion) -> None:
-        """Switch to a new version, and end all segments. Leases that do not accept this version are aborted if they
-        run, and refused if they wait."""
+        """Switch to a new version, and end all segments. Leases that do not accept this version are aborted if they are
+        running, and refused if they are waiting."""
         for row in self.rows:
             if row is not None:
                 row.close_segment(self.version.number)
@@ -337,9 +338,9 @@ def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
     trajectory.
 
     The first piece is the prompt. Each further piece has the tokens of a turn and of the observation after the turn;
-    the last piece may have the tokens of an unfinished turn. A piece has the version of the first token sampled after
-    it: the lease that sampled this token also computed the piece's keys and values. A piece of an unfinished turn has
-    the version of its last token.
+    the last piece may have the tokens of an unfinished turn. A piece has the version of the first token that was
+    sampled after it, because the lease that sampled this token also computed the piece's keys and values. A piece of an
+    unfinished turn has the version of its last token.
     """
     found, before = [], Author.ENVIRONMENT
     offset = len(trajectory.prompt_ids) - 1

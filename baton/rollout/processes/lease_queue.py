@@ -20,8 +20,8 @@ Handover = tuple[int, FromHub]
 
 
 def returns_home(num_home: int, num_least: int, slots: int) -> bool:
-    """Return whether a trajectory is sent back to its last engine, which has `num_home` leases: if it has a free slot,
-    and at most `slots / 4` leases more than the least busy engine (`num_least`)."""
+    """Return whether a trajectory is sent back to its last engine. This requires that the engine has a free slot, and
+    that its `num_home` leases exceed those of the least busy engine (`num_least`) by at most `slots / 4`."""
     return num_home < slots and num_home - num_least <= slots // 4
 
 

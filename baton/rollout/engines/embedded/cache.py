@@ -54,7 +54,7 @@ class KeptPrefixes:
             self.num_tokens += prefix.num_tokens
 
     def depth(self, keys: Sequence[PrefixKey]) -> int:
-        """Return how many of a lease's pieces come before the first piece that is not kept."""
+        """Return how many successive pieces of a lease are kept, counted from the first piece."""
         return next((i for i, key in enumerate(keys) if key not in self._pieces), len(keys))
 
     def use(self, keys: Sequence[PrefixKey]) -> None:
@@ -245,8 +245,7 @@ def _padded(pieces: Sequence[Sequence[Tensor]], rows: int, length: int) -> Tenso
 
 
 def prefixes(cache: Cache, start: int, lengths: Sequence[int]) -> list[Prefix]:
-    """Return one `Prefix` per row of a prefill cache: a copy of the row's positions from `start` on, as many as its
-    entry in `lengths`."""
+    """Return one `Prefix` per row of a prefill cache: a copy of `lengths[row]` positions from `start` on."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
 
     def cut(states: list[Tensor], row: int, length: int) -> list[Tensor]:

@@ -44,7 +44,7 @@ _SLOTS_MULTIPLE = 8
 _LOOK_AHEAD = 64
 """Maximum number of waiting leases whose prefixes may fill the unused rows of a prefill."""
 _KEPT_CONTEXTS = 8
-"""Lower bound of `_kept_limit`, as a number of contexts of maximum length."""
+"""Minimum of `_kept_limit`, counted in contexts of maximum length."""
 
 
 class EmbeddedEngine(SlotEngine):
@@ -79,7 +79,8 @@ class EmbeddedEngine(SlotEngine):
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens
         self._is_in_flight = False
-        """Whether a lease since the last load accepts newer versions, so that older keys and values stay useful."""
+        """Whether a lease that started since the last load accepts newer versions, so that older keys and values stay
+        useful."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
@@ -171,7 +172,7 @@ class EmbeddedEngine(SlotEngine):
     def _missing(
         self, chains: Iterable[tuple[PrefixKey, ...]]
     ) -> dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]]:
-        """Return, for each prefill shape, the first piece of each chain that is not kept → the pieces before it.
+        """Return for each prefill shape a dict: the first piece of a chain that is not kept → the pieces before it.
         chains: the pieces of each row, in order."""
         found: dict[PrefillShape, dict[PrefixKey, tuple[PrefixKey, ...]]] = {}
         for keys in chains:
@@ -181,8 +182,9 @@ class EmbeddedEngine(SlotEngine):
         return found
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
-        """Return the pieces of a row's prefix. Normally the current version computes all pieces. If the lease accepts
-        newer versions and more pieces of the trajectory's own versions are kept, those are used."""
+        """Return the pieces of a row's prefix. Normally the current version computes all pieces. Some leases accept
+        newer versions. If more of the pieces that the trajectory's own versions computed are kept, such a lease uses
+        those."""
         number = self.version.number
         keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
@@ -213,8 +215,8 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def _kept_limit(self) -> int:
-        """Maximum number of tokens whose keys and values are kept outside the slots, as contexts of maximum length:
-        `_KEPT_CONTEXTS` or, if larger on a CPU, one per free slot and at least one per two slots. It falls when new
+        """Maximum number of tokens whose keys and values are kept outside the slots. It is `_KEPT_CONTEXTS` contexts of
+        maximum length. On a CPU it is at least one context per free slot, and one per two slots. It falls when new
         leases take slots."""
         contexts = _KEPT_CONTEXTS
         if self.network.device.type == "cpu":
@@ -222,8 +224,8 @@ class EmbeddedEngine(SlotEngine):
         return contexts * self._context_tokens
 
     def _drop_kept(self) -> None:
-        """Drop the least recently used pieces beyond `_kept_limit`. Pieces of running leases are dropped after all
-        others, and pieces of waiting leases last."""
+        """Drop the least recently used pieces beyond `_kept_limit`. Pieces of running leases are dropped only when no
+        others are left, and pieces of waiting leases last of all."""
         if self._kept.num_tokens > (limit := self._kept_limit):
             for _, row in self._table.running():
                 self._kept.use(row.kept)

@@ -52,8 +52,8 @@ def kernels() -> ctypes.CDLL:
 
 
 def replace_norms(model: Module) -> int:
-    """Replace the root mean square norms of a bfloat16 model on the CPU by a kernel; return how many were replaced. A
-    norm is replaced only if the kernel computes the same values up to rounding."""
+    """Replace the RMS norms of a bfloat16 model on the CPU by a kernel; return how many were replaced. A norm is
+    replaced only if the kernel computes the same values up to rounding."""
     found = [m for m in model.modules() if hasattr(m, "variance_epsilon") and _can_replace(m)]
     for norm in found:
         norm.forward = _rms_norm(norm)

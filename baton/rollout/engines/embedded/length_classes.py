@@ -18,9 +18,10 @@ from baton.cost.generate import CLASS_VALUES
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _COPY_COST = 2
-"""Cost of copying one position to another slot, as a number of scanned positions of equal cost."""
+"""Copying one position to another slot costs as much as scanning this number of positions."""
 HORIZON_STEPS = 16
-"""Decode steps between two choices of the classes, in which shorter scans must save more than moving rows costs."""
+"""Number of decode steps between two choices of the classes. Rows move only if the shorter scans of these steps save
+more than the moves cost."""
 
 
 class SlotRange(NamedTuple):
@@ -40,10 +41,10 @@ class LengthClasses:
         values_per_position: kv_heads × head_dim."""
         self._kv_lengths = np.array(kv_lengths, dtype=np.int64)
         self._pairs = np.triu_indices(len(kv_lengths))
-        """All pairs (i, j) with i ≤ j: the first and the second of three classes scan `kv_lengths[i]` and
-        `kv_lengths[j]` positions. If i = j, these two classes are one class."""
+        """All pairs (i, j) with i ≤ j. The first of three classes scans `kv_lengths[i]` positions and the second scans
+        `kv_lengths[j]`. If i = j, the two are one class."""
         self._class_cost = CLASS_VALUES // values_per_position
-        """Cost of one more class, as a number of scanned positions of equal cost."""
+        """One more class costs as much as scanning this number of positions."""
         self.ends: tuple[int, ...] = ()
         """For each class except the last: index of the first slot after the class. Ascending."""
 
@@ -73,8 +74,8 @@ class LengthClasses:
         return order if len(moved) else None
 
     def _best_classes(self, index_W: Ints) -> tuple[Ints, Ints, int]:
-        """Return the cheapest classes: indices into `_kv_lengths` of their scanned positions; number of rows, sorted by
-        length, up to the end of each; the cost of a step."""
+        """Return the cheapest classes as a tuple: for each class, the index in `_kv_lengths` of its scanned positions;
+        for each class, the number of rows up to its end, sorted by length; the cost of a step."""
         last, lengths = index_W.max(), self._kv_lengths
         end_N = np.bincount(index_W, minlength=len(lengths)).cumsum()
         first, second = self._pairs

@@ -46,14 +46,14 @@ from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, ca
 _PREFILL_TOKENS = 512
 """Maximum tokens of a prefill, including padding. Longer ids are prefilled as a single row."""
 _MIN_PREFILL_TOKENS = 32
-"""Minimum tokens, including padding, of a prefill that has fewer rows than `prefill_shape` allows."""
+"""A prefill with fewer rows than `prefill_shape` allows has at least this number of tokens, including padding."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
 """Pairs (maximum length, bucket): a length up to the maximum is rounded up to a multiple of the bucket."""
 _LONG_BUCKET = 64
 """Lengths above those in `_PREFILL_BUCKETS` are rounded up to a multiple of this number."""
 _PAST_TOKENS = 2048
-"""Maximum number of positions, summed over the rows, of a prefill of several rows that follow earlier pieces. The
-positions of these pieces count, because the prefill copies them."""
+"""If rows of a prefill follow earlier pieces, a prefill of several rows has at most this number of positions in total.
+The positions of these pieces count too, because the prefill copies them."""
 _MASKED_TOKENS = 1024
 """Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. This limits the
 attention mask, which has an entry for each of these tokens and each earlier position."""
@@ -131,14 +131,15 @@ class Network:
         self.is_resting = False
         self._width = max(MIN_WIDTH, slots)
         self.widths: tuple[int, ...] = ()
-        """Ascending numbers of rows with which a decode step computes identical bits. The last covers all slots."""
+        """Numbers of rows for which a decode step computes identical bits, ascending. The last number covers all
+        slots."""
         self.kv_lengths: tuple[int, ...] = ()
-        """Ascending numbers of scanned positions with which a decode step computes identical bits. The last is the
+        """Numbers of scanned positions for which a decode step computes identical bits, ascending. The last is the
         cache length."""
         self.classes: LengthClasses | None = None
         """Classes of rows that attend over different lengths. None: all rows attend over the same length."""
         self.prefill_rows: dict[PrefillShape, tuple[int, ...]] = {}
-        """Prefill shape → ascending numbers of rows with which a prefill of this shape computes identical bits."""
+        """Prefill shape → numbers of rows for which a prefill of this shape computes identical bits, ascending."""
         self.cache = self._proven_cache()
 
     def prefill(self, ids: Sequence[Sequence[int]], pasts: Sequence[Sequence[Prefix]] = ()) -> list[Prefix]:
@@ -308,7 +309,8 @@ class Network:
             return self.cache, float((got_V - expected_V).norm() / scale)
 
     def _same_rows(self, shape: PrefillShape) -> tuple[int, ...]:
-        """Return the numbers of rows, ascending, that compute the same bits as the shape's maximum number of rows."""
+        """Return the numbers of rows for which a prefill computes the same bits as with the shape's maximum number of
+        rows, ascending."""
         most, length, past = shape
         generator = torch.Generator().manual_seed(0)
         limit = min(length, self._max_context_tokens)

@@ -68,7 +68,7 @@ class Rescorer:
     """Scores claims under one version at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take ownership of a model, into whose weights adapters are merged until a whole version is loaded."""
+        """Take ownership of a model. Until a whole version is loaded, adapters are merged into its weights."""
         self.model = model.requires_grad_(False)
         self.model.train(False)
         self.version: int | None = None
@@ -244,7 +244,8 @@ def _masked_distance(
 
 def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for each target, the distance in log-odds between the draw and the target's interval, and the tail mass
-    (`Rescored`). Masses below and above are summed separately, so bounds near 1 are as exact as near 0."""
+    (`Rescored`). The masses below and above the target are summed separately, so bounds near 1 are as exact as bounds
+    near 0."""
     ids_V = torch.arange(mass_NV.shape[-1], device=mass_NV.device)
     own_N1 = mass_NV.gather(1, targets_N[:, None])
     own_N = own_N1[:, 0]
@@ -262,9 +263,9 @@ def _filtered_distance(
 ) -> tuple[Tensor, Tensor]:
     """Return the minimum of `_distance` over all sets of tokens that top-k and top-p may have kept.
 
-    Rounding may change the kept set near its border. Exact arithmetic keeps the n most likely tokens. If the tokens
-    that differ are within `_BORDER` of the border, the engine may instead have kept n − 1 tokens, n + 1 tokens, all
-    tokens up to the target, or the target or token n + 1 in place of token n.
+    Rounding may change the kept set near its border. Exact arithmetic keeps the n most likely tokens. The engine may
+    also have kept n − 1 tokens, n + 1 tokens, or all tokens up to the target. It may also have kept the target or token
+    n + 1 in place of token n. In each case, the tokens that differ must be within `_BORDER` of the border.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)

@@ -162,8 +162,8 @@ class SglangClient(EngineClient):
     async def _ask(
         self, method: str, path: str, body: Any = None, *, is_json: bool = True, may_lack: bool = False
     ) -> Any:
-        """Send one request that is not a stream, and return the response. Raises EngineFault if there is no response,
-        if it is too long, or if its status is not 200."""
+        """Send one request that is not a stream, and return the response. Raises EngineFault if no response arrives, or
+        if the response is too long or its status is not 200."""
         what = f"{self.name}: {method} {path}"
         try:
             async with self._http.request(method, self._url + path, json=body, allow_redirects=False) as answer:

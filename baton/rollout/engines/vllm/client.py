@@ -63,8 +63,8 @@ class VllmClient(EngineClient):
         self._call(self._llm.resume_generation(), self._answer_timeout_s, "to resume")
 
     def sleep(self, level: int) -> None:
-        """Free the device memory of the KV cache and of the weights. level: 1 keeps the weights in host memory, 2 does
-        not. vLLM stays paused until both parts have been allocated again."""
+        """Free the device memory of the KV cache and of the weights. level: 1 keeps the weights in host memory, 2
+        discards them. vLLM stays paused until both parts have been allocated again."""
         self._call(self._llm.sleep(level), self._answer_timeout_s, "to sleep")
 
     def wake_up(self, part: str) -> None:
@@ -189,20 +189,21 @@ class VllmClient(EngineClient):
         await self._flush()
 
     def _num_kept(self) -> int:
-        """Return the number of tokens that have arrived from vLLM's core and that vLLM has not sent."""
+        """Return the number of tokens that vLLM has received from its core but not yet sent to Baton."""
         if self.stream_interval == 1:
             return 0
         return sum(state.detokenizer.num_output_tokens() - state.sent_tokens_offset for state in self._states())
 
     async def _flush(self) -> None:
-        """Let vLLM send the tokens that it keeps until their number is `stream_interval`, and wait until they are in
-        the inbox. vLLM has no call for this: it sends them only with later tokens, or at the end of a request."""
+        """Make vLLM send the tokens that it holds back until `stream_interval` tokens have accumulated. Wait until they
+        are in the inbox. vLLM has no call for this: it sends such tokens only with later tokens, or at the end of a
+        request."""
         if self.stream_interval == 1:
             return
         for state in self._states():
             kept = list(state.detokenizer.output_token_ids[state.sent_tokens_offset :])
             if kept:
-                state.stream_interval = 1  # otherwise vLLM would keep them again
+                state.stream_interval = 1  # otherwise vLLM would hold them back again
                 state.queue.put(state.make_request_output(kept, None, None, None))
                 state.stream_interval = self.stream_interval
                 state.sent_tokens_offset += len(kept)
@@ -244,7 +245,7 @@ def set_up_environment() -> None:
 
 
 def _said(error: Exception) -> str:
-    """Return the first line of a vLLM error's message; of a pydantic error, that of its first error."""
+    """Return the first line of a vLLM error's message. A pydantic error contains several errors; use the first one."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).splitlines()[0]
     return first_line(error)

@@ -5,8 +5,8 @@ under the old version, copies the tensors in place, switches the slot table, and
 keys and values. The salt of the prefix cache changes with the weights, so no prefix of an older version is reused.
 
 **Sleep.** A colocated engine sleeps during a train step: `sleep` (no leases) ─▶ `wake_up`: memory of the weights ─▶
-`load_weights`: load, then memory of the KV cache. The weights are loaded before the KV cache has memory, so the load
-may use this memory.
+`load_weights`: load, then memory of the KV cache. The weights are loaded before memory is allocated for the KV cache,
+so the load can use that memory.
 
 **Routing.** vLLM returns the experts of a mixture of experts only with the last message of a request. With
 `report_routing`, the engine therefore keeps the tokens of a request until it ends, and accepts only leases of one
@@ -71,7 +71,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """The version that is being loaded."""
     _sent_bytes = 0
     """`direct.sent_bytes` at the last call of `metrics`."""
-    # vLLM's logprobs are over the tokens that top-p and top-k keep, but a trajectory without masks needs logprobs over
+    # vLLM normalises logprobs over the tokens that top-p and top-k keep, but a trajectory without masks needs them over
     # all
     _only_temperature = (
         "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or, for training, "
@@ -354,8 +354,8 @@ def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, 
 
 
 def _memory_arguments(directory: Path, settings: EngineSettings, *, sleeps: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for memory. On a CPU, which has no sleep mode: the bytes of the KV cache, which are those
-    of all slots at full length, plus a quarter."""
+    """Return vLLM's arguments for memory. On a CPU, which has no sleep mode, the argument is the size of the KV cache
+    in bytes: all slots at full length, plus a quarter."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
