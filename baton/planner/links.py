@@ -30,8 +30,8 @@ POWER = 16
 """The exchange of machines minimises a sum of 1 / bandwidth to this power. A high power makes the slowest link
 dominate."""
 EMPHASES = ((1.0, 1.0), (1.0, 1e-4), (1e-4, 1.0))
-"""Pairs of cost weights for links of a ring and links between stages. The search tries every pair, because the kind of
-link that limits the step is not known."""
+"""Pairs (factor of the cost of links in a ring, factor of the cost of links between stages). The search tries every
+pair, because it does not know which kind of link limits the step."""
 SLOWEST = 8
 """Each step tries to exchange this number of machines: those with the slowest links."""
 MOST_SWAPS = 20_000

@@ -50,8 +50,8 @@ LONGEST_S = 3600.0
 ROUNDS = 8
 """Number of simulations that fit the speed of the engines."""
 DAMPING = 0.6
-"""Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a time, which makes each
-trajectory slower again. Full corrections would therefore overshoot and oscillate."""
+"""Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a time, which slows
+each trajectory further. Full corrections would therefore overshoot and oscillate."""
 IDLE = 0.02
 """A train step counts as one without generation if trajectories run in at most this share of its time."""
 MOST_SLOWDOWN = 10.0

@@ -56,7 +56,7 @@ class Tracer(Protocol):
 
 
 def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divide a trace at its marks into periods without a gap. Marks and empty periods are omitted."""
+    """Divide a trace at its marks into periods that have no gap inside. Marks and empty periods are omitted."""
     found: list[list[Span]] = [[]]
     for span in spans:
         if span.name in (BEGIN, GAP):

@@ -45,7 +45,7 @@ _OWNED: dict[str, str] = {
         "remove it, because leases depend on its value",
     ),
 }
-"""Name of a vLLM argument that only Baton sets → what the user should set instead."""
+"""Name of a vLLM argument that users may not set → what they should set instead."""
 
 
 class VllmSettings(Settings):
@@ -155,7 +155,7 @@ class EngineSettings(Settings):
 
     @property
     def vllm_parts(self) -> tuple[str, ...]:
-        """Values on the axis `vllm` of `support.toml` that this section uses, such as `fp8`."""
+        """The values that this section uses from the axis `vllm` of `support.toml`, such as `fp8`."""
         own = self.vllm
         has = {
             "devices": own.tensor_parallel * own.pipeline_parallel > 1,

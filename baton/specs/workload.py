@@ -196,7 +196,7 @@ class LengthSettings(Settings):
     mean: float | None = Field(default=None, gt=0)
     """Mean token count, after the cut at `max`."""
     cv: float = Field(default=0.8, gt=0)
-    """Standard deviation of `lognormal` divided by its mean, before the cut at `max`."""
+    """Coefficient of variation (standard deviation ÷ mean) of `lognormal`, before the cut at `max`."""
     max: float | None = Field(default=None, gt=0)
     """Maximum token count of `lognormal`. Larger counts are cut to this value."""
     values: tuple[int, ...] = ()

@@ -285,7 +285,8 @@ class TaskMixture:
 
         If there are test sets, return their prompts instead. A test set then gives as many prompts as its own key
         `num_prompts` states. Without this key, it gives all problems of its `path` if `uses_all` is True, else
-        `num_prompts` prompts. Unless `or_fewer` is set, no test set gives more than `num_prompts` prompts.
+        `num_prompts` prompts. In both cases, `num_prompts` is also the maximum, except with
+        `or_fewer`, which has no maximum.
 
         Raises TaskExhausted if a task has fewer distinct held-out problems than its share; with `or_fewer`, only if the
         task has no held-out problem.

@@ -45,7 +45,8 @@ class Critic(torch.nn.Module):
         return values
 
     def of_ids(self, input_ids_BS: torch.Tensor, first: int) -> torch.Tensor:
-        """Return a separate critic's values before the tokens at positions `first` … S − 1: [B, K] float32."""
+        """Return the values that a separate critic predicts before the tokens at positions `first` … S − 1, as float32
+        [B, S − first]."""
         assert self.trunk is not None, "a shared critic reads the policy's hidden states"
         found: torch.Tensor = self(hidden_states(self.trunk, input_ids_BS[:, :-1])[:, first - 1 :])
         return found

@@ -52,7 +52,7 @@ class RunningRequest:
 
 
 def joined(said: Sequence[GeneratedTokens]) -> GeneratedTokens:
-    """Return all tokens of a request as one message, with the other fields of the last one."""
+    """Merge the messages of a request into one that has all their tokens, and the other fields of the last message."""
     return replace(
         said[-1],
         token_ids=[token for one in said for token in one.token_ids],

@@ -113,7 +113,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
 
 
 def sglang_of_model(path: str, settings: EngineSettings, version: PolicyVersion, *, attention: str) -> SglangEngine:
-    """Build an engine and load the model of a directory, which may be an adapter, into the server as `version`."""
+    """Build an engine, and load into its server, as `version`, the model or adapter in the directory `path`."""
     files = ModelFiles(path, settings, attention)
     engine = sglang_from_skeleton(files.base_directory(), files.read_base, settings)
     try:
