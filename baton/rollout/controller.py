@@ -117,7 +117,8 @@ class RolloutController:
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
         """Seconds spent waiting since the last `take_seconds`: for the worker between train steps (`generate`) or
-        during them (`hidden`), for the scorer (`judge`), and for environments (`environment`)."""
+        during them (`hidden`), for the scorer (`judge`), and, while nothing is leased, for
+        environments (`environment`)."""
         if player is not None:
             self.seconds["environment"] = 0.0
 
