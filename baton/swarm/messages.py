@@ -28,7 +28,7 @@ from baton.rollout.engine import EngineSettings, EngineStats
 from baton.swarm.verification.verify import WorkerClass
 from baton.types import Abort, Lease, PolicyVersion, Report, Retry, plain
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Protocol version. It is incremented when the messages change in a way that an older worker could misunderstand."""
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """Maximum bytes of a frame; a longer frame ends the connection. A report of 100,000 tokens is shorter than this."""
