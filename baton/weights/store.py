@@ -107,8 +107,9 @@ class Store:
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
-        """Return a reader of a version's unverified manifest. Raises OSError if it is not published."""
-        return ByteReader.kept(self._place, _version_name(PolicyVersion(lineage, number)))
+        """Return a reader of a version's unverified manifest. The manifest is read here as a whole, because that of a
+        keyframe may be replaced by a longer one. Raises OSError if it is not published."""
+        return ByteReader.of(self.read_manifest(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:
         """Return all published versions, sorted by lineage and number, without their digests."""

@@ -19,7 +19,7 @@ from baton.errors import WeightsFault
 from baton.policy.tensors import as_published, tensor_digest, weights_digest
 from baton.weights.fetcher import Fetcher
 from baton.weights.flat_buffer import flattened
-from baton.weights.manifest import tensors_digest
+from baton.weights.manifest import decode_manifest, tensors_digest
 from baton.weights.publisher import Publisher
 from baton.weights.settings import WeightsSettings
 from baton.weights.sources import ChunkCache, StoreSource
@@ -296,7 +296,7 @@ def test_the_elements_of_a_tensor_may_change_while_it_is_published_later(tmp_pat
 def test_a_keyframe_can_be_fetched_as_a_delta_before_its_whole_encoding_is_stored(tmp_path):
     run = Run(tmp_path, keyframe_every=1)
     run.publish(0, policy())
-    follower, seen = Fetcher([StoreSource(run.store)]), []
+    follower, seen, bodies = Fetcher([StoreSource(run.store)]), [], []
     follower.fetch(run.version(0), deadline_s=60)
     tensors = changed(policy(), 0.05, 1)
     version = version_of(tensors, 1)
@@ -305,9 +305,12 @@ def test_a_keyframe_can_be_fetched_as_a_delta_before_its_whole_encoding_is_store
         seen.append((run.store.find("first", 1).kind, run.store.find("first", 1).expects_whole))
         assert are_bit_equal(follower.fetch(version, deadline_s=60), tensors)
         run.store.collect([version], keep=1)  # must not keep this manifest in memory
+        bodies.append(run.store.manifest_body("first", 1))
 
     run.publisher.publish(tensors, version, when_stored=when_stored)
     assert seen == [("delta", True)]
+    (body,) = bodies  # a reader that had begun before the manifest was replaced gets one whole manifest
+    assert decode_manifest(body.read(0, body.size)).version == version
     run.store.collect([version], keep=1)
     assert run.store.find("first", 1).kind == "anchor"
     joiner = Fetcher([StoreSource(run.store)])
