@@ -117,7 +117,7 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     max_kept: int = 0
     """Maximum number of ids in a token's sampling mask; 0 without masks."""
     masked_tokens: float = 0.0
-    """Number of tokens of a batch whose sampling masks are in the memory of a rank on a CPU."""
+    """For ranks on a CPU: number of the batch's tokens whose sampling masks a rank holds in memory."""
     replayed_tokens: Array = 0.0
     """Number of tokens of a rank's batch whose experts are replayed in all passes; 0 without `trainer.moe_replay`."""
     reported_tokens: float = 0.0

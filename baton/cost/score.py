@@ -25,7 +25,8 @@ class ScoringCost(msgspec.Struct, frozen=True):
     concurrency: int = 1
     """Maximum number of trajectories that are scored at the same time."""
     latency_s: float = 0.0
-    """Time from the begin to the end of a trajectory, beside the others; 0 for a classifier: `trajectory_s`."""
+    """Time in which one trajectory is scored while others are scored too. 0 for a classifier, whose latency is
+    `trajectory_s`."""
 
 
 def scoring_cost(model: ModelSpec, work: Workload, place: DeviceClass) -> ScoringCost:

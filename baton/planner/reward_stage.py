@@ -77,7 +77,7 @@ class _Search:
         """Plan the other roles beside a stage of `count` GPUs. Return whether more GPUs for the stage may be better."""
         gpu = place.gpu.name
         rest, gpu_ids = reserve(self._cluster, gpu, count)
-        own_work = self._plain.work
+        work = self._plain.work
         stage = RewardStage(
             model=self._model.name,
             gpu=gpu,
@@ -87,12 +87,12 @@ class _Search:
             memory_limit_bytes=place.memory_limit_bytes,
             params=self._model.params,
             num_layers=self._model.num_layers,
-            batch_tokens=own_work.reward_batch_tokens,
+            batch_tokens=work.reward_batch_tokens,
             concurrency=cost.concurrency,
             latency_s=cost.latency_s,
-            context_tokens=own_work.reward_context_tokens if own_work.reward_reply_tokens else 0,
+            context_tokens=work.reward_context_tokens if work.reward_reply_tokens else 0,
         )
-        own = msgspec.structs.replace(self._plain.on(rest), work=msgspec.structs.replace(own_work, **stage.timing))
+        own = msgspec.structs.replace(self._plain.on(rest), work=msgspec.structs.replace(work, **stage.timing))
         try:
             plan = make_plan(own, self._method, time_limit_s=max(5.0, self._left_s() / 4))
         except UserError as error:
@@ -103,7 +103,7 @@ class _Search:
         if self.best is None or parts.step_s < self.best[0].breakdown.step_s * (1 - 1e-9):
             self.best = msgspec.structs.replace(plan, reward=stage), own
         is_hidden = parts.overlaps and parts.rollout_s + parts.reward_s <= parts.train_s
-        is_whole_batch_scored_at_once = count * cost.concurrency >= own_work.num_trajectories
+        is_whole_batch_scored_at_once = count * cost.concurrency >= work.num_trajectories
         latency_s = cost.latency_s or cost.trajectory_s
         return not is_hidden and not is_whole_batch_scored_at_once and parts.reward_s > latency_s
 

@@ -53,7 +53,8 @@ async def call_remote_scorer(
                 if len(body) > MAX_REPLY_BYTES:
                     return CallFailure(FailureCause.MALFORMED, f"answered with more than {MAX_REPLY_BYTES:,} bytes")
     except TimeoutError:
-        return CallFailure(FailureCause.TIMEOUT, f"gave no answer within {deadline_s:g} s")
+        within = "in time" if deadline_s is None else f"within {deadline_s:g} s"
+        return CallFailure(FailureCause.TIMEOUT, f"gave no answer {within}")
     except aiohttp.ClientResponseError as error:
         return CallFailure(FailureCause.MALFORMED, f"sent no valid HTTP response: {error.message}")
     except (aiohttp.ClientError, OSError) as error:

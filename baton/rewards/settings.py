@@ -160,10 +160,12 @@ class RewardSettings(Settings):
         own = [name for name in ("batch_tokens", "devices", "dtype") if getattr(self, name) != fields[name].default]
         if self.kind != "model" and own:
             raise ValueError(f'{own[0]} belongs to kind = "model"')
-        generative = [n for n in ("context_tokens", "arguments") if getattr(self, n) != fields[n].default]
-        generative = [name for name in generative if getattr(self, name)]
-        if generative and not self.starts_server:
-            raise ValueError(f'{generative[0]} belongs to kind = "model" with template')
+        changed = {
+            "context_tokens": self.context_tokens != fields["context_tokens"].default,
+            "arguments": bool(self.arguments),
+        }
+        if any(changed.values()) and not self.starts_server:
+            raise ValueError(f'{next(key for key in changed if changed[key])} belongs to kind = "model" with template')
         if self.starts_server and self.batch_tokens != fields["batch_tokens"].default:
             raise ValueError('batch_tokens belongs to kind = "model" without template')
         if self.starts_server and self.context_tokens <= self.max_new_tokens:

@@ -1,7 +1,7 @@
 """The loop over the train steps of a run. Live runs (`loop.py`) and the simulator run this class.
 
-recorded batch of an earlier process ─┐ controller.next_batch ─▶ recorded ────┴─▶ trainer.start ─▶ Pending ─▶
-publication of the version
+recorded batch of an earlier process ─┐
+controller.next_batch ─▶ recorded ────┴─▶ trainer.start ─▶ Pending ─▶ publication of the version
                                            in `async`, the controller receives reports until the end
 """
 

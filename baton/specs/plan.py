@@ -114,7 +114,8 @@ class RewardStage(msgspec.Struct, frozen=True):
     concurrency: int = 1
     """Maximum number of trajectories that a GPU scores at the same time; 1 for a classifier."""
     latency_s: float = 0.0
-    """Time from the begin to the end of a trajectory, beside the others; 0 for a classifier: `trajectory_s`."""
+    """Time in which one trajectory is scored while others are scored too. 0 for a classifier, whose latency is
+    `trajectory_s`."""
     context_tokens: int = 0
     """Maximum tokens of a message to a generative model with its reply; 0 for a classifier."""
 

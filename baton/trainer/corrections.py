@@ -9,13 +9,12 @@ and proximal policy, which results from older policy versions and the engine's r
 | name            | anchor    | weight                                                                                |
 |-----------------|-----------|---------------------------------------------------------------------------------------|
 | `none`          | proximal  | 1                                                                                     |
-| `bypass`        | behavior  | 1: the clip bounds the whole ratio                                                     |
+| `bypass`        | behavior  | 1: the clip bounds the whole ratio                                                    |
 | `token_tis`     | proximal  | min(exp x_t, cap)                                                                     |
 | `sequence_tis`  | proximal  | min(exp Σ_t x_t, cap), equal for all tokens of the episode                            |
 | `icepop`        | proximal  | exp x_t if it is within [floor, cap], else 0                                          |
 | `opsm`          | proximal  | 0 for an episode of A < 0 whose mean log π_behavior − log π_θ exceeds δ, else 1       |
-| `second_moment` | proximal  | exp x_t; 0 at the tokens of largest x², until the mean x² of the others is in the limit
-|
+| `second_moment` | proximal  | exp x_t; 0 at the tokens of largest x²: the mean x² of the others is within the limit |
 
 Tokens of weight 0 count in the divisors; tokens outside the mask do not. To add a correction, write a function with
 `Correction`'s signature and list it in `CORRECTIONS`.

@@ -79,8 +79,8 @@ class EmbeddedEngine(SlotEngine):
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens
         self._is_in_flight = False
-        """Whether a lease that started since the last load accepts newer versions, so that older keys and values stay
-        useful."""
+        """Whether a lease that started since the last load accepts newer versions. It can then use keys and values of
+        older versions, so these are kept."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
