@@ -11,6 +11,7 @@ from baton.rewards.answer import AnswerFormat
 from baton.rewards.patterns import check_pattern
 from baton.rewards.scorer_protocol import Signature
 from baton.settings import Settings
+from baton.specs.vllm_arguments import refusal_of
 from baton.types import ENVIRONMENT
 
 LOAD_TIMEOUT_S = 300.0
@@ -18,34 +19,6 @@ LOAD_TIMEOUT_S = 300.0
 
 SERVER_START_S = 900.0
 """Maximum time in which the vLLM server of a generative reward model must start and load its model."""
-
-OWNED: dict[str, str] = {
-    **dict.fromkeys(("model", "model_tag", "tokenizer", "revision", "served_model_name"), "use model"),
-    **dict.fromkeys(("dtype", "quantization"), "use dtype"),
-    "max_model_len": "use context_tokens",
-    "max_num_seqs": "use concurrency",
-    **dict.fromkeys(("gpu_memory_utilization", "kv_cache_memory_bytes"), "lower context_tokens or concurrency"),
-    **dict.fromkeys(
-        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "device_ids"),
-        "remove it: each GPU holds the whole model",
-    ),
-    **dict.fromkeys(
-        ("host", "port", "uds", "api_key", "root_path", "config", "headless", "grpc", "api_server_count", "ssl"),
-        "remove it: Baton starts the server on 127.0.0.1, with a random key",
-    ),
-    **dict.fromkeys(
-        ("trust_remote_code", "middleware", "load_format", "worker_cls", "worker_extension_cls", "logits_processors"),
-        "remove it: no code and no pickle file that comes with a model is executed",
-    ),
-    **dict.fromkeys(("generation_config", "uvicorn_log_level"), "remove it: Baton depends on its value"),
-}
-"""Name, or beginning of the name, of a vLLM argument that only Baton sets → what the user should do instead."""
-
-
-def refusal_of(argument: str) -> str | None:
-    """Return what to do instead of giving an argument of vLLM that Baton sets, also if its name is abbreviated."""
-    name = argument.removeprefix("no_")
-    return next((advice for own, advice in OWNED.items() if own.startswith(name) or name.startswith(own)), None)
 
 
 class AnswerSettings(Settings):
@@ -121,13 +94,13 @@ class RewardSettings(Settings):
     @field_validator("arguments")
     @classmethod
     def _leaves_the_others(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        for name in arguments:
+        for name, value in arguments.items():
             if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
                 raise ValueError(
                     f"{name!r}: allowed is the name of an argument of vLLM, such as max_num_batched_tokens"
                 )
-            if advice := refusal_of(name):
-                raise ValueError(f"{name}: Baton sets this argument of vLLM; {advice}")
+            if refusal := refusal_of("reward", name, value):
+                raise ValueError(f"{name}: {refusal}")
         return arguments
 
     @property

@@ -10,42 +10,13 @@ from pydantic import Field, field_validator, model_validator
 
 from baton.policy.settings import DTypeChoice
 from baton.settings import Settings
+from baton.specs.vllm_arguments import refusal_of
 from baton.types import FromWorker, Lease, PolicyVersion
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 OWN_NOISE: frozenset[str] = frozenset({"vllm", "sglang"})
 """Engine kinds that sample with their own random numbers. In the other engine kinds, the random numbers are a function
 of (seed, group, sample, position), so verification can repeat each draw."""
-
-
-_OWNED: dict[str, str] = {
-    **dict.fromkeys(("model", "tokenizer", "model_weights", "revision"), "use model.path"),
-    "dtype": "use engine.dtype",
-    "max_model_len": "use engine.max_context_tokens",
-    "max_num_seqs": "use engine.slots",
-    "tensor_parallel_size": "use engine.vllm.tensor_parallel",
-    "pipeline_parallel_size": "use engine.vllm.pipeline_parallel",
-    "gpu_memory_utilization": "use engine.vllm.gpu_memory_utilization",
-    "enforce_eager": "use engine.vllm.enforce_eager",
-    "quantization": "use engine.vllm.quantization",
-    "kv_cache_dtype": "use engine.vllm.kv_cache_dtype",
-    **dict.fromkeys(("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"), "use engine.vllm.lora_rank"),
-    "hf_overrides": "use model.head_dtype",
-    "enable_sleep_mode": "use rollout.placement",
-    "return_sampling_mask": "use engine.vllm.return_sampling_mask",
-    "stream_interval": "use engine.vllm.stream_interval",
-    "enable_return_routed_experts": "use engine.report_routing",
-    "data_parallel_size": "use engine.vllm.replicas, or start one worker per replica",
-    **dict.fromkeys(
-        ("worker_cls", "worker_extension_cls", "weight_transfer_config", "load_format", "logprobs_mode"),
-        "remove it, because Baton loads weights and reads logprobs through it",
-    ),
-    **dict.fromkeys(
-        ("skip_tokenizer_init", "generation_config", "enable_prefix_caching", "disable_log_stats"),
-        "remove it, because leases depend on its value",
-    ),
-}
-"""Name of a vLLM argument that users may not set → what they should set instead."""
 
 
 class VllmSettings(Settings):
@@ -92,8 +63,8 @@ class VllmSettings(Settings):
     @classmethod
     def _leaves_the_others(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         for name in arguments:
-            if name in _OWNED:
-                raise ValueError(f"{name}: Baton sets this argument of vLLM; {_OWNED[name]}")
+            if refusal := refusal_of("engine", name):
+                raise ValueError(f"{name}: {refusal}")
         if not isinstance(given := arguments.get("additional_config", {}), dict):
             raise ValueError(f"additional_config: got {given!r}, allowed is a table of keys and values")
         return arguments

@@ -129,7 +129,7 @@ def test_a_server_that_does_not_start_ends_the_run_with_its_last_output(small: A
             "port: Baton sets this argument of vLLM; remove it: Baton starts the server on 127",
         ),
         ({"arguments": {"hos": "0.0.0.0"}}, "hos: Baton sets this argument"),
-        ({"arguments": {"no_trust_remote_code": False}}, "Baton sets this argument"),
+        ({"arguments": {"no_trust_remote_code": False}}, "it can execute code .* remove it"),
         ({"arguments": {"max_num_seqs": 3}}, "use concurrency"),
         ({"arguments": {"x --host": 1}}, "allowed is the name of an argument of vLLM"),
         ({"max_new_tokens": 300}, "context_tokens must be larger"),
