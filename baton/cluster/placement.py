@@ -156,7 +156,8 @@ def _plan_shape(plan: Plan) -> tuple[str, ...]:
         has_shape = all(can_train(len(stages), width) for width in widths) and len({stage.dp for stage in stages}) == 1
     shapes = {
         "colocated": plan.is_colocated,
-        "reward_stage": plan.reward is not None,
+        "reward_stage": plan.reward is not None and not plan.reward.context_tokens,
+        "generative_reward_stage": plan.reward is not None and plan.reward.context_tokens > 0,
         "idealised": plan.trainer == "idealised" or not has_shape or (CPU in types and len(types) > 1),
         "mixed_stage": is_mixed,
         "mixed_gpus": len(types) > 1 and not is_mixed,

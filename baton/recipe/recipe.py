@@ -189,6 +189,7 @@ class Recipe(Settings):
         }
         shapes["ranks"] = trainer.ranks > 1
         shapes |= {"compiled": trainer.compile, "one_process": True}
+        models = ("generative" if each.starts_server else "classifier" for each in self.reward if each.kind == "model")
         tasks = (*self.task, *self.eval.task)
         sources = dict.fromkeys("episodes" if t.environment else "gym" if t.path is None else "file" for t in tasks)
         return {
@@ -204,6 +205,7 @@ class Recipe(Settings):
             "weights": ("full" if self.lora is None else "lora",),
             "transport": (self.weights.transport,),
             "algorithm": (self.algorithm.name,),
+            "reward": tuple(dict.fromkeys(models)) or ("scorers",),
             "environment": tuple(sources),
         }
 

@@ -118,6 +118,8 @@ def test_what_nobody_has_tested_is_experimental() -> None:
         (["trainer.ranks=4"], {"trainer": "ranks"}),
         (["trainer.compile=true", "algorithm=rloo"], {"trainer": "compiled", "algorithm": "rloo"}),
         (["rollout.placement=colocated"], {"placement": "colocated"}),
+        (['reward=[{kind="model", model="m"}]'], {"reward": "classifier"}),
+        (['reward=[{kind="format"}, {kind="model", model="m", template="{response}"}]'], {"reward": "generative"}),
         (["engine.kind=vllm", "rollout.mode=async"], {"engine": "vllm", "mode": "async"}),
     ],
 )
