@@ -15,6 +15,7 @@ from baton.errors import BatonError, UserError
 from baton.planner.instance import Inputs
 from baton.planner.replan import ReplanOption, least_moves, replan
 from baton.planner.reward_stage import beside
+from baton.policy.tokenizer import model_directory
 from baton.recipe.load import load_recipe
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload, recipe_workload, workload_of_run
@@ -124,7 +125,7 @@ class Replanner:
         self._measured = {gpu: efficiencies.by_gpu[gpu] for gpu in types} if lines else self._known
         inputs = Inputs(
             cluster=cluster,
-            model=read_model(Path(recipe.model.path)),
+            model=read_model(model_directory(recipe.model.path)),
             work=work,
             efficiencies=efficiencies,
         )

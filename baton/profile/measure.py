@@ -24,6 +24,7 @@ from baton.cost.generate import DeviceClass
 from baton.errors import UserError
 from baton.files import write_whole
 from baton.policy.load import torch_device
+from baton.policy.tokenizer import model_directory
 from baton.profile.engine import Say, companions, engine_points
 from baton.profile.train_steps import measure_train_steps
 from baton.profile.whole_steps import with_whole_steps
@@ -69,7 +70,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
         timings = measure_train_steps(recipe, threads, say)
     finally:
         alarms.logger.disabled = False
-    spec = read_model(Path(recipe.model.path))
+    spec = read_model(model_directory(recipe.model.path))
     hardware = gpu_types()[name]
     start = Efficiency(
         train=0.5, prefill=0.5, decode=0.5, decode_compute=0.5, step_overhead_s=1e-3, row_overhead_s=1e-5

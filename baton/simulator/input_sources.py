@@ -14,6 +14,7 @@ import msgspec
 from baton.cost.efficiency import Efficiencies
 from baton.cost.generate import DeviceClass, class_cost_tokens
 from baton.errors import UserError
+from baton.policy.tokenizer import model_directory
 from baton.recipe.load import key_and_value, load_recipe, parse_recipe, set_key
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
@@ -212,7 +213,7 @@ class RecipeSource:
                 f"{self.path}: task {recipe.multi_turn_task!r} is multi-turn, but the simulator has no environments; "
                 "simulate a recipe whose tasks have one turn"
             )
-        model = read_model(Path(recipe.model.path))
+        model = read_model(model_directory(recipe.model.path))
         work, notes = self._work(recipe)
         efficiency = (self.efficiencies or Efficiencies()).of(self.gpu)
         gpu = gpu_types()[self.gpu]

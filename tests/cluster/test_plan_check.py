@@ -23,6 +23,7 @@ from baton.rewards.settings import RewardSettings
 from baton.specs.model import read_model
 from baton.specs.plan import Plan, PlannedWork, write_plan
 from baton.specs.workload import LengthSettings
+from tests.tasks.hub_cache import COMMIT, store_model, use_cache
 
 ROOT = Path(__file__).parents[2]
 FILE = Path("plan.json")
@@ -110,6 +111,44 @@ def test_another_model_of_the_same_shape_is_said() -> None:
     assert "the plan has quickstart-tuned (0.8 M parameters in 4 layers)" in note
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_cache(tmp_path / "cache", monkeypatch)
+
+
+def test_a_model_of_the_hub_is_compared_if_its_config_is_in_the_cache(hub: Path) -> None:
+    store_model(hub, "owner/quickstart", ROOT / "models" / "quickstart")
+    own = "model.path='owner/quickstart'"
+    assert check_plan(planned(), recipe(own), FILE) == ()
+    words = refusal(planned(num_layers=28), own)
+    assert "model.path: got owner/quickstart (0.8 M parameters in 4 layers), the plan has quickstart" in words
+    revised = f"model.path='owner/quickstart@{COMMIT}'"
+    assert check_plan(planned(), recipe(revised), FILE) == ()
+    assert "in 28 layers" in refusal(planned(num_layers=28), revised)
+    (note,) = check_plan(msgspec.structs.replace(planned(), model="tuned"), recipe(own), FILE)
+    assert "the plan has tuned (0.8 M parameters in 4 layers)" in note
+
+
+def test_a_model_of_the_hub_that_is_not_in_the_cache_is_named_in_one_sentence(hub: Path) -> None:
+    (note,) = check_plan(planned(num_layers=28), recipe("model.path='Qwen/Qwen2.5-7B'"), FILE)
+    assert note == (
+        "model.path: Qwen/Qwen2.5-7B is not on this machine, so it is not compared with the plan's model quickstart "
+        "(0.8 M parameters in 28 layers); after `hf download Qwen/Qwen2.5-7B`, it is compared"
+    )
+    assert "group_size" in refusal(planned(), "model.path='Qwen/Qwen2.5-7B'", "rollout.group_size=16")
+
+
+def test_a_reward_model_of_the_hub_is_compared_too(hub: Path) -> None:
+    store_model(hub, "owner/judge", ROOT / "models" / "quickstart")
+    spec = read_model(ROOT / "models" / "quickstart")
+    own = {"model": "judge", "params": spec.params, "num_layers": spec.num_layers, "batch_tokens": 16384}
+    plan = msgspec.structs.replace(planned(), reward=scoring("L20", "b:0", **own))
+    assert check_plan(plan, with_reward("owner/judge"), FILE) == ()
+    plan = msgspec.structs.replace(planned(), reward=scoring("L20", "b:0", **{**own, "num_layers": 28}))
+    with pytest.raises(UserError, match=r"\[\[reward\]\] model: got owner/judge .* the plan has judge .* in 28 layers"):
+        check_plan(plan, with_reward("owner/judge"), FILE)
+
+
 def test_the_lengths_of_fleet_workload_are_compared(tmp_path: Path) -> None:
     file = tmp_path / "work.toml"
     file.write_text("groups = 32\ngroup_size = 8\nprompt_tokens = { mean = 9 }\noutput_tokens = { mean = 80 }\n")
@@ -142,7 +181,8 @@ def test_the_reward_model_of_the_plan_is_that_of_the_recipe() -> None:
     assert "[[reward]] batch_tokens: got 32768, the plan has 16384" in found
     assert "plan.json is used, although" in differences(with_reward(directory, batch_tokens=8192))
     assert "the plan has other (0.8 M" in differences(with_reward(directory), model="other")
-    assert differences(with_reward("someone/judge-of-the-hub")) == "", "not compared"
+    found = differences(with_reward("someone/judge-of-the-hub"))
+    assert found.startswith("[[reward]] model: someone/judge-of-the-hub is not on this machine, so it is not compared")
 
 
 @pytest.mark.parametrize(
