@@ -75,7 +75,7 @@ check: $(VENV)/.installed-dev
 # ten thousand random cases of a simulated run, with every invariant checked at every event; CI runs a fixed sample
 DAYS ?= 10000
 chaos: $(VENV)/.installed
-	$(BIN)/python tests/simulator/chaos.py $(DAYS)
+	$(BIN)/python -m tests.simulator.chaos $(DAYS)
 
 # the documentation in site/, with every link checked; in a separate environment, which needs no torch. With --quiet,
 # --strict would see no warning

@@ -26,9 +26,8 @@ from baton.simulator.input_sources import (
 )
 from baton.simulator.parameter_sweep import ParameterSweep, read_axes
 from baton.simulator.parameter_sweep import sweep as sweep_parameters
-from baton.simulator.request import run_request
 from baton.simulator.result import Result
-from baton.simulator.run import RunOptions
+from baton.simulator.run import RunOptions, run_request
 from baton.specs.model import read_model
 from baton.specs.plan import read_plan
 from baton.views.pages.template import check_page
@@ -49,7 +48,6 @@ def simulate(
     correlation: float = 0.0,
     drift: float = 0.0,
     judge_cv: float = 0.0,
-    laws: bool = False,
     sweep: Sequence[str] = (),
     log: str | Path | None = None,
     trace: str | Path | None = None,
@@ -78,12 +76,13 @@ def simulate(
         source = PlanSource(planned, read_model(find(model)), work, calibrated.at(), links)
     given = [f"{key}={json.dumps(value)}" for key, value in config.items()] if isinstance(config, Mapping) else config
     recorded = recorded_groups(Path(workload)) if workload is not None and Path(workload).is_dir() else ()
-    is_detailed = faults is not None or laws
-    changes = SimulationOptions(given, steps, correlation, drift, judge_cv, recorded=recorded, is_detailed=is_detailed)
+    changes = SimulationOptions(
+        given, steps, correlation, drift, judge_cv, recorded=recorded, is_detailed=faults is not None
+    )
     if html is not None:
         check_page(Path(html))
     failing = FaultsSettings() if faults is None else load_recipe(FaultsSettings, Path(faults))
-    options = RunOptions(seed, failing.schedule(seed), laws)
+    options = RunOptions(seed, failing.schedule(seed))
     if sweep:
         swept = sweep_parameters(source, changes, read_axes(sweep), options)
         if html is not None:

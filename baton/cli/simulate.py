@@ -39,7 +39,6 @@ def simulate(
     judge_cv: Annotated[
         float, typer.Option(min=0, help="Standard deviation of reward times divided by their mean.")
     ] = 0.0,
-    laws: Annotated[bool, typer.Option("--laws", help="Check every invariant at every event; slower.")] = False,
     sweep: Annotated[
         list[str] | None,
         typer.Option("--sweep", metavar="KEY=A,B,…", help="Simulate these values of a [rollout] key; repeatable."),
@@ -72,7 +71,6 @@ def simulate(
         correlation=correlation,
         drift=drift,
         judge_cv=judge_cv,
-        laws=laws,
         sweep=sweep or (),
         log=log,
         trace=trace,

@@ -12,8 +12,7 @@ from baton.recipe.workload import read_settings, read_workload
 from baton.records.predictions import MemoryByTokens, Predictions
 from baton.run.predictions import predictions, reward_stage_s
 from baton.simulator.input_sources import RecipeSource, SimulationOptions, recorded_groups
-from baton.simulator.request import run_request
-from baton.simulator.run import RunOptions
+from baton.simulator.run import RunOptions, run_request
 
 STEPS = 50
 

@@ -1,22 +1,25 @@
-"""Builds and runs a simulation of a setting, and logs its events and commands."""
+"""Builds and runs a simulation of a setting. Logs its events and commands, and keeps its trace spans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from baton.clock import TimedEvent
 from baton.errors import UserError
-from baton.records.trace import Tracer
+from baton.files import write_whole
+from baton.records.trace import Span, Tracer
 from baton.rollout.scheduler import RolloutScheduler
+from baton.simulator.clock import NoProgress
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
-from baton.simulator.invariants import InvariantChecker
 from baton.simulator.network import NetworkFaults
 from baton.simulator.pool import SimulatedEnginePool
-from baton.simulator.result import RunRecord
+from baton.simulator.result import Result, RunRecord, summarise
 from baton.simulator.seeds import choices
 from baton.simulator.simulation import EventObserver, Simulation
 from baton.simulator.swarm import FaultInjector, Swarm
@@ -41,14 +44,22 @@ class EventLog(EventObserver):
         self.lines.append(hub + mark + msgspec.json.encode(message))
 
 
+class Spans:
+    """A `Tracer` that keeps all spans in memory."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
+        self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Seed, faults, checks and observers of a simulated run."""
+    """Seed, faults and observers of a simulated run."""
 
     seed: int = 0
     faults: Sequence[FaultSettings] = ()
-    laws: bool = False
-    """Whether every invariant is checked at every event."""
     log: EventLog | None = None
     """Log of every event and command."""
     tracer: Tracer | None = None
@@ -66,7 +77,6 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
         tracer=options.tracer,
         make_scheduler=options.make_scheduler,
     )
-    swarm: Swarm | None = None
     if setting.swarm is None:
         if options.faults:
             raise UserError(
@@ -84,12 +94,26 @@ def build(setting: Setting, options: RunOptions | None = None) -> Simulation:
         FaultInjector(swarm, options.faults, choices(options.seed, "victims"))
     if options.log is not None:
         world.watches.append(options.log)
-    if options.laws:
-        world.watches.append(InvariantChecker(world, swarm))
     return world
 
 
 def simulate(setting: Setting, options: RunOptions | None = None) -> RunRecord:
-    """Simulate a run. Raises NoProgress if the run makes no progress, and InvariantViolation if an invariant does not
-    hold."""
+    """Simulate a run. Raises NoProgress if the run makes no progress."""
     return build(setting, options).run()
+
+
+def run_request(
+    setting: Setting, options: RunOptions, log_path: Path | None, *, is_traced: bool
+) -> tuple[Result, Sequence[Span]]:
+    """Simulate a run. Return its result and, if `is_traced`, the trace spans. The event log is written to `log_path`
+    even if the run fails. Raises UserError if the run makes no progress."""
+    log = EventLog() if log_path is not None else None
+    tracer = Spans() if is_traced else None
+    try:
+        record = simulate(setting, replace(options, log=log, tracer=tracer))
+    except NoProgress as error:
+        raise UserError(f"the run makes no progress: {error}; seed {options.seed}") from error
+    finally:
+        if log_path is not None and log is not None:
+            write_whole(log_path, b"\n".join(log.lines) + b"\n")
+    return summarise(setting, record), tracer.spans if tracer is not None else ()

@@ -44,8 +44,8 @@ SAMPLING = SeededSampling(SamplingParams(1), 0)
 
 
 class EventObserver(Protocol):
-    """An observer of every event and command of the scheduler and of the hub's lease table, such as an invariant
-    checker or a log."""
+    """An observer of every event and command of the scheduler and of the hub's lease table, such as a log, or the
+    checker of invariants in `tests/simulator`."""
 
     def on_event(self, event: TimedEvent) -> None:
         """Called before the scheduler or the table handles an event."""

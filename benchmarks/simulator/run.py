@@ -34,6 +34,7 @@ from baton.specs.model import model_spec
 from baton.specs.workload import WorkloadSettings, constant, lognormal
 from baton.swarm.leases import LeaseRules
 from benchmarks.machine import machine
+from tests.simulator.violations import simulate_checked
 
 HERE = Path(__file__).parent
 SEVENTY_B = {
@@ -150,7 +151,7 @@ def laws(days: int = 300) -> dict[str, Any]:
         begin = time.process_time()
         for seed in range(days):
             day = draw_faults(choices(seed, "faults"), RandomSettings(faults=6, until_s=40.0))
-            simulate(setting, RunOptions(seed, [*day, FaultSettings(kind="join", at_s=200.0)], laws=True))
+            simulate_checked(setting, RunOptions(seed, [*day, FaultSettings(kind="join", at_s=200.0)]))
         found[mode] = {"days": days, "days_per_minute": days / (time.process_time() - begin) * 60}
     return found
 

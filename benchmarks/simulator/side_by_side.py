@@ -7,7 +7,7 @@
     PYTHONPATH=. python benchmarks/simulator/side_by_side.py compare before.jsonl after.jsonl no_wait.jsonl
 
 `run` simulates random cases with all invariants checked at every event, and appends one line for each case: ledger,
-outcomes, invariants, steps and staleness. The script uses only names that both versions have. The third number replaces
+outcomes, invariants, steps and staleness. The script runs in both versions. The third number replaces
 `SHORT_WAIT_S`, the longest wait of the live controller while rewards or the end of a train step may arrive. `compare`
 divides the cases into kinds (a pool, a swarm without faults, a swarm with faults, with and without a restart of the
 controller), counts what differs from the first file in each kind, and writes results/side_by_side.json.
@@ -28,6 +28,7 @@ from baton.rollout import controller, worker_client
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
+from baton.simulator.result import RunRecord
 from baton.simulator.run import RunOptions, simulate
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.timing import FlatSpeed, TrainSpeed
@@ -94,12 +95,21 @@ def case(number: int) -> tuple[str, Setting, list[FaultSettings]]:
     return kind, setting, faults
 
 
+def checked(setting: Setting, number: int, faults: list[FaultSettings]) -> RunRecord:
+    """Simulate a case with all invariants checked. In the earlier version, an option of the simulator checks them."""
+    try:
+        from tests.simulator.violations import simulate_checked
+    except ImportError:
+        return simulate(setting, RunOptions(number, faults, laws=True))  # type: ignore[call-arg]
+    return simulate_checked(setting, RunOptions(number, faults))
+
+
 def simulated(number: int) -> dict[str, Any]:
     """Simulate a case and return its line."""
     kind, setting, faults = case(number)
     told: dict[str, Any] = {"number": number, "kind": kind, "mode": setting.rules.mode}
     try:
-        record = simulate(setting, RunOptions(number, faults, laws=True))
+        record = checked(setting, number, faults)
     except Exception as error:  # noqa: BLE001  # an invariant does not hold, or the run makes no progress
         return told | {"error": f"{type(error).__name__}: {error}"[:300]}
     done = [step for step in record.steps if getattr(step, "is_trained", True)]

@@ -143,7 +143,7 @@ def test_a_trace_and_a_page_show_who_generated_what(tmp_path: Path) -> None:
     assert "<script" not in page.read_text()
 
 
-def test_faults_and_laws_from_the_command_line(tmp_path: Path) -> None:
+def test_faults_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "faults.toml").write_text('[[fault]]\nkind = "crash"\nat_s = 3\nworker = "worker 1"\nfor_s = 5\n')
     found = json.loads(
         call(
@@ -153,7 +153,6 @@ def test_faults_and_laws_from_the_command_line(tmp_path: Path) -> None:
             5,
             "--faults",
             tmp_path / "faults.toml",
-            "--laws",
             "--json",
             "swarm.workers=2",
         )

@@ -289,8 +289,8 @@ def _balance(scheduler: Any, note: Callable[..., None]) -> None:
 
 def _watch_leases(note: Callable[..., None]) -> None:
     """Check the invariants of the simulator on the lease table of the live hub."""
-    from baton.simulator.lease_invariants import LeaseInvariants
     from baton.swarm.leases import LeaseTable
+    from tests.simulator.lease_invariants import LeaseInvariants
 
     handle, watched = LeaseTable.handle, {}
 

@@ -23,7 +23,6 @@ from baton.rollout import events as ev
 from baton.rollout.settings import RolloutSettings
 from baton.simulator.counted_tokens import counted_segment
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting
-from baton.simulator.invariants import InvariantChecker
 from baton.simulator.result import RunRecord
 from baton.simulator.run import RunOptions, build
 from baton.simulator.scripted_trajectories import Script, TrajectoryWork
@@ -44,6 +43,7 @@ from baton.types import (
     WorkLost,
     WorkRevoked,
 )
+from tests.simulator.invariants import InvariantChecker
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
 

@@ -1,7 +1,7 @@
 """Simulates thousands of random cases with faults: `make chaos`. The number of a case is the seed of its mode, settings
 and faults.
 
-    python tests/simulator/chaos.py [CASES] [FIRST]
+    python -m tests.simulator.chaos [CASES] [FIRST]
 
 Every invariant is checked at every event. If a case violates an invariant, its number and the shortest event log found
 that reproduces the violation are printed, and the exit code is 1.
@@ -22,13 +22,13 @@ from baton.rollout.settings import RolloutSettings
 from baton.simulator.clock import NoProgress
 from baton.simulator.faults import KINDS, FaultSettings, RandomSettings, draw_faults
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting, SwarmSpec
-from baton.simulator.request import broken_law
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import RunOptions
 from baton.simulator.scripted_trajectories import TrajectoryWork
 from baton.simulator.seeds import choices
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.leases import LeaseRules
+from tests.simulator.violations import broken_law, simulate_checked
 
 MODES = ("sync", "partial", "async")
 DAYS = 10_000
@@ -103,7 +103,7 @@ def random_case(number: int) -> tuple[Setting, RunOptions]:
         setting = replace(setting, engines=own)
         for_s = draw.choice((0.0, 5.0))
         faults.append(FaultSettings(kind="wrong", at_s=round(draw.random() * UNTIL_S / 2, 3), for_s=for_s))
-    return setting, RunOptions(number, [*faults, FaultSettings(kind="join", at_s=HELP_S)], laws=True)
+    return setting, RunOptions(number, [*faults, FaultSettings(kind="join", at_s=HELP_S)])
 
 
 def live_through(numbers: Iterable[int]) -> ChaosSummary:
@@ -113,7 +113,7 @@ def live_through(numbers: Iterable[int]) -> ChaosSummary:
         setting, options = random_case(number)
         found.days[setting.rules.mode] += 1
         try:
-            record = simulate(setting, options)
+            record = simulate_checked(setting, options)
         except (AssertionError, NoProgress) as error:
             violation = broken_law(setting, options)
             found.violations[number] = violation.sentence() if violation is not None else f"not reproduced: {error}"

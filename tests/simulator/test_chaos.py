@@ -20,9 +20,9 @@ from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.clock import NoProgress
 from baton.simulator.faults import FaultSettings, RandomSettings, draw_faults
 from baton.simulator.inputs import Setting
-from baton.simulator.request import broken_law
-from baton.simulator.run import RunOptions, simulate
+from baton.simulator.run import RunOptions
 from baton.simulator.seeds import choices
+from tests.simulator.violations import broken_law, simulate_checked
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "60"))
 
@@ -30,7 +30,7 @@ SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "60"))
 def survive(of, options: RunOptions) -> Counter[str]:
     """Simulate with all laws on; on a violation, fail with the smallest log that shows it."""
     try:
-        return simulate(of, replace(options, laws=True)).outcomes
+        return simulate_checked(of, options).outcomes
     except (AssertionError, NoProgress):
         violation = broken_law(of, options)
         raise AssertionError(violation.sentence() if violation is not None else "it went away") from None

@@ -11,6 +11,7 @@ from baton.errors import UserError
 from baton.recipe.load import load_recipe
 from baton.simulator.faults import FaultSettings, FaultsSettings
 from baton.simulator.run import RunOptions, build, simulate
+from tests.simulator.violations import simulate_checked
 
 
 def read(tmp_path: Path, text: str) -> FaultsSettings:
@@ -95,7 +96,7 @@ def test_a_dead_worker_costs_what_it_had_not_reported() -> None:
 
 def test_a_controller_that_dies_goes_back_to_its_checkpoint_and_trains_nothing_twice() -> None:
     quiet = simulate(swarm("partial"), RunOptions(0))
-    record = simulate(swarm("partial"), RunOptions(0, [FaultSettings(kind="restart", at_s=20.0, for_s=5.0)], laws=True))
+    record = simulate_checked(swarm("partial"), RunOptions(0, [FaultSettings(kind="restart", at_s=20.0, for_s=5.0)]))
     assert record.outcomes["controller restarted"] == 1
     assert record.seconds > quiet.seconds + 5.0
     assert len(record.steps) == 7, "without the interrupted one, whose batch is trained again"

@@ -16,10 +16,10 @@ from baton.rollout.settings import Rules
 from baton.simulator import engine
 from baton.simulator.counted_tokens import counted_segment
 from baton.simulator.faults import FaultSettings
-from baton.simulator.request import broken_law
 from baton.simulator.run import RunOptions, simulate
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseRules, LeaseTable
+from tests.simulator.violations import broken_law, simulate_checked
 
 
 class ForgetsTokens(RolloutScheduler):
@@ -214,7 +214,7 @@ WRONG = [FaultSettings(kind="wrong", at_s=0.0, worker="w0"), FaultSettings(kind=
 
 def test_tokens_that_contradict_each_other_are_generated_again() -> None:
     """A worker generates other tokens than its class, and crashes; who takes over generates correct ones."""
-    record = simulate(swarm("sync"), RunOptions(0, WRONG, laws=True))
+    record = simulate_checked(swarm("sync"), RunOptions(0, WRONG))
     assert record.lost["contradicted"] > 0
 
 
@@ -231,7 +231,7 @@ def test_an_engine_with_noise_of_its_own_replaces_what_another_began() -> None:
     own = tuple(replace(spec, kind=kind) for spec, kind in zip(of.engines, ("vllm", "embedded", "vllm"), strict=True))
     lost = Counter()
     for seed in range(4):
-        lost += simulate(replace(of, engines=own), RunOptions(seed, random_case(seed), laws=True)).lost
+        lost += simulate_checked(replace(of, engines=own), RunOptions(seed, random_case(seed))).lost
     assert lost["overtaken"] > 0
 
 

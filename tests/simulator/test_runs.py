@@ -11,13 +11,13 @@ from simulator_cases import MODES, random_case, rules, setting, swarm
 from baton.rollout import events as ro
 from baton.rollout.scheduler import RolloutScheduler
 from baton.simulator.inputs import EngineSpec, ScoringSpec, Setting
-from baton.simulator.request import Spans
 from baton.simulator.result import summarise
-from baton.simulator.run import EventLog, RunOptions, build, simulate
+from baton.simulator.run import EventLog, RunOptions, Spans, simulate
 from baton.simulator.scripted_trajectories import Script, TrajectoryWork
 from baton.simulator.timing import FlatSpeed, TrainSpeed
 from baton.specs.workload import constant, lognormal
 from baton.swarm.provisioning import Provisioning
+from tests.simulator.violations import simulate_checked
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -71,9 +71,9 @@ def test_members_of_a_group_are_as_alike_as_was_asked_for() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [setting, swarm])
 def test_every_law_holds_on_a_good_day(mode: str, make) -> None:
-    world = build(make(mode), RunOptions(1, laws=True))
-    record = world.run()
-    assert len(record.steps) == world.setting.num_steps
+    of = make(mode)
+    record = simulate_checked(of, RunOptions(1))
+    assert len(record.steps) == of.num_steps
     assert record.generated == sum(
         (record.trained, record.masked, record.filtered, record.dropped, record.lost.total(), record.carried)
     )

@@ -1,4 +1,4 @@
-"""Random events for a lease table, checked by the simulator's invariants (`baton/simulator/lease_invariants.py`).
+"""Random events for a lease table, checked by the invariants of simulated runs (`tests/simulator/lease_invariants.py`).
 
 The simulator's random days (`tests/simulator/chaos.py`) drive the table as a hub does. Here the events have no cause:
 workers come, go, fall silent, refuse and get stuck in any order, tasks continue episodes, workers have owners, ticks
@@ -18,7 +18,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.simulator.lease_invariants import LeaseInvariants
 from baton.swarm.lease_events import (
     Command,
     Event,
@@ -37,6 +36,7 @@ from baton.swarm.lease_events import (
     WorkerWeightChanged,
 )
 from baton.swarm.leases import LeaseRules, LeaseTable
+from tests.simulator.lease_invariants import LeaseInvariants
 
 SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "300"))
 MOODS = ("well", "well", "well", "stuck", "silent")

@@ -1,4 +1,4 @@
-"""Runs one simulation for `baton simulate`: writes the event log, returns the trace spans, and raises errors for users.
+"""Simulates runs in which every invariant is checked at every event.
 
 If an invariant does not hold, `broken_law` searches for a small case that violates the same invariant, with few faults
 and few train steps.
@@ -8,61 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from baton.errors import BatonError, UserError
-from baton.files import write_whole
-from baton.records.trace import Span
 from baton.simulator.clock import NoProgress
 from baton.simulator.faults import FaultSettings
 from baton.simulator.inputs import Setting
-from baton.simulator.invariants import InvariantViolation
-from baton.simulator.result import Result, summarise
-from baton.simulator.run import EventLog, RunOptions, simulate
+from baton.simulator.result import RunRecord
+from baton.simulator.run import EventLog, RunOptions, build
+from baton.simulator.swarm import Swarm
+from tests.simulator.invariants import InvariantChecker, InvariantViolation
 
 MOST_TRIES = 400
 """Maximum number of simulations in the search for a smaller case."""
 SHOWN_LINES = 60
-"""Number of lines of the event log that an error message contains."""
+"""Number of lines of the event log that `ReproducedViolation.sentence` returns by default."""
 
 
-class InvariantBroken(BatonError):
-    """Error for the user after an InvariantViolation, with the seed and the last lines of the event log."""
-
-
-class Spans:
-    """A `Tracer` that keeps all spans in memory."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def span(self, name: str, actor: str, lane: int, begin_s: float, end_s: float, **facts: Any) -> None:
-        self.spans.append(Span(name, actor, lane, begin_s, end_s, facts))
-
-
-def run_request(
-    setting: Setting, options: RunOptions, log_path: Path | None, *, is_traced: bool
-) -> tuple[Result, Sequence[Span]]:
-    """Run the simulation. Return the result and, if `is_traced`, the trace spans. The event log is written to
-    `log_path` even if the run fails.
-
-    Raises UserError if the run makes no progress. Raises InvariantBroken if an invariant does not hold; the message
-    describes the smallest case that was found.
-    """
-    log = EventLog() if log_path is not None else None
-    tracer = Spans() if is_traced else None
-    try:
-        record = simulate(setting, replace(options, log=log, tracer=tracer))
-    except NoProgress as error:
-        raise UserError(f"the run makes no progress: {error}; seed {options.seed}") from error
-    except AssertionError as error:
-        found = broken_law(setting, options)
-        raise InvariantBroken(found.sentence() if found is not None else str(error)) from error
-    finally:
-        if log_path is not None and log is not None:
-            write_whole(log_path, b"\n".join(log.lines) + b"\n")
-    return summarise(setting, record), tracer.spans if tracer is not None else ()
+def simulate_checked(setting: Setting, options: RunOptions) -> RunRecord:
+    """Simulate a run. Raises NoProgress if the run makes no progress, and InvariantViolation if an invariant does not
+    hold."""
+    world = build(setting, options)
+    world.watches.append(InvariantChecker(world, world.port if isinstance(world.port, Swarm) else None))
+    return world.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +88,7 @@ def _try(setting: Setting, options: RunOptions) -> ReproducedViolation | None:
     log = EventLog()
     faults: Sequence[FaultSettings] = options.faults
     try:
-        simulate(setting, replace(options, laws=True, log=log))
+        simulate_checked(setting, replace(options, log=log))
         return None
     except InvariantViolation as error:
         law, what = error.law, f"at {error.at_s:.3f} s: {error.what}"
