@@ -111,7 +111,8 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     published_bytes: Array = 0.0
     """Bytes per weight in the copy that this process publishes; 0 if another process publishes."""
     previous_bytes: float = 0.0
-    """Bytes per weight of the version that engines serve, if this process keeps a copy to compute the next delta."""
+    """Bytes per weight of the last version, if this process keeps it to compute a difference or to send it to a late
+    replica."""
     float32_head: bool = False
     """Whether the head's products are float32 while other layers compute in bfloat16."""
     max_kept: int = 0

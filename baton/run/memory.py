@@ -111,7 +111,8 @@ def rank_phases_of(
         max_kept=recipe.rollout.max_kept,
         sampled_tokens=trajectories * recipe.rollout.max_new_tokens,
         most_tokens=most_tokens,
-        keeps_version=recipe.weights.transport == "sparse",
+        # the last replicas may receive a version while the trainer computes the next one
+        keeps_version=recipe.weights.transport == "sparse" or recipe.engine.vllm.replicas > 1,
     )
 
 

@@ -68,7 +68,7 @@ def trainer_phases(
     `longest_tokens`: maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`:
     maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that the engine
     sampled. `most_tokens`: tokens of the largest microbatch; by default, as many as the settings allow.
-    `keeps_version`: whether the trainer keeps the version that engines serve.
+    `keeps_version`: whether a trainer without ranks keeps the last published version during its step.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)
@@ -97,7 +97,7 @@ def trainer_phases(
             replayed_tokens=step_tokens / data_ranks if settings.moe_replay != "off" else 0.0,
             reported_tokens=sampled_tokens if settings.moe_replay == "engine" else 0.0,
             published_bytes=published_bytes if alone else 0.0,
-            previous_bytes=published_bytes if keeps_version else 0.0,
+            previous_bytes=published_bytes if alone and keeps_version else 0.0,
         ),
         is_first=stage == 0,
         is_last=after == 0,

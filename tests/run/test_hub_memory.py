@@ -62,3 +62,18 @@ def test_a_trainer_that_publishes_to_other_processes_holds_no_copy() -> None:
     for changes in ({"swarm": {"workers": 1}}, {"engine": {"processes": 1}}):
         (trainer,) = [p for p in processes_of(recipe(**changes), model, on_cpu=True) if p.name == "the trainer"]
         assert trainer.phase != "publication"
+
+
+def test_a_trainer_keeps_the_version_that_a_late_replica_still_receives() -> None:
+    """Two bytes for each parameter. Ranks gather one bucket at a time and keep nothing."""
+    model = model_of(4096)
+
+    def trainer(replicas: int, **changes: object) -> ProcessMemory:
+        engine = {"kind": "vllm", "dtype": "bfloat16", "vllm": {"replicas": replicas}}
+        own = recipe(engine=engine, weights={"transport": "direct"}, **changes)
+        return next(p for p in processes_of(own, model, on_cpu=True) if p.name.endswith(("trainer", "trainer ranks")))
+
+    one, many = ({part.name: part.num_bytes for part in trainer(count).parts} for count in (1, 3))
+    assert "previous version" not in one
+    assert many["previous version"] == 2 * model.params
+    assert trainer(3, trainer={"ranks": 2}).parts == trainer(1, trainer={"ranks": 2}).parts
