@@ -107,7 +107,23 @@ class _Replica:
     stats: EngineStats = field(default_factory=EngineStats)
     before: EngineStats = field(default_factory=EngineStats)
     """Counters of the replica's earlier engines."""
+    version: int = 0
+    """Number of the last version that the replica served."""
+    busy_s: float = 0.0
+    """Seconds in which the replica had leases."""
+    lease_s: float = 0.0
+    """Sum of these seconds over the leases."""
+    counted: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Decoded tokens, `busy_s` and `lease_s` at the last call of `take_metrics`."""
     thread: Future[None] | None = None
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the replica's metrics since the last call."""
+        now = float(self.stats.decoded_tokens + self.before.decoded_tokens), self.busy_s, self.lease_s
+        tokens, busy_s, lease_s = (new - old for new, old in zip(now, self.counted, strict=True))
+        self.counted, name = now, f"replicas/{self.index}"
+        rates = {f"{name}/tokens_per_s": tokens / busy_s, f"{name}/running": lease_s / busy_s} if busy_s else {}
+        return {f"{name}/version": float(self.version), **rates}
 
 
 class ReplicaTransport(WorkerTransport):
@@ -134,7 +150,7 @@ class ReplicaTransport(WorkerTransport):
         self.replicas: list[_Replica] = []
         try:
             for index in range(count):
-                self.replicas.append(_Replica(f"replica {index}", index, build(index)))
+                self.replicas.append(_Replica(f"replica {index}", index, build(index), version=version.number))
         except BaseException:
             self.close()
             raise
@@ -201,7 +217,10 @@ class ReplicaTransport(WorkerTransport):
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         before, self._sent_bytes = self._sent_bytes, self._versions.sent_bytes
-        return {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
+        found = {"perf/weights_sent_bytes": float(self._sent_bytes - before)}
+        for replica in self.replicas:
+            found |= replica.take_metrics()
+        return found
 
     def close(self, *, is_over: bool = False) -> None:
         self._closing.set()
@@ -232,6 +251,7 @@ class ReplicaTransport(WorkerTransport):
             case _Loaded(version=version, cause=cause) if version == self._version:
                 replica.is_loading, replica.cause = False, cause
                 replica.is_serving = not cause
+                replica.version = replica.version if cause else version.number
                 self._free[replica.index] = self._slots[replica.index] if replica.is_serving else 0
                 if cause:
                     logger.warning("%s has not loaded version %d: %s", replica.name, version.number, cause)
@@ -349,8 +369,11 @@ class ReplicaTransport(WorkerTransport):
                         self._events.put((replica, _Loaded(version, cause)))
                     case other:
                         raise AssertionError(f"unexpected message {type(other).__name__}")
+            left_s = time_left(0.0)
             reports = engine.step()
+            took_s = -left_s()
             replica.stats = engine.stats
+            replica.busy_s, replica.lease_s = replica.busy_s + took_s, replica.lease_s + took_s * len(running)
             if reports:
                 self._events.put((replica, list(reports)))
                 running.difference_update(report.lease_id for report in reports if ends_lease(report))

@@ -223,8 +223,33 @@ def test_replicas_share_the_leases_and_each_loads_every_version(run: Callable[..
     assert all(links[0].methods.count("init_weight_transfer_engine") == 1 for links in one.links)
     assert one.port.stats().decoded_tokens == 3 * 12 * 3
     size = sum(tensor.nbytes for tensor in tensors(1).values())
-    assert one.port.metrics({}) == {"perf/weights_sent_bytes": 2 * 3 * size}
-    assert one.port.metrics({}) == {"perf/weights_sent_bytes": 0}
+    found, later = one.port.metrics({}), one.port.metrics({})
+    assert found["perf/weights_sent_bytes"] == 2 * 3 * size
+    assert [found[f"replicas/{index}/version"] for index in (0, 1)] == [3, 3]
+    for index in (0, 1):
+        assert found[f"replicas/{index}/tokens_per_s"] > 0
+        assert 0 < found[f"replicas/{index}/running"] <= 8
+    assert later == {"perf/weights_sent_bytes": 0, "replicas/0/version": 3, "replicas/1/version": 3}
+
+
+def test_the_metrics_of_a_replica_show_what_it_generated_and_that_it_is_late(run: Callable[..., Run]) -> None:
+    """Rates are per second in which the replica had leases, so an idle replica is not a slow one."""
+    one = run(2)
+    one.port.load_weights(tensors(1), version(1))
+    for group in range(3):
+        one.lease(group, LONG)
+    one.until(lambda: all(len(tokens) > 5 for tokens in one.tokens.values()))
+    found = one.port.metrics({})
+    running = sum(found[f"replicas/{index}/running"] for index in (0, 1))
+    assert running <= 3
+    rates = [replica.counted for replica in one.port.replicas]
+    assert sum(tokens for tokens, _, _ in rates) >= 15
+    assert [found[f"replicas/{i}/tokens_per_s"] for i in (0, 1)] == [tokens / s for tokens, s, _ in rates]
+    one.links[1][0].ask("signal_at", (STAGES[2], signal.SIGSTOP), LIMIT_S)
+    one.port.load_weights(tensors(2), version(2))
+    found = one.port.metrics({})
+    assert [found[f"replicas/{index}/version"] for index in (0, 1)] == [2, 1]
+    one.links[1][0].cont()
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["direct", "sparse"])

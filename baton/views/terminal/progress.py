@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.progress import (
@@ -84,7 +84,7 @@ class TerminalObserver(_StepsProgress):
         self.console.print(
             f"step {step:>4}/{self._num_steps}  reward {metrics['reward/mean']:6.3f}  "
             f"length {metrics['response_length/mean']:6.1f}  entropy {entropy}  "
-            f"{metrics['perf/throughput']:6.0f} tok/s  {metrics['perf/step_time']:.2f} s"
+            f"{metrics['perf/throughput']:6.0f} tok/s  {metrics['perf/step_time']:.2f} s{_replicas(metrics)}"
         )
 
     def evaluated(self, step: int, results: Sequence[Evaluation]) -> None:
@@ -100,3 +100,18 @@ class TerminalObserver(_StepsProgress):
             if own:
                 line.append(f" ({', '.join(f'{r.task} {100 * r.accuracy.value:.1f} %' for r in own if r.accuracy)})")
             self.console.print(line)
+
+
+def _replicas(metrics: Mapping[str, float]) -> str:
+    """Return the slowest of a run's replicas and those that serve an older version; empty without replicas."""
+
+    def values(name: str) -> dict[str, float]:
+        found = ((key.split("/"), value) for key, value in metrics.items() if key.startswith("replicas/"))
+        return {key[1]: value for key, value in found if key[2] == name}
+
+    speeds, versions, text = values("tokens_per_s"), values("version"), ""
+    if speeds:
+        slowest = min(speeds, key=lambda index: speeds[index])
+        text = f"  slowest of {len(versions)} replicas: {slowest}, {speeds[slowest]:.0f} tok/s"
+    late = [index for index, number in versions.items() if number < max(versions.values())]
+    return text + (f"  late: {', '.join(late)}" if late else "")
