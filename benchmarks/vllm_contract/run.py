@@ -127,7 +127,11 @@ TEXTS: dict[str, tuple[str, ...]] = {
     f"{_TRANSFER}/factory.py": ('"nccl"', '"ipc"', '"sparse_nccl"', '"nccl_m2n"', '"sharded_rdt"'),
     "v1/worker/gpu_worker.py": (r"WeightTransferEngineFactory\.create_engine",),
     "v1/worker/worker_base.py": ("worker_extension_cls",),
-    "v1/engine/async_llm.py": (r"self\.output_handler", r"self\.output_processor = OutputProcessor"),
+    "v1/engine/async_llm.py": (
+        *(r"self\.output_handler", r"self\.output_processor = OutputProcessor", r"self\.engine_core = "),
+    ),
+    "v1/engine/core_client.py": ("engine_manager: CoreEngineProcManager", "self.resources = "),
+    "v1/engine/utils.py": (r"self\.processes: list\[BaseProcess\]",),
     "v1/engine/output_processor.py": (
         *(r"self\.request_states: dict", r"self\.sent_tokens_offset = 0", r"self\.external_req_id = external_req_id"),
         r"if finished and self\.routed_experts_chunks",

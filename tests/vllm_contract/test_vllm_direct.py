@@ -359,9 +359,10 @@ def test_a_run_trains_with_two_replicas_that_receive_each_version(ranks, tmp_pat
 
 
 def test_a_run_ends_although_the_core_of_one_replica_is_stopped(tmp_path):
-    """Its requests continue on the other replica after `answer_timeout_s`."""
+    """Its requests continue on the other replica long before `answer_timeout_s`, because the core is seen to be
+    stopped. It is started again."""
     changes = {"engine__kind": "vllm", "weights__transport": "sparse"}
-    own = {**EAGER, "replicas": 2, "answer_timeout_s": 20}
+    own = {**EAGER, "replicas": 2, "answer_timeout_s": 3600}
     recipe = written(tmp_path, **changes, engine__vllm=own, trainer__lr=1e-6)
     log = tmp_path / "log"
     run = baton(log, "train", str(recipe), "run.steps=30")
@@ -377,7 +378,7 @@ def test_a_run_ends_although_the_core_of_one_replica_is_stopped(tmp_path):
     finally:
         run.kill()
     said = log.read_text(errors="replace")
-    assert re.search(r"replica \d has (failed|not loaded)", said)
+    assert re.search(rf"replica \d has failed: .*stopped process {victim} of vLLM", said)
     assert_trained_on_its_own_tokens(tmp_path, 30)
 
 

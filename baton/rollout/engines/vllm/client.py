@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from baton.clock import in_thread
 from baton.errors import EngineFault, UserError, first_line
 from baton.rollout.engines.client import START_TIMEOUT_S, EngineClient, EngineRequest, GeneratedTokens
+from baton.rollout.engines.vllm.stopped import StopDetector
 
 _CLOSE_S = 20.0
 """Seconds for the processes of vLLM to terminate, including the time after which vLLM kills them."""
@@ -42,6 +43,7 @@ class VllmClient(EngineClient):
         self._received: Counter[str] = Counter()
         """Request key → number of tokens put into the inbox. Only the loop's thread accesses it."""
         self._llm: Any = None
+        self._detector: StopDetector | None = None
         self._adapter: Any = None
         """vLLM's description of the adapter that all requests use; None without an adapter."""
         set_up_environment()
@@ -93,13 +95,20 @@ class VllmClient(EngineClient):
         self._adapter = None
 
     def check(self) -> None:
-        """Raise EngineFault if the core has exited."""
+        """Raise EngineFault if the core has exited, or, after `detect_stops`, if a process of vLLM is stopped."""
         if self._llm is not None and self._llm.errored:
             error = type(self._llm.dead_error).__name__
             raise EngineFault(
                 f"the core of the vLLM engine has exited ({error}); its output above shows the reason; finished "
                 "trajectories are not lost"
             )
+        if self._detector is not None and (pid := self._detector.stopped()) is not None:
+            raise EngineFault(f"a signal has stopped process {pid} of vLLM (state T in /proc/{pid}/stat)")
+
+    def detect_stops(self) -> None:
+        """Make `check` detect that a signal has stopped vLLM's core or a worker that the core has started. For engines
+        whose trajectories other engines can continue."""
+        self._detector = StopDetector(core.pid for core in self._llm.engine_core.resources.engine_manager.processes)
 
     # ---- in the loop's thread ----------------------------------------------------------------------------------------
 

@@ -169,6 +169,7 @@ class VllmEngine(ExternalEngine[VllmClient]):
         self._weights.on_host = direct.backend == "gloo"
         if direct.versions is not None:
             direct.versions.prepare = self._loadable
+            self._client.detect_stops()
 
     def _collect_tokens(self, timeout_s: float) -> list[FromWorker]:
         reports = super()._collect_tokens(timeout_s)

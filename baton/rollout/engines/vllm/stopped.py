@@ -1,0 +1,47 @@
+"""Detects that a signal has stopped a process of vLLM.
+
+A process that does not answer may only be slow, so its silence is no evidence. The state `T` in Linux's /proc is
+evidence: the process runs no instruction until it receives SIGCONT. Slow and hanging processes never have this state,
+nor does a process under a debugger, whose state is `t`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from baton.clock import time_left
+
+_LOOKS = 10
+"""Number of consecutive looks that must find a stopped process. A process that is stopped for a few seconds, or
+together with this process (Ctrl-Z), is not reported."""
+
+
+class StopDetector:
+    """Looks at the states of processes and of all their children."""
+
+    def __init__(self, pids: Iterable[int], interval_s: float = 1.0) -> None:
+        """interval_s: minimum number of seconds between two looks."""
+        self._pids, self._interval_s = tuple(pids), interval_s
+        self._found, self._left_s = 0, time_left(0.0)
+
+    def stopped(self) -> int | None:
+        """Look, unless it is too early. Return the stopped process if the last `_LOOKS` looks have found one."""
+        if self._left_s() > 0:
+            return None
+        self._left_s, pid = time_left(self._interval_s), _stopped_among(self._pids)
+        self._found = 0 if pid is None else self._found + 1
+        return pid if self._found >= _LOOKS else None
+
+
+def _stopped_among(pids: Iterable[int]) -> int | None:
+    """Return one of the processes `pids` and of their children that is stopped; None if there is none, or no /proc."""
+    for pid in pids:
+        with suppress(OSError):  # the process has ended
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                return pid
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                if (found := _stopped_among(map(int, path.read_text().split()))) is not None:
+                    return found
+    return None
