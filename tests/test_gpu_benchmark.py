@@ -78,3 +78,68 @@ def test_a_line_through_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert line([(0.0, 2.0), (10.0, 7.0)]) == pytest.approx((2.0, 0.5))
     assert line([(4.0, 3.0)]) == (3.0, 0.0)
     assert line([(0.0, 2.0), (10.0, 1.0)]) == (1.5, 0.0), "a step does not get shorter with its context"
+
+
+# ---- transfers into vLLM; tests/vllm_contract runs them with a real one ----------------------------------------------
+
+
+@pytest.fixture
+def transfer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("psutil", reason="benchmarks/direct counts processor seconds with it")
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    import transfer
+
+    yield transfer
+    for name in ("transfer", "run", "shapes"):
+        sys.modules.pop(name, None)
+
+
+def test_each_number_of_gpus_has_its_paths_and_what_is_left_out_has_a_reason(transfer: Any) -> None:
+    def paths(num_gpus: int, tensor_parallel: int = 1) -> tuple[list[tuple[str, tuple[int, ...]]], list[str]]:
+        cases, left = transfer.cases_of(num_gpus, tensor_parallel)
+        return [(name, case.gpus) for case in cases for name in case.paths], left
+
+    host = [("store", (0,)), ("file", (0,))]
+    on_cpu = [("store", ()), ("file", ()), ("direct_gloo", ()), ("sparse_gloo", ())]
+    assert paths(0) == (on_cpu, [])
+    found, (reason,) = paths(1)
+    assert found == [*host, ("direct_ipc", (0,))]
+    assert reason == "NCCL: a trainer and a vLLM need 2 GPUs, and this machine has 1"
+    assert paths(2) == ([*host, ("direct_ipc", (0,)), ("direct_nccl", (1,)), ("sparse_nccl", (1,))], [])
+    found, (reason,) = paths(3, 2)
+    assert found == [("direct_nccl", (1, 2)), ("sparse_nccl", (1, 2))]
+    assert "--tensor-parallel is 2" in reason
+
+
+def test_without_a_gpu_or_without_vllm_it_says_so(transfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.importlib.util, "find_spec", lambda name: None)
+    assert transfer.refusal("cpu", ["tiny"]).startswith("vLLM is not installed")
+    monkeypatch.setattr(transfer.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(transfer.torch.cuda, "is_available", lambda: False)
+    assert transfer.refusal("cuda", ["8B"]).startswith("--device: got cuda, but torch")
+    assert transfer.refusal("cpu", ["9B"]).startswith("--sizes: got 9B, allowed are 0.6B, 1.7B, 8B, tiny")
+    assert transfer.refusal("cpu", ["tiny"]) == ""
+
+
+def test_rows_have_the_columns_of_benchmarks_direct(transfer: Any) -> None:
+    """Medians of the versions after the first one; a path that failed leaves its cell empty."""
+
+    def seconds(*values: float) -> dict[str, Any]:
+        return {"versions": [(value, value / 2) for value in values]}
+
+    sizes = [
+        {"size": "a", "num_bytes": 2**30, "paths": {"digest": seconds(9, 1, 2, 3), "file": seconds(9, 4, 4, 4)}},
+        {"size": "b", "num_bytes": 2**31, "paths": {"digest": seconds(9, 3, 2, 9), "direct_ipc": seconds(9, 6, 5, 7)}},
+    ]
+    raw = json.loads((FOLDER.parent / "direct" / "results" / "raw.json").read_text())
+    row = transfer.row_of("a", 2**30, sizes[0]["paths"])
+    assert row == {"size": "a", "mb": 1024, "digest_s": 2, "digest_processor_s": 1, "file_s": 4, "file_processor_s": 2}
+    assert row.keys() - {"size"} <= raw["rows"][0].keys()
+    machine = {"gpus": ["H100"], "device": "", "vllm": "1", "torch": "2", "commit": "abc"}
+    found = {"machine": machine, "is_tiny": False, "versions": 4, "changed": 0.01, "sizes": sizes, "skipped": ["x: y"]}
+    table = transfer.table_of(found)
+    assert "| size | digest alone | file in shared memory | direct, ipc |" in table
+    assert "| a, 1024 MiB | 2 s (1) | 4 s (2) |  |" in table
+    assert "| b, 2048 MiB | 3 s (1.5) |  | 6 s (3) |" in table
+    assert table.endswith("Not measured: x: y.\n")
+    assert "no figures of a GPU" in transfer.table_of({**found, "is_tiny": True})

@@ -53,10 +53,11 @@ def made(megabytes: int) -> dict[str, torch.Tensor]:
 
 
 def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a copy of which one element in a hundred has changed by its last bit."""
+    """Return a copy, on the same device, of which one element in a hundred has changed by its last bit."""
     found = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in found.values():
-        tensor.view(torch.int16)[:: int(1 / CHANGED)] ^= 1
+        words = torch.int16 if tensor.element_size() == 2 else torch.int32
+        tensor.view(-1).view(words)[:: int(1 / CHANGED)] ^= 1
     return found
 
 
@@ -64,14 +65,30 @@ Seconds = tuple[float, float]
 """Seconds, and processor seconds of all processes."""
 
 
-def seconds(path: Callable[[dict[str, torch.Tensor], int], object], tensors: dict[str, torch.Tensor]) -> Seconds:
+Load = Callable[[dict[str, torch.Tensor], int], object]
+"""Function (tensors, number) that takes a version through a path."""
+
+
+def seconds(path: Load, tensors: dict[str, torch.Tensor]) -> Seconds:
     """Return the medians per version after the first one."""
+    return medians(timed(path, tensors))
+
+
+def timed(path: Load, tensors: dict[str, torch.Tensor]) -> list[Seconds]:
+    """Return the seconds of each version."""
     found = []
     for number in range(VERSIONS):
         tensors = changed(tensors)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         begin_s, begin_cpu_s = time.perf_counter(), processor_s()
         path(tensors, number)
         found.append((time.perf_counter() - begin_s, processor_s() - begin_cpu_s))
+    return found
+
+
+def medians(found: list[Seconds]) -> Seconds:
+    """Return the medians without the first version, which builds connections and has no difference."""
     wall, processor = zip(*found[1:], strict=True)
     return statistics.median(wall), statistics.median(processor)
 

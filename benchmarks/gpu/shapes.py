@@ -27,6 +27,14 @@ _TINY = {**_QWEN3, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_va
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072},
     "1.7B": {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144},
+    "8B": {
+        **_QWEN3,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    },
     "tiny": {**_TINY, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320},
 }
 

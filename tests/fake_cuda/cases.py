@@ -56,6 +56,7 @@ def main(results: Path, *, is_hip: bool) -> None:
         found["passes"] = {name: tried(partial(passes, **settings)) for name, settings in PASSES.items()}
         found["decode"] = tried(decode)
         found["staged"] = tried(staged)
+        found["differences"] = tried(differences)
     results.write_text(json.dumps(found))
 
 
@@ -213,3 +214,22 @@ def staged() -> dict[str, Any]:
     buckets = OutgoingVersion(tensors, PolicyVersion("x", 1), bucket_bytes=200).buckets()
     communicator.send(buckets, lambda: found.append([]))
     return {"sent": found, "left": len(source.bucket.tensors)}
+
+
+def differences() -> dict[str, Any]:
+    """Find the difference of two versions on the device and on the host, as the trainer that sends it does."""
+    old = {"a": torch.arange(1000.0).to(torch.bfloat16), "b": torch.zeros(3, 40), "same": torch.ones(7)}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["a"].view(torch.int16)[::100] ^= 1
+    new["b"][1, 2] = 5.0
+
+    def sent(device: str) -> tuple[list[Any], list[Any], list[str]]:
+        before, after = ({name: tensor.to(device) for name, tensor in one.items()} for one in (old, new))
+        base = OutgoingVersion(before, PolicyVersion("x", 1)).without_difference()
+        buckets = OutgoingVersion(after, PolicyVersion("x", 2), base).buckets(base.version)
+        tensors = [tensor for bucket in buckets for tensor in bucket.tensors]
+        infos = [dict(bucket.info) for bucket in buckets]
+        return infos, [one.tolist() for one in tensors], [str(one.device) for one in tensors]
+
+    (infos, values, devices), (of_host, host_values, _) = sent("cuda"), sent("cpu")
+    return {"is_equal": (infos, values) == (of_host, host_values), "devices": devices, "values": values}

@@ -106,3 +106,11 @@ def test_a_decode_step_writes_its_keys_without_the_slow_kernel(found: dict[str, 
 def test_a_sleeping_trainers_tensors_are_on_the_gpu_while_they_are_sent(found: dict[str, Any]) -> None:
     sent = [[["cuda:0", 30.0]], [], [["cuda:0", 80.0]], []]
     assert found["staged"] == {"sent": sent, "left": 0}
+
+
+def test_a_difference_of_versions_is_found_on_the_device(found: dict[str, Any]) -> None:
+    """Ten of 1,000 elements of one tensor, and one of another, with the checksums that the host computes."""
+    case = found["differences"]
+    assert case["is_equal"], case
+    assert case["devices"] == ["cuda:0"] * 4
+    assert [case["values"][0], case["values"][2], case["values"][3]] == [list(range(0, 1000, 100)), [42], [5.0]]

@@ -402,7 +402,8 @@ def test_what_needs_a_gpu_can_be_built_from_vllms_own_classes():
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCWeightTransferEngine
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLWeightTransferEngine
 
-    from baton.rollout.engines.vllm import direct, transfer
+    from baton.rollout.engines.vllm import transfer
+    from baton.weights.direct import vllm_transport as direct
 
     for name, base in (("nccl", NCCLWeightTransferEngine), ("ipc", IPCWeightTransferEngine)):
         with pytest.raises(ValueError, match="already registered"):
@@ -441,7 +442,8 @@ def test_a_difference_can_be_sent_and_received_by_vllms_sparse_engine():
     """The calls over a communicator that only records them: NCCL itself has never run with Baton."""
     from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerWeightTransferEngine
 
-    from baton.rollout.engines.vllm import direct, transfer
+    from baton.rollout.engines.vllm import transfer
+    from baton.weights.direct import vllm_transport as direct
 
     old = {"a": torch.zeros(50), "b": torch.zeros(2, 2)}
     new = {"a": torch.zeros(50), "b": torch.ones(2, 2)}
