@@ -65,7 +65,8 @@ def train(
     """Train a model with reinforcement learning, and return the run.
 
     The function prints progress, writes the run to `runs/<name>` and may be called in a script without a `__main__`
-    guard, or in a notebook. Ctrl-C completes the train step, writes a checkpoint and raises KeyboardInterrupt.
+    guard, or in a notebook. After Ctrl-C, the run completes the current train step and writes a checkpoint; the
+    function then raises KeyboardInterrupt.
 
     Args:
         model: directory of a Hugging Face causal LM, or its name on the hub.
@@ -283,7 +284,7 @@ def predictions_for(recipe: Recipe, plan: Plan | None = None, source: str = "") 
 def execute(
     start: Start, stop: StopRequest, console: Console, recipe: Recipe, callbacks: Sequence[Callback] = ()
 ) -> RunReport:
-    """Run until the run is complete or a stop is requested, and print the progress.
+    """Call `start`, which returns when the run is complete or a stop was requested, and print the progress.
 
     Write the run's report and return it. Raises Stopped if a stop was requested before the run had a directory.
     """
@@ -331,6 +332,7 @@ class Run:
 
     @property
     def recipe(self) -> TrainableRecipe:
+        """The resolved recipe with which the run started or was last resumed."""
         return TrainableRecipe.of(with_current_keys(self._directory.recipe()), f"{self.path}/recipe.toml")
 
     @property
@@ -389,7 +391,8 @@ class Run:
     def report(self) -> Path:
         """Write a page with curves and examples to the run's directory, and return its path.
 
-        Without the packages of `pip install 'baton-rl[report]'`, prints the summary and returns report.json's path.
+        If a package of `pip install 'baton-rl[report]'` is missing, prints the summary and returns the path of
+        report.json.
         """
         from baton.views.pages.report import write_page
 

@@ -197,8 +197,8 @@ def verify(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _digest(path: Path) -> str:
-    # Not by `update_mmap`: the pages of a mapped file count as memory of this process. And in one thread, because a
-    # thread pool would not survive a fork.
+    # `update_mmap` is not used, because the pages of a mapped file count as memory of this process. One thread computes
+    # the digest, because a thread pool would not survive a fork.
     with path.open("rb") as file:
         return file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]  # typed for hashlib's own algorithms
 

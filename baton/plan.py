@@ -59,8 +59,8 @@ def plan(
 ) -> PlanResult:
     """Return the plan with the highest throughput on a cluster. With `offers`, also select the machines to rent.
 
-    The arguments are the options of `baton plan`, which `baton plan --help` explains; `running` is the option --from.
-    `write_to` and `html` are files to write.
+    The arguments are the options of `baton plan`, which `baton plan --help` explains; `running` is the option --from,
+    and `write_to` is --out. `write_to` and `html` are files to write.
 
     Raises UserError for invalid arguments, and if no plan is feasible.
     """

@@ -35,8 +35,8 @@ class TokenColumn(Sequence[_T]):
         self._stop = len(buffer) if stop is None else stop
 
     def appended(self, values: Sequence[_T]) -> TokenColumn[_T]:
-        """Return a view of these values followed by `values`. The buffer is copied only if it already has values after
-        this view, because another, longer view uses these values."""
+        """Return a view of these values followed by `values`. If the buffer already has values after this view, which a
+        longer view uses, this view's part of the buffer is copied first."""
         buffer, start = self._buffer, self._start
         if self._stop < len(buffer):
             buffer, start = self._part(), 0
@@ -226,8 +226,9 @@ class Segment(msgspec.Struct, frozen=True):
             )
 
     def followed_by(self, other: Segment, *, is_merged: bool) -> Segment:
-        """Append another segment's tokens to this one's buffers; return them as a segment, with `is_merged` after this
-        segment's own tokens. The cost is linear in the other segment (`TokenColumn.appended`)."""
+        """Append another segment's tokens to this segment's buffers, and return the appended tokens as a segment. With
+        `is_merged`, the returned segment begins with this segment's own tokens. The cost is linear in the length of the
+        other segment (`TokenColumn.appended`)."""
         ids, logprobs = self.token_ids, self.behavior_logprobs
         assert isinstance(ids, TokenColumn)
         assert isinstance(logprobs, TokenColumn)

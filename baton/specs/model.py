@@ -12,7 +12,7 @@ import msgspec
 from baton.errors import UserError
 
 CACHE_BLOCK = 128
-"""Largest number of positions of a block of vLLM's KV cache: 16 on a GPU, 128 on a CPU."""
+"""Number of positions in a block of vLLM's KV cache on a CPU. On a GPU a block has 16, so this is the upper bound."""
 WITHOUT_GATE = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "falcon", "bloom", "gpt_bigcode", "persimmon"}
 """Model types whose feed-forward layer has two matrices instead of three (no gate)."""
 BIASED = {"gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
@@ -22,6 +22,7 @@ QKV_BIASED = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl"}
 HEAD_NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "qwen3_next"}
 """Model types with a norm for the queries and keys of each head."""
 FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}
+"""Model types with four norms in each layer. Other types have two."""
 SYNONYMS = {
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
     "hidden_size": ("n_embd", "d_model", "dim"),

@@ -43,6 +43,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return float(np.dot(self.values, np.diff(ranks**count)))
 
     def survival(self, positions: Sequence[float]) -> list[float]:
+        """Return the share of lengths above each position."""
         shares: list[float] = (1 - np.searchsorted(self.values, positions, side="right") / len(self.values)).tolist()
         return shares
 
@@ -92,7 +93,9 @@ class Workload(msgspec.Struct, frozen=True):
     epochs: int = 1
     minibatches: int = 1
     trained_share: float = 1.0
+    """Share of trajectories with a nonzero advantage. Only these need a backward pass."""
     forwards_all: bool = True
+    """Whether the trainer also computes a forward pass for the other trajectories."""
     has_proximal_forward: bool = True
     has_reference: bool = False
     has_critic: bool = False

@@ -136,7 +136,8 @@ class FileTask:
         return text.strip()
 
     def _choice(self, where: str, value: Any, labels: list[str], texts: list[str]) -> str:
-        """Return the letter of the correct choice, stated as an index from 0, a letter, a label or a text."""
+        """Return the letter of the correct choice. `value` states the choice as an index from 0, a letter, a label or
+        its text."""
         if isinstance(value, int) and 0 <= value < (len(texts) or len(LETTERS)):
             return LETTERS[value]
         for known in (labels, texts, list(LETTERS[: 0 if texts else None])):

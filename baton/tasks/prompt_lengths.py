@@ -98,7 +98,8 @@ def _lengths(
     num_tokens: Callable[[Prompt], int],
     max_tokens: int,
 ) -> Iterator[int]:
-    """Yield the tokens of each prompt, by descending characters, until the others are assumed to fit."""
+    """Yield the number of tokens of each prompt, beginning with the prompt that has the most characters, until the
+    remaining prompts are assumed to fit (`SHORT_IN_A_ROW`)."""
     prompts = [mixture.prompt(name, problem) for problem in problems]
     prompts.sort(key=lambda prompt: -sum(len(m.content) for m in prompt.messages))
     short = 0

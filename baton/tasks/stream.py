@@ -283,13 +283,12 @@ class TaskMixture:
     def held_out(self, num_prompts: int, *, or_fewer: bool = False) -> list[Prompt]:
         """Return distinct held-out prompts, in equal shares from all tasks. Every call returns the same prompts.
 
-        If there are test sets, return their prompts instead. A test set then gives as many prompts as its own key
-        `num_prompts` states. Without this key, it gives all problems of its `path` if `uses_all` is True, else
-        `num_prompts` prompts. In both cases, `num_prompts` is also the maximum, except with
-        `or_fewer`, which has no maximum.
+        If there are test sets, return their prompts instead. A test set gives as many prompts as its own key
+        `num_prompts` states. Without this key, it gives all problems of its `path` if `uses_all` is True, else as many
+        as the argument `num_prompts` states. Without `or_fewer`, the argument is also the maximum for each test set.
 
-        Raises TaskExhausted if a task has fewer distinct held-out problems than its share; with `or_fewer`, only if the
-        task has no held-out problem.
+        Raises TaskExhausted if a task has fewer distinct held-out problems than its share. With `or_fewer`, and for a
+        test set, it raises this error only if no held-out problem is found.
         """
         prompts: list[Prompt] = []
         if self.tests:

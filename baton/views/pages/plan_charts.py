@@ -138,7 +138,7 @@ def timeline(plan: Plan) -> str:
         1: [
             ("prefill again, or tail", min(pause, b.rollout_s), ORANGE),
             ("generate", b.rollout_s - min(pause, b.rollout_s), GREEN),
-            ("judge", b.reward_s, PURPLE),
+            ("rewards", b.reward_s, PURPLE),
         ],
         0: [
             ("train", t.compute_s, BLUE),

@@ -167,8 +167,8 @@ def memory(part: Stage | Replica | RewardStage) -> str:
 
 
 def gpu_names(gpu_ids: Sequence[str]) -> str:
-    """Return the names of the GPUs by node, with ranges such as `h800:0-7`. Only the number of nodes after the fourth
-    is given."""
+    """Return the names of the GPUs by node, with ranges such as `h800:0-7`. At most four nodes are named; for the
+    others, the text states only their number."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpu_ids:
         node, _, index = gpu.rpartition(":")

@@ -16,7 +16,7 @@ def print_result(console: Console, result: Result) -> None:
     """Print the figures of one simulated run."""
     console.print(
         f"{result.mode}, {result.steps} train steps in {seconds(result.seconds)} of virtual time "
-        f"(figures exclude the first {result.warm_steps})",
+        f"(the figures of a step exclude the first {result.warm_steps} steps)",
         style="italic",
     )
     lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in result.staleness.items())
