@@ -60,11 +60,11 @@ Clock = Callable[[], float]
 """Function that returns the time in seconds: monotonic time in a live run, virtual time in the simulator."""
 
 
-def time_left(seconds: float, clock: Clock = time.monotonic) -> Clock:
+def time_left(seconds: float) -> Callable[[], float]:
     """Return a function that returns the seconds left until a deadline `seconds` from now; negative after the
     deadline."""
-    end_s = clock() + seconds
-    return lambda: end_s - clock()
+    end_s = time.monotonic() + seconds
+    return lambda: end_s - time.monotonic()
 
 
 T = TypeVar("T")

@@ -335,11 +335,11 @@ def test_the_page_is_written_whole_where_it_is_asked_for(run: RunDirectory, tmp_
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(template, "find_spec", lambda name: None if name == "matplotlib" else object())
     with pytest.raises(UserError, match=r"matplotlib.*pip install 'baton-rl\[report\]'"):
-        render(run)
+        write_page(run, tmp_path / "p.html")
 
 
 # ---- its parts -------------------------------------------------------------------------------------------------------

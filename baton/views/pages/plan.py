@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from baton.files import write_whole
 from baton.planner.plan_from_solution import seconds
 from baton.planner.result import PlanResult
 from baton.planner.what_if import PricePoint
 from baton.specs.plan import Plan
-from baton.views.pages.template import render_template, write_rendered
+from baton.views.pages.template import render_template
 from baton.views.terminal.plan import gpu_names, memory, money, plan_cells, replicas_by_shape
 
 
 def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint]) -> None:
-    """Write the page of a plan. `curve` has the points of the chart of throughput by price."""
+    """Write the page of a plan to a path that has passed `check_page`. `curve` has the points of the chart of
+    throughput by price."""
     from baton.views.pages import plan_charts
 
     plan, marginals = result.plan, result.marginals
@@ -34,7 +36,7 @@ def write_plan_page(path: Path, result: PlanResult, curve: Sequence[PricePoint])
             for each in result.alternatives
         ],
     )
-    write_rendered(path, page)
+    write_whole(path, page.encode())
 
 
 def _tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:

@@ -19,13 +19,14 @@ from safetensors import SafetensorError, safe_open
 
 from baton.console import visible
 from baton.errors import Damaged
+from baton.files import write_whole
 from baton.records.evaluation import Evaluation
 from baton.records.run_directory import RunDirectory
 from baton.records.trace import read_trace
 from baton.run.summary import RunReport, summarise
 from baton.run.trajectories import ReadableTrajectory, TextPiece, choose_examples
 from baton.views.pages.history import MAX_SAMPLED_STEPS, History, read_lengths
-from baton.views.pages.template import check_installed, check_page, render_template, write_rendered
+from baton.views.pages.template import check_page, render_template
 
 if TYPE_CHECKING:
     from baton.views.pages.canvas import Chart
@@ -69,12 +70,11 @@ class MetricRange(msgspec.Struct, frozen=True):
 def write_page(run: RunDirectory, path: Path) -> None:
     """Write the page of a run, which may still be running. Raises UserError as `check_page` does."""
     check_page(path)
-    write_rendered(path, render(run))
+    write_whole(path, render(run).encode())
 
 
 def render(run: RunDirectory) -> str:
-    """Return the page of a run as HTML. Raises UserError if matplotlib or jinja2 is missing."""
-    check_installed()
+    """Return the page of a run as HTML."""
     history = History.read(run)
     recipe = run.recipe()
     summary = None if "sft" in recipe else summarise(run)

@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
+from baton.files import write_whole
 from baton.planner.plan_from_solution import seconds
 from baton.records.trace import Span
 from baton.simulator.parameter_sweep import ParameterSweep, SweepPoint
 from baton.simulator.result import Result
 from baton.views.pages.canvas import BLUE, GREEN, GREY, ORANGE, SERIES, Chart, draw
 from baton.views.pages.slots import slot_pictures
-from baton.views.pages.template import render_template, write_rendered
+from baton.views.pages.template import render_template
 from baton.views.terminal.plan import money
 
 
 def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) -> None:
-    """Write the page of a simulated run."""
+    """Write the page of a simulated run to a path that has passed `check_page`."""
     untrained = _untrained(result)
     charts = [_time(result), _staleness(result), *([_tokens(untrained)] if untrained else [])]
     rows = [(f"{e.num} × {e.name}", f"{e.occupancy:.0%}", f"{e.tokens_per_s:,.0f}") for e in result.engines]
@@ -34,11 +35,11 @@ def write_result_page(path: Path, result: Result, spans: Sequence[Span] = ()) ->
         rows=rows,
         notes=[*result.notes, *([] if untrained else ["every generated token was trained"])],
     )
-    write_rendered(path, page)
+    write_whole(path, page.encode())
 
 
 def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
-    """Write the page of a parameter sweep."""
+    """Write the page of a parameter sweep to a path that has passed `check_page`."""
     charts = [
         _lines(swept, "Throughput", "trained tokens/s", lambda r: r.trained_tokens_per_s),
         _lines(swept, "Trainer utilisation", "%", lambda r: 100 * r.trainer_busy),
@@ -65,7 +66,7 @@ def write_sweep_page(path: Path, swept: ParameterSweep) -> None:
         notes=chosen.notes if chosen is not None else (),
         pictures=(),
     )
-    write_rendered(path, page)
+    write_whole(path, page.encode())
 
 
 def _tiles(result: Result) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""Render pages: fill a template with escaped values, and write one HTML file without scripts."""
+"""Render pages: fill a template with escaped values, and return one HTML text without scripts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import UserError
-from baton.files import check_output, write_whole
+from baton.files import check_output
 
 
 def check_page(path: Path) -> None:
     """Raise UserError if matplotlib or jinja2 is missing, or if the page cannot be written to `path`."""
-    check_installed()
-    check_output(path)
-
-
-def check_installed() -> None:
-    """Raise UserError if matplotlib or jinja2 is missing."""
     missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
     if missing:
         are = "is" if len(missing) == 1 else "are"
         raise UserError(
             f"--html needs {' and '.join(missing)}, which {are} not installed: pip install 'baton-rl[report]'"
         )
+    check_output(path)
 
 
 def render_template(template: str, filters: Mapping[str, Callable[..., str]] | None = None, /, **values: Any) -> str:
@@ -37,9 +32,3 @@ def render_template(template: str, filters: Mapping[str, Callable[..., str]] | N
     environment.filters |= filters or {}
     found = environment.from_string((place / template).read_text(encoding="utf-8"))
     return found.render(css=(place / "page.css").read_text(encoding="utf-8"), **values)
-
-
-def write_rendered(path: Path, page: str) -> None:
-    """Write a page atomically. Raises UserError if it cannot be written."""
-    check_page(path)
-    write_whole(path, page.encode("utf-8"))
