@@ -117,7 +117,7 @@ def test_without_a_gpu_or_without_vllm_it_says_so(transfer: Any, monkeypatch: py
     monkeypatch.setattr(transfer.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(transfer.torch.cuda, "is_available", lambda: False)
     assert transfer.refusal("cuda", ["8B"]).startswith("--device: got cuda, but torch")
-    assert transfer.refusal("cpu", ["9B"]).startswith("--sizes: got 9B, allowed are 0.6B, 1.7B, 8B, tiny")
+    assert transfer.refusal("cpu", ["9B"]).startswith("--sizes: got 9B, allowed are 0.6B, 1.7B, 8B, small, tiny")
     assert transfer.refusal("cpu", ["tiny"]) == ""
 
 
@@ -136,10 +136,11 @@ def test_rows_have_the_columns_of_benchmarks_direct(transfer: Any) -> None:
     assert row == {"size": "a", "mb": 1024, "digest_s": 2, "digest_processor_s": 1, "file_s": 4, "file_processor_s": 2}
     assert row.keys() - {"size"} <= raw["rows"][0].keys()
     machine = {"gpus": ["H100"], "device": "", "vllm": "1", "torch": "2", "commit": "abc"}
-    found = {"machine": machine, "is_tiny": False, "versions": 4, "changed": 0.01, "sizes": sizes, "skipped": ["x: y"]}
+    found = {"machine": machine, "is_cpu": False, "versions": 4, "changed": 0.01, "sizes": sizes}
+    found |= {"left_out": ["x: y"], "failed": ["z: error"]}
     table = transfer.table_of(found)
     assert "| size | digest alone | file in shared memory | direct, ipc |" in table
     assert "| a, 1024 MiB | 2 s (1) | 4 s (2) |  |" in table
     assert "| b, 2048 MiB | 3 s (1.5) |  | 6 s (3) |" in table
-    assert table.endswith("Not measured: x: y.\n")
-    assert "no figures of a GPU" in transfer.table_of({**found, "is_tiny": True})
+    assert table.endswith("Not measured: x: y.\nFailed: z: error.\n")
+    assert "no figures of a GPU" in transfer.table_of({**found, "is_cpu": True})

@@ -35,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 12288,
         "tie_word_embeddings": False,
     },
+    "small": {**_TINY, "head_dim": 32, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 8000},
     "tiny": {**_TINY, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320},
 }
 

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/transfer.py                              # on this machine's GPUs
     python benchmarks/gpu/transfer.py --sizes 8B --tensor-parallel 2
-    .venv-vllm/bin/python benchmarks/gpu/transfer.py --device cpu  # a tiny model and gloo: only whether it runs
+    .venv-vllm/bin/python benchmarks/gpu/transfer.py --device cpu  # a small model and gloo: only whether it runs
 
 The trainer's tensors are on GPU 0 in this process. vLLM's processes are on the same GPU (CUDA IPC) and, if there are
 enough GPUs, on others (NCCL, whole versions and differences). The columns are those of benchmarks/direct. Raw results
@@ -195,7 +195,7 @@ def table_of(found: dict[str, Any]) -> str:
     names = [name for name in names if not name.endswith("_processor")]
     titles = {"digest": "digest alone", "store": "store", "file": "file in shared memory"}
     head = [titles.get(name, name.replace("_", ", ")) for name in names]
-    toy = " **A tiny model on a CPU, over gloo: these are no figures of a GPU.**" if found["is_tiny"] else ""
+    toy = " **A small model on a CPU, over gloo: these are no figures of a GPU.**" if found["is_cpu"] else ""
     gpus = ", ".join(where["gpus"]) or where["device"]
     lines = [
         f"{gpus}; vLLM {where['vllm']}, torch {where['torch']}, commit {where['commit'][:12]}. Medians of "
@@ -207,7 +207,9 @@ def table_of(found: dict[str, Any]) -> str:
     for row in rows:
         cells = [_cell(row.get(f"{name}_s"), row.get(f"{name}_processor_s")) for name in names]
         lines.append(f"| {row['size']}, {row['mb']} MiB | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"Not measured: {what}." for what in found["skipped"])]).rstrip() + "\n"
+    lines += ["", *(f"Not measured: {what}." for what in found["left_out"])]
+    lines += [f"Failed: {what}." for what in found["failed"]]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _cell(wall: float | None, processor: float | None) -> str:
@@ -231,16 +233,16 @@ def refusal(device: str, sizes: Sequence[str]) -> str:
     return ""
 
 
-def main() -> None:
-    """Measure all sizes and paths; write raw results and the table."""
+def main() -> int:
+    """Measure all sizes and paths; write raw results and the table. Return 1 if a path failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--sizes", nargs="+", help="default: 0.6B 1.7B 8B; on a CPU: tiny")
+    parser.add_argument("--sizes", nargs="+", help="default: 0.6B 1.7B 8B; on a CPU: small")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of vLLM for NCCL")
     parser.add_argument("--scratch", type=Path, help="directory for model files, 2 bytes a parameter")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     given = parser.parse_args()
-    sizes = given.sizes or (["tiny"] if given.device == "cpu" else ["0.6B", "1.7B", "8B"])
+    sizes = given.sizes or (["small"] if given.device == "cpu" else ["0.6B", "1.7B", "8B"])
     if reason := refusal(given.device, sizes):
         parser.exit(2, reason + "\n")
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
@@ -248,11 +250,12 @@ def main() -> None:
     cases, left = cases_of(num_gpus, given.tensor_parallel)
     found: dict[str, Any] = {
         "machine": {**machine(device), **hardware(num_gpus)},
-        "is_tiny": device.type == "cpu",
+        "is_cpu": device.type == "cpu",
         "versions": VERSIONS,
         "changed": CHANGED,
         "sizes": [],
-        "skipped": left,
+        "left_out": left,
+        "failed": [],
     }
     given.out.mkdir(exist_ok=True, parents=True)
     for size in sizes:
@@ -261,6 +264,7 @@ def main() -> None:
     table = table_of(found)
     (given.out / "transfer.md").write_text(table)
     print(table)
+    return int(bool(found["failed"]))
 
 
 def measure_size(
@@ -288,7 +292,7 @@ def measure_size(
             own["paths"] |= measure(case, path, settings, tensors)
         except (BatonError, RuntimeError, OSError) as error:
             what = f"{size} by {' and '.join(case.paths)}: {type(error).__name__}: {first_line(error)}"
-            found["skipped"].append(what[:500])
+            found["failed"].append(what[:500])
         free(device)
         (out / "transfer.json").write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(row_of(size, num_bytes, own["paths"])), flush=True)
@@ -309,4 +313,4 @@ def hardware(num_gpus: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
