@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Final, TypeVar
 
@@ -126,21 +127,35 @@ def in_order(
 
     num_bytes: function that returns the size of an item; small items are computed in the caller's thread. threads:
     maximum number of items in progress, `CODERS` by default; this bounds the memory. The caller's thread reads `items`.
-    Each thread ends after one item, because a thread that has computed with torch keeps OpenMP's threads alive.
+    The threads end with the call, because a thread that has computed with torch keeps OpenMP's threads alive.
     """
-    threads = CODERS if threads is None else threads
+    threads, num_started = CODERS if threads is None else threads, 0
+    calls: SimpleQueue[tuple[Callable[[], R], Future[R]] | None] = SimpleQueue()
     waiting: deque[Future[R]] = deque()
-    for item in items:
-        if len(waiting) == threads:
+    try:
+        for item in items:
+            if len(waiting) == threads:
+                yield _result(waiting.popleft())
+            call, future = partial(work, item), Future[R]()
+            waiting.append(future)
+            if num_bytes(item) < _LARGE:
+                _run(call, future)
+                continue
+            calls.put((call, future))
+            if num_started < threads:
+                num_started += 1
+                Thread(target=_run_all, args=(calls,), name="coder", daemon=True).start()
+        while waiting:
             yield _result(waiting.popleft())
-        call = partial(work, item)
-        if num_bytes(item) < _LARGE:
-            waiting.append(Future())
-            _run(call, waiting[-1])
-        else:
-            waiting.append(begin(call))
-    while waiting:
-        yield _result(waiting.popleft())
+    finally:
+        for _ in range(num_started):
+            calls.put(None)
+
+
+def _run_all(calls: SimpleQueue[tuple[Callable[[], R], Future[R]] | None]) -> None:
+    while (call := calls.get()) is not None:
+        _run(*call)
+        del call  # a result may be large
 
 
 def _result(future: Future[R]) -> R:

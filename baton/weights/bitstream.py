@@ -10,6 +10,7 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from baton.errors import WeightsFault
 
 Bytes = NDArray[np.uint8]
+Pieces = list[bytes | memoryview]
+"""Consecutive bytes. They are kept in pieces, because a join copies all bytes and may hold the interpreter's lock."""
 
 _LEVEL: Final = 1
 """zstd level. Higher levels search for repeated sequences, which these streams do not contain."""
@@ -28,11 +31,16 @@ _WINDOW: Final = 2**23
 """Maximum zstd window in bytes, which bounds the reader's memory. `BitWriter` uses smaller windows."""
 
 
+def size_of(pieces: Sequence[bytes | memoryview]) -> int:
+    """Return the number of bytes in pieces."""
+    return sum(map(len, pieces))
+
+
 class BitWriter:
     """Appends numbers and streams to a block."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes | memoryview] = []
+        self._parts: Pieces = []
         parameters = zstandard.ZstdCompressionParameters.from_level(
             _LEVEL, format=zstandard.FORMAT_ZSTD1_MAGICLESS, write_content_size=0, write_checksum=0
         )
@@ -48,7 +56,7 @@ class BitWriter:
         self._parts.append(bytes(coded))
 
     def stream(self, data: Bytes) -> None:
-        """Append bytes. The number of bytes is not written, so the reader must know it."""
+        """Append bytes, which must not change later. The number of bytes is not written, so the reader must know it."""
         raw = np.ascontiguousarray(data)
         if data.size < _SMALLEST:
             self._parts.append(raw.tobytes())
@@ -56,15 +64,15 @@ class BitWriter:
         squeezed = self._zstd.compress(raw.data)
         is_smaller = len(squeezed) < data.size
         self.number(len(squeezed) if is_smaller else 0)
-        self._parts.append(squeezed if is_smaller else raw.tobytes())
+        self._parts.append(squeezed if is_smaller else raw.data)
 
     def bits(self, bits: Bytes) -> None:
         """Append an array [n] of zeros and ones, packed eight to a byte."""
         self.stream(np.packbits(bits))
 
-    def block(self) -> bytes:
+    def block(self) -> Pieces:
         """Return the block, which contains all appended numbers and streams."""
-        return b"".join(self._parts)
+        return self._parts
 
 
 class BitReader:

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import WeightsFault
-from baton.weights.bitstream import BitReader, BitWriter, Bytes
-from baton.weights.magnitude_buckets import MAX_BANDS, bucket_limits, magnitude_buckets
+from baton.weights.bitstream import BitReader, BitWriter, Bytes, Pieces, size_of
+from baton.weights.magnitude_buckets import MAX_BANDS, bucket_limits, magnitude_buckets, magnitudes
 from baton.weights.manifest import Coding
-from baton.weights.rice import read_mask, write_mask
+from baton.weights.rice import Ints, read_mask, write_mask, write_positions
 
 Words = NDArray[Any]
 """[n] unsigned integers of 1, 2, 4 or 8 bytes."""
@@ -36,15 +36,15 @@ If many elements of wide words changed, their differences are large, and "dense"
 means that "sparse" is always tried."""
 _DENSE_ABOVE: Final = 0.25
 """Up to this fraction of changed elements, `encode` does not try "dense" and "full", because "sparse" is shorter."""
-_BLOCK: Final = 2**16
-"""Maximum number of words that are processed at a time."""
+_BLOCK: Final = 2**18
+"""Maximum number of words that are processed at a time. Smaller blocks take the interpreter's lock more often."""
 
 
 class Coded(NamedTuple):
     """An encoded part."""
 
     coding: Coding
-    data: bytes
+    data: Pieces
     num_changed: int
     """Number of elements that differ from the base. Without a base, this is the number of all elements."""
 
@@ -58,14 +58,14 @@ def encode(new: Bytes, base: Bytes | None, word: int) -> Coded:
     changed = now != before
     count = int(np.count_nonzero(changed))
     if not count:
-        return Coded("same", b"", 0)
+        return Coded("same", [], 0)
     found = []
     if count < _SPARSE_BELOW[word] * now.size:
         found.append(Coded("sparse", _sparse(now, before, changed), count))
     if count > _DENSE_ABOVE * now.size:
         found.append(Coded("dense", _dense(now, before), count))
         found.append(Coded("full", _full(now), count))
-    return min(found, key=lambda coded: len(coded.data))
+    return min(found, key=lambda coded: size_of(coded.data))
 
 
 def decode(coding: Coding, coded: bytes | memoryview, piece: Bytes, word: int) -> None:
@@ -88,41 +88,41 @@ def decode(coding: Coding, coded: bytes | memoryview, piece: Bytes, word: int) -
     reader.end()
 
 
-def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> bytes:
+def _sparse(now: Words, before: Words, changed: NDArray[np.bool_]) -> Pieces:
     writer = BitWriter()
-    positions = _write_changed(writer, before, changed)
+    positions = _write_changed(writer, before, np.flatnonzero(changed))
     _write_steps(writer, now[positions] - before[positions])
-    return writer.block()
+    return [b"".join(writer.block())]
 
 
-def _write_changed(writer: BitWriter, before: Words, changed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Append the positions of the changed elements, bucket by bucket; return the positions in the same order."""
-    limits = bucket_limits(before, np.flatnonzero(changed))
+def _write_changed(writer: BitWriter, before: Words, rest: Ints) -> Ints:
+    """Append the positions `rest` of the changed elements, bucket by bucket; return them in the same order."""
+    high = magnitudes(before[rest])
+    limits = bucket_limits(before, high)
     writer.number(len(limits))
     for limit in limits:
         writer.number(limit)
-    found, rest = [], changed
-    for band in magnitude_buckets(before, limits):
-        has_changed = changed[band]
-        write_mask(writer, has_changed)
-        found.append(band[has_changed])
-        rest = rest if found[:-1] else changed.copy()
-        rest[band] = False
-    write_mask(writer, rest)
-    return np.concatenate([*found, np.flatnonzero(rest)])
+    found: list[Ints] = []
+    for band, limit in zip(magnitude_buckets(before, limits), limits, strict=True):
+        is_inside = high < limit
+        found.append(rest[is_inside])
+        write_positions(writer, np.searchsorted(band, found[-1]), band.size)
+        rest, high = rest[~is_inside], high[~is_inside]
+    write_positions(writer, rest, before.size)
+    return np.concatenate([*found, rest]) if found else rest
 
 
-def _read_changed(reader: BitReader, before: Words) -> NDArray[np.int64]:
+def _read_changed(reader: BitReader, before: Words) -> Ints:
     limits = [reader.number(255) for _ in range(reader.number(MAX_BANDS))]
     found = [band[read_mask(reader, band.size)] for band in magnitude_buckets(before, limits)]
     return np.concatenate([*found, read_mask(reader, before.size)])
 
 
-def _dense(now: Words, before: Words) -> bytes:
+def _dense(now: Words, before: Words) -> Pieces:
     return _planes(now, lambda block: _fold(now[block] - before[block]))
 
 
-def _full(now: Words) -> bytes:
+def _full(now: Words) -> Pieces:
     # The rotation moves the sign to the lowest bit. The exponent is then a whole byte, and exponent bytes compress
     # well.
     return _planes(now, lambda block: _rotated(now[block], now.itemsize * 8 - 1))
@@ -144,33 +144,36 @@ def _rotated(words: Words, right: int) -> Words:
     """Rotate the bits of each word to the right by `right` places."""
     bits = words.itemsize * 8
     kind = words.dtype.type
-    rotated: Words = (words >> kind(right)) | (words << kind(bits - right))
+    rotated: Words = words >> kind(right)
+    rotated |= words << kind(bits - right)
     return rotated
 
 
-def _planes(words: Words, value: Callable[[slice], Words]) -> bytes:
+def _planes(words: Words, value: Callable[[slice], Words]) -> Pieces:
     """Return the encoded values as one stream for each byte position, the highest byte first. `value`: function that
     returns the values in a slice of `words`."""
-    word = words.itemsize
-    planes = np.empty((word, words.size), np.uint8)
+    planes = [np.empty(words.size, np.uint8) for _ in range(words.itemsize)]
     for block in _blocks(words.size):
         found = value(block)
-        for byte in range(word):
-            planes[byte, block] = found >> found.dtype.type(8 * byte)  # the assignment keeps the lowest byte
+        for plane in planes:
+            plane[block] = found  # the assignment keeps the lowest byte
+            if plane is not planes[-1]:
+                found >>= found.dtype.type(8)
     writer = BitWriter()
-    for plane in planes[::-1]:
-        writer.stream(plane)
+    while planes:
+        writer.stream(planes.pop())
     return writer.block()
 
 
 def _read_planes(reader: BitReader, words: Words) -> Iterator[tuple[slice, Words]]:
     """Read values that `_planes` wrote. Yield (slice, values) for blocks of at most `_BLOCK` values. `words` gives the
     number of values and their dtype."""
-    planes = [reader.stream(words.size) for _ in range(words.itemsize)][::-1]
+    planes = [reader.stream(words.size) for _ in range(words.itemsize)]
     for block in _blocks(words.size):
         found = planes[0][block].astype(words.dtype)
-        for byte, plane in enumerate(planes[1:], 1):
-            found |= plane[block].astype(words.dtype) << words.dtype.type(8 * byte)
+        for plane in planes[1:]:
+            found <<= words.dtype.type(8)
+            found |= plane[block]
         yield block, found
 
 

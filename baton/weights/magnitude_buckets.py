@@ -34,25 +34,26 @@ def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np
     if not limits:
         return
     bits = base.itemsize * 8
-    magnitudes = base << base.dtype.type(1)
+    shifted = base << base.dtype.type(1)
     low = 0
     for limit in limits:
-        inside = magnitudes < base.dtype.type(limit << (bits - 8))
+        inside = shifted < base.dtype.type(limit << (bits - 8))
         if low:
-            inside &= magnitudes >= base.dtype.type(low << (bits - 8))
+            inside &= shifted >= base.dtype.type(low << (bits - 8))
         yield np.flatnonzero(inside)
         low = limit
 
 
-def bucket_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
-    """Return the limits of at most two buckets with which the positions in `changed` are encoded in the fewest bits.
+def bucket_limits(base: Words, changed: NDArray[np.uint8]) -> list[int]:
+    """Return the limits of at most two buckets with which the positions of changed elements are encoded in the fewest
+    bits. changed: the `magnitudes` of these elements.
 
     If k of n elements changed, their positions cost n·H2(k / n) bits, where H2 is the binary entropy. For each bucket,
     n is estimated from a sample.
     """
     step = max(1, base.size // _SAMPLED)
-    sampled = np.bincount(_highest_byte(base[::step]), minlength=256) * step
-    hits = np.bincount(_highest_byte(base[changed]), minlength=256)
+    sampled = np.bincount(magnitudes(base[::step]), minlength=256) * step
+    hits = np.bincount(changed, minlength=256)
     n = np.concatenate([[0], np.cumsum(np.maximum(sampled, hits))]).astype(np.float64)
     k = np.concatenate([[0], np.cumsum(hits)]).astype(np.float64)
     used = np.flatnonzero(hits)
@@ -71,8 +72,10 @@ def bucket_limits(base: Words, changed: NDArray[np.int64]) -> list[int]:
     return [int(edges[place]) for place in best_two]
 
 
-def _highest_byte(words: Words) -> NDArray[np.int64]:
-    found: NDArray[np.int64] = ((words << words.dtype.type(1)) >> words.dtype.type(words.itemsize * 8 - 8)).astype(int)
+def magnitudes(words: Words) -> NDArray[np.uint8]:
+    """Return the highest byte of each word after its sign bit has been removed."""
+    shifted = (words << words.dtype.type(1)) >> words.dtype.type(words.itemsize * 8 - 8)
+    found: NDArray[np.uint8] = shifted.astype(np.uint8)
     return found
 
 

@@ -25,7 +25,7 @@ from baton.clock import in_order
 from baton.errors import WeightsFault
 from baton.policy.adapters import is_adapter
 from baton.types import PolicyVersion
-from baton.weights.bitstream import Bytes
+from baton.weights.bitstream import Bytes, Pieces, size_of
 from baton.weights.delta import Coded, encode
 from baton.weights.flat_buffer import flattened, layout_of, pieces, signed, tensors_of, unsigned
 from baton.weights.manifest import (
@@ -184,26 +184,27 @@ class Publisher:
             begin, end, word = piece
             return encode(flat_buffer[begin:end], None if base is None else base.flat_buffer[begin:end], word)
 
-        def coded() -> Iterator[bytes]:
+        def coded() -> Iterator[bytes | memoryview]:
             nonlocal changed
             cut = list(pieces(entries))
             found = in_order(code, cut, lambda piece: piece[1] - piece[0])
             for (begin, end, word), one in zip(cut, found, strict=True):
-                parts.append(BufferPart(end - begin, word, one.coding, len(one.data)))
+                parts.append(BufferPart(end - begin, word, one.coding, size_of(one.data)))
                 changed += one.num_changed
-                yield one.data
+                yield from one.data
 
         # a chunk is stored while the next parts are coded
-        chunks = tuple(in_order(self._store.put_chunk, _cut(coded(), self._settings.chunk_bytes), len, threads=1))
+        data = _cut(coded(), self._settings.chunk_bytes)
+        chunks = tuple(in_order(lambda pieces: self._store.put_chunk(*pieces), data, size_of, threads=1))
         elements = sum(part.num_bytes // part.word for part in parts)
         needs_base = base is not None and any(part.coding != "full" for part in parts)
         way = Encoding(base.version if base is not None and needs_base else None, tuple(parts), chunks)
         return way, changed / max(1, elements)
 
 
-def _cut(coded: Iterable[bytes], size: int) -> Iterator[bytes]:
+def _cut(coded: Iterable[bytes | memoryview], size: int) -> Iterator[Pieces]:
     """Cut encoded bytes into chunks of `size` bytes; the last chunk may be smaller."""
-    waiting: list[memoryview] = []
+    waiting: Pieces = []
     room = size
     for data in coded:
         rest = memoryview(data)
@@ -211,7 +212,7 @@ def _cut(coded: Iterable[bytes], size: int) -> Iterator[bytes]:
             waiting.append(rest[:room])
             rest, room = rest[room:], room - len(waiting[-1])
             if not room:
-                yield b"".join(waiting)
+                yield waiting
                 waiting, room = [], size
     if waiting:
-        yield b"".join(waiting)
+        yield waiting

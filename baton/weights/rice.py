@@ -30,14 +30,25 @@ def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
     """Append the positions of the true elements, or the positions of the false elements if there are fewer of these."""
     if mask.size <= _FEW:
         writer.bits(mask.view(np.uint8))
-        return
-    positions = np.flatnonzero(mask)
-    is_rest = positions.size * 2 > mask.size
-    if is_rest:
+    else:
+        write_positions(writer, np.flatnonzero(mask), mask.size)
+
+
+def write_positions(writer: BitWriter, positions: Ints, n: int) -> None:
+    """Append a mask of n elements as `write_mask` does. positions: the true elements, in ascending order."""
+    is_rest = positions.size * 2 > n
+    if n <= _FEW or is_rest:
+        mask = np.zeros(n, np.bool_)
+        mask[positions] = True
+        if n <= _FEW:
+            writer.bits(mask.view(np.uint8))
+            return
         positions = np.flatnonzero(~mask)
     writer.number(positions.size * 2 + is_rest)
     if positions.size:
-        _write_gaps(writer, np.diff(positions, prepend=-1) - 1)
+        gaps = positions.copy()
+        gaps[1:] -= positions[:-1] + 1
+        _write_gaps(writer, gaps)
 
 
 def read_mask(reader: BitReader, n: int) -> Ints:
@@ -56,10 +67,12 @@ def read_mask(reader: BitReader, n: int) -> Ints:
 def _write_gaps(writer: BitWriter, gaps: Ints) -> None:
     starts = np.arange(0, gaps.size, _BLOCK)
     ks = _best_ks(gaps, starts)
-    k = np.repeat(ks, _BLOCK)[: gaps.size]
-    ends = np.cumsum((gaps >> k) + 1)
-    unary = np.zeros(int(ends[-1]), np.uint8)
-    unary[ends - 1] = 1
+    k = np.repeat(ks.astype(np.int8), _BLOCK)[: gaps.size]
+    ends = gaps >> k
+    ends[1:] += 1
+    np.cumsum(ends, out=ends)
+    unary = np.zeros(int(ends[-1]) + 1, np.uint8)
+    unary[ends] = 1
     low: list[Any] = [np.empty(0, np.uint8)]
     for bit in range(int(ks.max())):
         having = gaps if ks.min() > bit else gaps[k > bit]
@@ -77,7 +90,11 @@ def _best_ks(gaps: Ints, starts: Ints) -> Ints:
     mean = np.add.reduceat(gaps, starts) / sizes
     guess = np.clip(np.floor(np.log2(np.maximum(mean * 0.69, 1.0))).astype(np.int64), 0, _MAX_K - 1)
     candidates = [np.maximum(guess - 1, 0), guess, guess + 1]
-    bits = [k * sizes + np.add.reduceat(gaps >> np.repeat(k, sizes), starts) for k in candidates]
+    bits = []
+    for k in candidates:
+        high = np.repeat(k, sizes)
+        np.right_shift(gaps, high, out=high)
+        bits.append(k * sizes + np.add.reduceat(high, starts))
     best: Any = np.choose(np.argmin(bits, axis=0), candidates)
     return best  # type: ignore[no-any-return]
 
@@ -99,7 +116,9 @@ def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
         gaps[chosen] = having | (bits[at : at + having.size].astype(np.int64) << bit)
         at += having.size
     _require(gaps.max() < n)  # checked before the gaps are summed, so that the sum cannot overflow
-    positions: Ints = np.cumsum(gaps + 1) - 1
+    gaps += 1
+    positions = np.cumsum(gaps, out=gaps)
+    positions -= 1
     _require(positions[-1] < n)
     return positions
 

@@ -54,7 +54,7 @@ class ByteReader:
 class Storage(Protocol):
     """Stores files by name. Names contain "/" between folders. Methods raise OSError when a file cannot be read."""
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
         """Write a file atomically: readers see the old or the new file. Raises StorageFault if writing fails."""
 
     def read(self, name: str, limit: int, offset: int = 0) -> bytes:
@@ -81,7 +81,7 @@ class LocalStorage:
         self._unsettled: set[Path] = set()
         """Folders with new entries that have not been flushed to disk."""
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
         path = self._root / name
         unfinished = path.with_name(f"{path.name}.unfinished")
         try:
@@ -89,7 +89,8 @@ class LocalStorage:
                 if not (self._root / folder).is_dir():
                     (self._root / folder).mkdir(parents=True, exist_ok=True)
                     self._unsettled.add((self._root / folder).parent)
-            unfinished.write_bytes(data)
+            with unfinished.open("wb") as file:
+                file.writelines(pieces)
             flush_to_disk(unfinished)
             unfinished.replace(path)
         except OSError as error:
@@ -138,8 +139,8 @@ class RemoteStorage:
         self._files, root = self._within("opening it", lambda: fsspec.core.url_to_fs(url, use_listings_cache=False))
         self._root = root.rstrip("/")
 
-    def write(self, name: str, data: bytes) -> None:
-        path = self._path(name)
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        path, data = self._path(name), b"".join(pieces)
 
         def write() -> None:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)

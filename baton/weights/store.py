@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from baton.errors import WeightsFault
 from baton.types import PolicyVersion
+from baton.weights.bitstream import size_of
 from baton.weights.manifest import (
     MAX_CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
@@ -51,13 +52,16 @@ class Store:
         """Cache of the manifests that `collect` has read. Manifests that `expects_whole` are left out, because they
         change."""
 
-    def put_chunk(self, data: bytes) -> Chunk:
-        """Write a chunk unless the store has it already. Raises StorageFault if writing fails."""
-        chunk = Chunk(blake3(data).hexdigest(), len(data))
+    def put_chunk(self, *pieces: bytes | memoryview) -> Chunk:
+        """Write a chunk, given in pieces, unless the store has it. Raises StorageFault if writing fails."""
+        digest = blake3()
+        for piece in pieces:
+            digest.update(piece)
+        chunk = Chunk(digest.hexdigest(), size_of(pieces))
         with self._lock:
             self._unmarked.add(chunk.digest)
             if self._place.size(_chunk_name(chunk.digest)) != chunk.size:
-                self._place.write(_chunk_name(chunk.digest), data)
+                self._place.write(_chunk_name(chunk.digest), *pieces)
         return chunk
 
     def has(self, digest: str) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zstandard
+from blake3 import blake3
 
 from baton import clock
 from baton.clock import in_order
@@ -21,6 +23,24 @@ from baton.weights.settings import WeightsSettings
 from baton.weights.sources import StoreSource
 from baton.weights.store import Store
 
+CODED = [
+    (1, 20, "sparse", "3bae61dc470c77c5"),
+    (1, 20, "full", "db44157a48a3f8ea"),
+    (1, 150, "sparse", "ec4625e2cead515c"),
+    (2, 3, "sparse", "6440905e25821d36"),
+    (2, 20, "full", "c8d4ec8dee8d5441"),
+    (2, 150, "sparse", "51c0a8cbeb20d29e"),
+    (2, 400, "sparse", "2bdf656bfee7e64a"),
+    (2, 900, "sparse", "3f54a5813a0a3e8a"),
+    (4, 20, "sparse", "7ac6b142843e8ad9"),
+    (4, 20, "full", "3c5e2ef3ea5040b9"),
+    (4, 900, "dense", "cf722852ea0697bc"),
+    (8, 150, "sparse", "51c0a8cbeb20d29e"),
+    (8, 20, "full", "7c4e2576029a91d3"),
+    (8, 900, "dense", "ac89f4f180c6441e"),
+]
+"""Bytes of a word, changed elements in 1,000 (far from zero), coding, blake3 of the encoded part at commit 57814f73."""
+
 
 def streams(words: np.ndarray) -> bytes:
     """The byte planes of whole arrays, as the format defines them."""
@@ -28,10 +48,10 @@ def streams(words: np.ndarray) -> bytes:
     planes = words.view(np.uint8).reshape(words.size, words.itemsize)
     for byte in reversed(range(words.itemsize)):
         writer.stream(planes[:, byte])
-    return writer.block()
+    return b"".join(writer.block())
 
 
-@pytest.mark.parametrize("size", [1, 65_535, 65_536, 65_537, 150_000])
+@pytest.mark.parametrize("size", [1, 2**18 - 1, 2**18, 2**18 + 1, 600_000])
 @pytest.mark.parametrize("word", [1, 2, 4, 8])
 def test_blocks_are_coded_to_the_bytes_of_whole_arrays(word, size):
     rng = np.random.default_rng(word * size)
@@ -41,11 +61,45 @@ def test_blocks_are_coded_to_the_bytes_of_whole_arrays(word, size):
     rotated = (now >> now.dtype.type(bits - 1)) | (now << now.dtype.type(1))
     difference = (now - before).view(f"i{word}")
     folded = ((difference << 1) ^ (difference >> (bits - 1))).view(now.dtype)
-    assert encode(new, None, word).data == streams(rotated)
+    assert b"".join(encode(new, None, word).data) == streams(rotated)
     for coding, data, start in (("full", streams(rotated), base), ("dense", streams(folded), base)):
         piece = start.copy()
         decode(coding, data, piece, word)
         assert (piece == new).all()
+
+
+def hashed(n: int, seed: int) -> np.ndarray:
+    """Random uint64 [n] by SplitMix64, which are the same on every machine."""
+    found = (np.arange(n, dtype=np.uint64) + np.uint64(seed * n)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        found = (found ^ (found >> np.uint64(shift))) * np.uint64(factor)
+    return found ^ (found >> np.uint64(31))
+
+
+def changed_words(word: int, per_mille: int, n: int = 300_000) -> tuple[np.ndarray, np.ndarray]:
+    """Words as floats have them, and the same words after a change, which is more frequent near zero."""
+    bits, random = np.uint64(64 - 8 * word), hashed(n, 1)
+    exponent = sum((hashed(n, 2) % np.uint64(2**k) == 0).astype(np.uint64) for k in range(1, 12))
+    low = np.uint64(2**55 - 1)
+    base = ((random & ~np.uint64(2**63 - 1)) | (np.uint64(120) - exponent) << np.uint64(55) | (random & low)) >> bits
+    often = np.where(exponent > 5, np.uint64(8), np.uint64(1))
+    is_changed = hashed(n, 3) % np.uint64(1000) < often * np.uint64(per_mille)
+    step = np.where(hashed(n, 4) % np.uint64(9) == 0, np.uint64(5), np.uint64(0)) - (hashed(n, 5) & np.uint64(1))
+    new = base + np.where(is_changed, np.uint64(2) * step + np.uint64(1), np.uint64(0))
+    return base.astype(f"u{word}"), new.astype(f"u{word}")
+
+
+@pytest.mark.skipif(zstandard.ZSTD_VERSION != (1, 5, 7), reason="another release of zstd may give other bytes")
+@pytest.mark.parametrize(("word", "per_mille", "coding", "digest"), CODED)
+def test_parts_are_encoded_to_the_bytes_of_an_earlier_commit(word, per_mille, coding, digest):
+    base, new = changed_words(word, per_mille)
+    coded = encode(new.view(np.uint8), base.view(np.uint8) if coding != "full" else None, word)
+    data = b"".join(coded.data)
+    assert coded.coding == coding
+    piece = base.copy()
+    decode(coding, data, piece.view(np.uint8), word)
+    assert (piece == new).all()
+    assert blake3(data).hexdigest(8) == digest
 
 
 def versions() -> list[dict[str, torch.Tensor]]:

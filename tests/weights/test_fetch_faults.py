@@ -175,11 +175,11 @@ def full_disk(after: int):
     """LocalStorage.write that finds the disk full from the n-th call on."""
     write, calls = LocalStorage.write, []
 
-    def limited(self: LocalStorage, name: str, data: bytes) -> None:
+    def limited(self: LocalStorage, name: str, *data: bytes) -> None:
         calls.append(name)
         if len(calls) > after:
             raise StorageFault(f"{name} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
-        write(self, name, data)
+        write(self, name, *data)
 
     return limited
 
@@ -201,7 +201,7 @@ def test_the_operating_systems_no_space_left_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     place = LocalStorage(tmp_path)
-    monkeypatch.setattr("pathlib.Path.write_bytes", no_space)
+    monkeypatch.setattr("pathlib.Path.open", no_space)
     with pytest.raises(StorageFault, match="No space left on device"):
         place.write("chunks/x", b"data")
     assert not list(tmp_path.rglob("*.unfinished"))
@@ -275,12 +275,13 @@ def dying(at: int):
     """LocalStorage.write that dies at its n-th call, in the middle of the file."""
     write, calls = LocalStorage.write, []
 
-    def mortal(self: LocalStorage, name: str, data: bytes) -> None:
+    def mortal(self: LocalStorage, name: str, *data: bytes) -> None:
         calls.append(name)
         if len(calls) == at:
-            write(self, f"{name}.unfinished", data[: len(data) // 2])
+            whole = b"".join(data)
+            write(self, f"{name}.unfinished", whole[: len(whole) // 2])
             raise Death
-        write(self, name, data)
+        write(self, name, *data)
 
     return mortal, calls
 
