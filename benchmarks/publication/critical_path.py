@@ -26,8 +26,8 @@ ROOT = HERE.parent.parent
 MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 32}
 RECIPE = (
     "run.threads=1", "weights.dtype=bfloat16", "weights.keyframe_every=4", "rollout.batch_groups=2",
-    "rollout.group_size=4", "rollout.max_new_tokens=8", "engine.slots=8", "eval.every=0", "checkpoint.every=1000",
-    "trainer.lr=1e-5", "rollout.mode=sync",
+    "rollout.group_size=4", "rollout.max_new_tokens=8", "engine.slots=8", "eval.every=0", "eval.num_prompts=2",
+    "checkpoint.every=1000", "trainer.lr=1e-5", "rollout.mode=sync",
 )  # fmt: skip
 VARIANTS = ("as it is", "in line")
 

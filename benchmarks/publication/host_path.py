@@ -70,8 +70,7 @@ def main() -> None:
                 for threads in range(1, cores + 1):
                     add(raw, f"{name}{threads} threads", measured(given, threads, tree, 1))
                 add(raw, f"{name}{cores} processes", measured(given, 1, tree, cores))
-    given.out.parent.mkdir(exist_ok=True)
-    given.out.write_text(json.dumps(raw, indent=1) + "\n")
+                given.out.write_text(json.dumps(raw, indent=1) + "\n")
     print(table(raw))
 
 
