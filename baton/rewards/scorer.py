@@ -67,7 +67,9 @@ OF_EPISODES = ("function", "http", "model")
 OF_ANSWERS = ("exact", "math", "format")
 """Kinds of reward parts for single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MODEL_DEADLINE_S = 120.0
-"""Default deadline in seconds of a call of a reward model. It includes the wait for earlier calls."""
+"""Default deadline in seconds of a call of a reward model. It begins when the call is sent to a process of the model,
+and includes the wait for earlier calls in that process. Waits for `concurrency` and for the model to load are
+excluded."""
 MAX_UNANSWERED = 32
 """After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested with a
 call that it has answered before, or with the reference answer if there is no such call. If the test succeeds, the

@@ -47,8 +47,8 @@ from baton.types import (
 from baton.types import Abort as AbortLease
 
 MAX_REFUSALS = 8
-"""Number of consecutive refused leases per slot after which EngineFault is raised. A worker refuses a lease if it does
-not serve the version that the lease requires."""
+"""EngineFault is raised if more than this number of leases per slot are refused, without an accepted report in between.
+A worker refuses a lease if it does not serve the version that the lease requires."""
 
 
 class PromptSource(Protocol):

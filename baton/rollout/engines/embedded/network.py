@@ -46,14 +46,14 @@ from baton.rollout.engines.embedded.row_attention import Rows, attend_by_row, ca
 _PREFILL_TOKENS = 512
 """Maximum tokens of a prefill, including padding. Longer ids are prefilled as a single row."""
 _MIN_PREFILL_TOKENS = 32
-"""A prefill with fewer rows than `prefill_shape` allows has at least this number of tokens, including padding."""
+"""A prefill with fewer rows than `prefill_shape` allows has at least this number of new positions, with padding."""
 _PREFILL_BUCKETS = ((128, 16), (256, 32))
 """Pairs (maximum length, bucket): a length up to the maximum is rounded up to a multiple of the bucket."""
 _LONG_BUCKET = 64
 """Lengths above those in `_PREFILL_BUCKETS` are rounded up to a multiple of this number."""
 _PAST_TOKENS = 2048
-"""If rows of a prefill follow earlier pieces, a prefill of several rows has at most this number of positions in total.
-The positions of these pieces count too, because the prefill copies them."""
+"""If rows of a prefill follow earlier pieces, a prefill of several rows has at most this number of positions in total,
+including padding. The positions of these pieces count too, because the prefill copies them."""
 _MASKED_TOKENS = 1024
 """Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. This limits the
 attention mask, which has an entry for each of these tokens and each earlier position."""

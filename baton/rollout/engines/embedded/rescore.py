@@ -261,11 +261,14 @@ def _distance(mass_NV: Tensor, targets_N: Tensor, odds_N: Tensor) -> tuple[Tenso
 def _filtered_distance(
     mass_FV: Tensor, targets_F: Tensor, odds_F: Tensor, top_k_F1: Tensor, top_p_F1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the minimum of `_distance` over all sets of tokens that top-k and top-p may have kept.
+    """Return the smallest gap of `_distance` over five sets of tokens that top-k and top-p may have kept, and the tail
+    mass over that set.
 
-    Rounding may change the kept set near its border. Exact arithmetic keeps the n most likely tokens. The engine may
-    also have kept n − 1 tokens, n + 1 tokens, or all tokens up to the target. It may also have kept the target or token
-    n + 1 in place of token n. In each case, the tokens that differ must be within `_BORDER` of the border.
+    Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border. The engine may have
+    kept n − 1 tokens, n + 1 tokens, or all tokens up to the target; the mass before the last token that differs must
+    then be within `_BORDER` of top-p, and top-k is never exceeded. The engine may also have kept n tokens with the
+    target (if it is among the n most likely: with token n + 1) in place of token n; the probability of this token must
+    then be at least 1 − `_BORDER` times that of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)
