@@ -66,6 +66,9 @@ class Efficiency(Settings):
     runtime_gb: float = Field(default=RUNTIME_BYTES / 1e9, gt=0)
     """Memory of a trainer on a CPU in addition to the tensors that `memory.py` counts, 10^9 bytes. Only the predictions
     of a run use this value."""
+    reward_model_s: float = Field(default=0.0, ge=0)
+    """Busy time of each process of the recipe's reward model per trajectory of a batch; 0 if no reward model was
+    measured. Only the predictions of a run use this value."""
     memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that a plan may use."""
     host_gb_per_s: float = Field(default=25.0, gt=0)

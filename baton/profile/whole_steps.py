@@ -125,6 +125,9 @@ def measured_directly(recipe: Recipe, rows: Sequence[Row], memory: MemoryByToken
     else:  # swarm workers load the new version before they generate; the simulation counts scoring separately
         rest_s -= terms["generation"] + _mean(steady, "time/judge") + terms["transfer"] * recipe.swarm.is_on
     found = {"publish": 1.0, "publish_latency_s": terms["transfer"], "cycle_overhead_s": max(0.0, rest_s)}
+    busy = [row["time/reward_model_busy"] for row in steady if "time/reward_model_busy" in row]
+    if busy:
+        found["reward_model_s"] = statistics.fmean(busy) / (recipe.rollout.batch_groups * recipe.rollout.group_size)
     if memory:
         tokens = max(row["perf/trainer_peak_tokens"] for row in steady)
         outside = RUNTIME_BYTES + terms[MEMORY] - Prediction(MEMORY, memory[-1][1], memory).at(tokens)

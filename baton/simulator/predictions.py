@@ -24,7 +24,9 @@ def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, mem
     recorded = recorded_groups(workload) if workload.is_dir() else ()
     setting = source.setting(SimulationOptions(steps=min(STEPS, recipe.run.steps), recorded=recorded))
     result, _ = run_request(setting, RunOptions(recipe.run.seed), None, is_traced=False)
-    more_bytes = measured.of(source.gpu).runtime_gb * 1e9 - RUNTIME_BYTES
+    efficiency, has_model = measured.of(source.gpu), any(each.kind == "model" for each in recipe.reward)
+    more_bytes = efficiency.runtime_gb * 1e9 - RUNTIME_BYTES
+    busy_s = efficiency.reward_model_s * recipe.rollout.batch_groups * recipe.rollout.group_size
     stage = make_step(work)
     transfer_s = setting.publish_s if setting.swarm is None else setting.swarm.fetch_s
     return predictions(
@@ -38,6 +40,7 @@ def simulated_predictions(recipe: Recipe, calibration: Path, workload: Path, mem
             "staleness": result.mean_staleness,
             "trainer idle": 1 - result.trainer_busy,
             "engine slots idle": 1 - result.rollout_occupancy * result.generate_s / result.step_s,
+            "reward model idle": 1 - busy_s / result.step_s if busy_s and has_model else None,
             "response length": work.output.mean,
         },
         tuple((tokens, num_bytes + more_bytes) for tokens, num_bytes in memory),

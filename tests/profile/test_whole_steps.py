@@ -105,6 +105,10 @@ def test_times_and_memory_that_a_run_measures_directly(small: Any) -> None:
     overlapping = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"mode": "async"})})
     assert measured_directly(overlapping, [row], ())["cycle_overhead_s"] == pytest.approx(0.5)  # 10 − 5 − 4 − 0.5
     assert "runtime_gb" not in measured_directly(overlapping, [row], ())
+    assert "reward_model_s" not in found
+    busy = [row | {"time/reward_model_busy": seconds} for seconds in (1.0, 2.0, 4.0)]  # the first step does not count
+    num = recipe.rollout.batch_groups * recipe.rollout.group_size
+    assert measured_directly(recipe, busy, ())["reward_model_s"] == pytest.approx(3.0 / num)
 
 
 def test_a_run_that_fails_is_reported_with_its_output(small: Any) -> None:
