@@ -13,6 +13,8 @@ from baton.specs.plan import Plan, PlannedWork, RewardStage
 
 TOLERANCE = 0.15
 """Maximum relative difference between a count or length in the recipe and in the plan."""
+NUMBERS = "num_layers", "hidden", "vocab"
+"""Numbers that differ only between different models. A reward stage has only the first."""
 
 
 def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
@@ -20,14 +22,14 @@ def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
     a difference makes the plan's times or memory wrong."""
     if plan.work is None:
         return (f"{file} does not record its model and workload, so they are not compared with the recipe",)
-    found, unknown = _differences(plan, plan.work, recipe), _unknown_models(plan, plan.work, recipe)
+    found = _differences(plan, plan.work, recipe)
     if wrong := [f"{key}: got {got}, the plan has {planned}" for key, got, planned, matters in found if matters]:
         raise UserError(
             f"{file} was made for another run: {'; '.join(wrong)} (counts and lengths may differ by {TOLERANCE:.0%}): "
             "change the recipe, or make a plan with its model and workload (`baton plan --model … --workload …`)"
         )
     notes = [f"{key}: got {got}, the plan has {planned}" for key, got, planned, _ in found]
-    return (*unknown, *([f"{file} is used, although it differs from the recipe: {'; '.join(notes)}"] if notes else []))
+    return (f"{file} is used, although values differ or are unknown: {'; '.join(notes)}",) if notes else ()
 
 
 def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple[str, object, object, bool]]:
@@ -50,9 +52,7 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple
         own_most = work.microbatch_tokens
         is_larger = own_most > most and _is_far(own_most, most)
         pairs.append(("trainer.max_tokens_per_microbatch", own_most, most, is_larger))
-    if (model := _known_model(recipe.model.path)) is not None:
-        same = (model.hidden, model.vocab) == (planned.hidden, planned.vocab)
-        pairs += _model_difference("model.path", recipe.model.path, model, plan.model, planned, is_other=not same)
+    pairs += _model_difference("model.path", recipe.model.path, plan.model, planned)
     if planned.longest_prompt_tokens >= context:
         prompts = f"prompts of {planned.longest_prompt_tokens:.0f} tokens"
         pairs.append(("engine.max_context_tokens", context, prompts, True))
@@ -67,37 +67,24 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple
 
 
 def _model_difference(
-    key: str, name: str, model: ModelSpec, planned_name: str, planned: PlannedWork | RewardStage, is_other: bool = False
+    key: str, name: str, of_plan: str, planned: PlannedWork | RewardStage
 ) -> list[tuple[str, object, object, bool]]:
-    """Compare a model of the recipe with that of the plan. `is_other`: whether further numbers of the two differ."""
-    matters = is_other or model.num_layers != planned.num_layers or _is_far(model.params, planned.params)
-    if not matters and planned_name in (model.name, split_revision(name)[0].rpartition("/")[2]):
-        return []
-    return [(key, f"{name} ({_size(model)})", f"{planned_name} ({_size(planned)})", matters)]
-
-
-def _known_model(name: str) -> ModelSpec | None:
-    """Return the numbers of a model that is on this machine: a directory, or a name on the hub whose config.json is in
-    the cache. Downloads nothing."""
+    """Compare a model of the recipe with that of the plan. A name on the hub is known if its config.json is in the
+    cache; nothing is downloaded."""
+    hub_name = split_revision(name)[0]
     try:
         directory = model_directory(name)
     except ValueError:  # neither a directory nor a valid name
-        return None
-    return read_model(directory) if directory.exists() else None
-
-
-def _unknown_models(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[str]:
-    """Return a line for each model that cannot be compared, because it is not on this machine."""
-    pairs: list[tuple[str, str | None, str, PlannedWork | RewardStage]]
-    pairs = [("model.path", recipe.model.path, plan.model, planned)]
-    if plan.reward is not None and plan.reward.params:
-        pairs += [("[[reward]] model", e.model, plan.reward.model, plan.reward) for e in recipe.reward if e.model]
-    return [
-        f"{key}: {name} is not on this machine, so it is not compared with the plan's model {of_plan} ({_size(size)}); "
-        f"after `hf download {split_revision(name)[0]}`, it is compared"
-        for key, name, of_plan, size in pairs
-        if name and _known_model(name) is None
-    ]
+        directory = Path(name)
+    if not directory.exists():
+        got = f"not on this machine, so its size is unknown; `hf download {hub_name}` fetches it"
+        return [(key, f"{name} ({got})", f"{of_plan} ({_size(planned)})", False)]
+    model = read_model(directory)
+    is_other = any(getattr(model, own) != getattr(planned, own, getattr(model, own)) for own in NUMBERS)
+    matters = is_other or _is_far(model.params, planned.params)
+    if not matters and of_plan in (model.name, hub_name.rpartition("/")[2]):
+        return []
+    return [(key, f"{name} ({_size(model)})", f"{of_plan} ({_size(planned)})", matters)]
 
 
 def _size(model: ModelSpec | PlannedWork | RewardStage) -> str:
@@ -109,9 +96,7 @@ def _reward_differences(plan: Plan, recipe: Recipe) -> list[tuple[str, object, o
     stage, own = plan.reward, next((each for each in recipe.reward if each.kind == "model"), None)
     if stage is None or own is None or not stage.params:
         return []
-    name, pairs = own.model or "", list[tuple[str, object, object, bool]]()
-    if (model := _known_model(name)) is not None:
-        pairs += _model_difference("[[reward]] model", name, model, stage.model, stage)
+    pairs = _model_difference("[[reward]] model", own.model or "", stage.model, stage)
     kinds = ("a classifier", "a generative model")
     is_generative, was_planned = own.starts_server, stage.context_tokens > 0
     pairs.append(("[[reward]] template", kinds[is_generative], kinds[was_planned], True))

@@ -8,6 +8,7 @@ Program = Literal["engine", "reward"]
 """`engine`: [engine.vllm], which passes arguments to AsyncEngineArgs by name. `reward`: the server of a generative
 reward model, whose command line also accepts abbreviations and the prefix `no_`."""
 
+_KEY = "use engine.vllm.{name}"
 _NO_CODE = "it can execute code that is not part of vLLM, or read a pickle file; remove it"
 _WHOLE = "remove it: each GPU holds the whole model"
 _SERVER = "remove it: Baton starts the server on 127.0.0.1, with a random key"
@@ -18,18 +19,16 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("model tokenizer revision model_weights tokenizer_revision hf_config_path", "use model.path", "use model"),
     ("model_tag served_model_name", "", "use model"),
     ("dtype", "use engine.dtype", "use dtype"),
-    ("quantization quantization_config", "use engine.vllm.quantization", "use dtype"),
+    ("quantization", _KEY, "use dtype"),
+    ("quantization_config", "use engine.vllm.quantization", "use dtype"),
     ("max_model_len", "use engine.max_context_tokens", "use context_tokens"),
     ("max_num_seqs", "use engine.slots", "use concurrency"),
-    ("gpu_memory_utilization", "use engine.vllm.gpu_memory_utilization", _MEMORY),
+    ("gpu_memory_utilization", _KEY, _MEMORY),
     ("kv_cache_memory_bytes num_gpu_blocks_override", "", _MEMORY),
-    ("kv_cache_dtype", "use engine.vllm.kv_cache_dtype", ""),
-    ("enforce_eager", "use engine.vllm.enforce_eager", ""),
+    ("kv_cache_dtype enforce_eager return_sampling_mask stream_interval", _KEY, ""),
     ("enable_lora max_loras max_cpu_loras max_lora_rank", "use engine.vllm.lora_rank", ""),
     ("hf_overrides", "use model.head_dtype", ""),
     ("enable_sleep_mode", "use rollout.placement", ""),
-    ("return_sampling_mask", "use engine.vllm.return_sampling_mask", ""),
-    ("stream_interval", "use engine.vllm.stream_interval", ""),
     ("enable_return_routed_experts", "use engine.report_routing", ""),
     ("tensor_parallel_size", "use engine.vllm.tensor_parallel", _WHOLE),
     ("pipeline_parallel_size", "use engine.vllm.pipeline_parallel", _WHOLE),
@@ -53,7 +52,7 @@ allowed there."""
 _CODE_KEYS = "reasoning_parser_plugin", "kv_connector_module_path", "ec_connector_module_path", "inductor_passes"
 """Keys that execute code in arguments whose value is a table, such as `kv_transfer_config`."""
 _ADVICE: dict[Program, dict[str, str]] = {
-    "engine": {name: advice for names, advice, _ in _ROWS for name in names.split()},
+    "engine": {name: advice.format(name=name) for names, advice, _ in _ROWS for name in names.split()},
     "reward": {name: advice for names, _, advice in _ROWS for name in names.split()},
 }
 

@@ -132,8 +132,9 @@ def test_a_model_of_the_hub_is_compared_if_its_config_is_in_the_cache(hub: Path)
 def test_a_model_of_the_hub_that_is_not_in_the_cache_is_named_in_one_sentence(hub: Path) -> None:
     (note,) = check_plan(planned(num_layers=28), recipe("model.path='Qwen/Qwen2.5-7B'"), FILE)
     assert note == (
-        "model.path: Qwen/Qwen2.5-7B is not on this machine, so it is not compared with the plan's model quickstart "
-        "(0.8 M parameters in 28 layers); after `hf download Qwen/Qwen2.5-7B`, it is compared"
+        "plan.json is used, although values differ or are unknown: model.path: got Qwen/Qwen2.5-7B (not on this "
+        "machine, so its size is unknown; `hf download Qwen/Qwen2.5-7B` fetches it), the plan has quickstart "
+        "(0.8 M parameters in 28 layers)"
     )
     assert "group_size" in refusal(planned(), "model.path='Qwen/Qwen2.5-7B'", "rollout.group_size=16")
 
@@ -182,7 +183,7 @@ def test_the_reward_model_of_the_plan_is_that_of_the_recipe() -> None:
     assert "plan.json is used, although" in differences(with_reward(directory, batch_tokens=8192))
     assert "the plan has other (0.8 M" in differences(with_reward(directory), model="other")
     found = differences(with_reward("someone/judge-of-the-hub"))
-    assert found.startswith("[[reward]] model: someone/judge-of-the-hub is not on this machine, so it is not compared")
+    assert "[[reward]] model: got someone/judge-of-the-hub (not on this machine, so its size is unknown;" in found
 
 
 @pytest.mark.parametrize(
