@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,7 @@ from baton.planner.colocated import make_colocated_plan
 from baton.planner.compare import alternatives
 from baton.planner.instance import Inputs
 from baton.planner.rental import OffersSettings, rent_for_budget, rent_for_target
-from baton.planner.replan import replan, without_nodes
+from baton.planner.replan import replan_with_reward, without_nodes
 from baton.planner.result import PlanResult
 from baton.planner.reward_stage import plan_with_reward
 from baton.planner.solve import make_plan
@@ -98,8 +99,6 @@ def plan(
         cross_types=not symmetric_only,
         mixed_stages=mixed_stages,
     )
-    if inputs.work.reward_model is not None and (colocated or given is not None or running is not None):
-        raise UserError("reward.model: --colocated, --offers and --from do not plan a reward stage; remove the option")
     lines: tuple[str, ...] = ()
     if running is not None:
         before = read_plan(Path(running))
@@ -107,20 +106,17 @@ def plan(
             run = find(workload)
             efficiencies, lines = measured_rates(inputs.efficiencies, before, read_predictions(run), run)
             inputs = msgspec.structs.replace(inputs, efficiencies=efficiencies)
-        found = replan(inputs, before, slack=slack, time_limit_s=time_limit)
-        result = PlanResult(found.chosen.plan, inputs, replanned=found, measured=lines)
+        found = replan_with_reward(inputs, before, slack=slack, time_limit_s=time_limit)
+        result = PlanResult(found.chosen.plan, found.chosen.inputs, replanned=found, measured=lines)
     elif given is not None:
         if budget is not None:
             choice = rent_for_budget(inputs, given, budget, time_limit_s=time_limit)
         else:
             choice = rent_for_target(inputs, given, target_throughput or 0.0, time_limit_s=time_limit)
-        result = PlanResult(choice.plan, choice.inputs, choice=choice, spots=choice.spots)
-    elif colocated:
-        result = PlanResult(make_colocated_plan(inputs), inputs)
-    elif inputs.work.reward_model is not None:
-        result = PlanResult(*plan_with_reward(inputs, method, time_limit_s=time_limit))
+        result = PlanResult(choice.plan, choice.inputs_of_the_rest, choice=choice, spots=choice.spots)
     else:
-        result = PlanResult(make_plan(inputs, method, time_limit_s=time_limit), inputs)
+        plan_rest = make_colocated_plan if colocated else partial(make_plan, method=method)
+        result = PlanResult(*plan_with_reward(inputs, plan_rest, time_limit_s=time_limit))
     if rates is None and not lines and method == "exact" and not result.plan.is_colocated:
         sure = certainty(result.inputs, result.plan, calibrated, is_robust=robust, time_limit_s=time_limit / 4)
         result = msgspec.structs.replace(result, certainty=sure)
@@ -128,7 +124,7 @@ def plan(
         result = msgspec.structs.replace(
             result,
             marginals=marginals(result.inputs, result.plan.tokens_per_s, time_limit_s=time_limit / 4),
-            alternatives=alternatives(result.inputs, time_limit_s=time_limit),
+            alternatives=alternatives(result.inputs, reward_per_h=result.reward_per_h, time_limit_s=time_limit),
         )
     if write_to is not None:
         write_plan(result.plan, Path(write_to))

@@ -129,11 +129,7 @@ class Replanner:
             work=work,
             efficiencies=efficiencies,
         )
-        options = replan(inputs, self.plan, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
-        return tuple(
-            msgspec.structs.replace(option, plan=msgspec.structs.replace(option.plan, reward=reward))
-            for option in options
-        )
+        return replan(inputs, self.plan, reward, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
 
 
 def workload_of(recipe: Recipe) -> Workload:

@@ -32,8 +32,9 @@ MOST_ROWS = 20
 """Number of training shapes to try, fastest first. A slower shape may leave more memory for engines."""
 
 
-def make_colocated_plan(inputs: Inputs) -> Plan:
-    """Return the best plan that trains and generates alternately. Raises UserError if there is none."""
+def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
+    """Return the best plan that trains and generates alternately. Raises UserError if there is none. `time_limit_s` is
+    ignored: the search has a fixed number of steps."""
     check_solver()
     serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
     problem = make_problem(serial)

@@ -26,8 +26,8 @@ class Alternative(msgspec.Struct, frozen=True):
     why_not: str = ""
 
 
-def alternatives(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Alternative]:
-    """Return alternatives to the plan of this cluster."""
+def alternatives(inputs: Inputs, *, reward_per_h: float = 0.0, time_limit_s: float = 60.0) -> list[Alternative]:
+    """Return alternatives to the plan of this cluster. `reward_per_h`: price of the reward stage, which they keep."""
     ways: list[tuple[str, Callable[[], Plan]]] = [
         ("the published method (equation 3)", lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s)),
         ("75 % rollout, 25 % training", lambda: split_plan(inputs, 0.25)),
@@ -41,7 +41,9 @@ def alternatives(inputs: Inputs, *, time_limit_s: float = 60.0) -> list[Alternat
     found = []
     for name, way in ways:
         try:
-            found.append(Alternative(name, way()))
+            plan = way()
+            plan = msgspec.structs.replace(plan, price_per_h=plan.price_per_h + reward_per_h)
+            found.append(Alternative(name, plan))
         except UserError as error:
             found.append(Alternative(name, None, str(error)))
     return found

@@ -19,7 +19,7 @@ from baton.errors import UserError
 from baton.planner.bounds import RolloutBound
 from baton.planner.instance import Inputs, make_problem
 from baton.planner.problem import AssignmentProblem, Floats, Ints
-from baton.planner.solve import make_plan
+from baton.planner.reward_stage import plan_with_reward
 from baton.planner.what_if import PricePoint, marked
 from baton.settings import Settings
 from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, MachineSettings, NodeSettings
@@ -75,6 +75,9 @@ class RentalChoice(msgspec.Struct, frozen=True):
     """Number of machines of each offer."""
     plan: Plan
     inputs: Inputs
+    """The planner's inputs, with the chosen cluster."""
+    inputs_of_the_rest: Inputs
+    """The inputs without the reward stage of the plan."""
     spots: list[PricePoint]
     """Price and throughput of each cluster that was planned during the search."""
     num_choices: int
@@ -121,13 +124,13 @@ def rent_for_budget(
         planned += 1
         if found is not None:
             least_s = min(least_s, found[1].bound.step_s)
-            spots.append(_spot(found[0], found[1]))
+            spots.append(PricePoint(found[2].cluster.count(), found[1].price_per_h, found[1].tokens_per_s))
             if best is None or found[1].breakdown.step_s < best[1].breakdown.step_s * (1 - 1e-9):
-                best = (found[0], found[1], tuple(choices[place].tolist()))
+                best = found
     if best is None:
         raise UserError(f"--budget {budget:g}: no cluster at this price has a feasible plan for {inputs.model.name}")
     top = best[1].tokens_per_step / min(least_s, best[1].breakdown.step_s)
-    return RentalChoice(best[2], best[1], best[0], marked(spots), len(choices), planned, top)
+    return RentalChoice(*best, marked(spots), len(choices), planned, top)
 
 
 def rent_for_target(
@@ -155,11 +158,10 @@ def rent_for_target(
         planned += 1
         if found is None:
             continue
-        spots.append(_spot(found[0], found[1]))
+        spots.append(PricePoint(found[2].cluster.count(), found[1].price_per_h, found[1].tokens_per_s))
         if found[1].tokens_per_s >= target * (1 - 1e-9):
             price = min(float(costs[place]), open_price)
-            counts = tuple(choices[place].tolist())
-            return RentalChoice(counts, found[1], found[0], marked(spots), len(choices), planned, price)
+            return RentalChoice(*found, marked(spots), len(choices), planned, price)
         if found[1].tokens_per_step / found[1].bound.step_s >= target:
             open_price = min(open_price, float(costs[place]))  # a better plan of this choice may reach the target
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
@@ -252,13 +254,11 @@ def _bounds_s(market: _Market, choices: Ints) -> Floats:
     return low
 
 
-def _planned(market: _Market, counts: Sequence[int]) -> tuple[Inputs, Plan] | None:
+def _planned(market: _Market, counts: Sequence[int]) -> tuple[tuple[int, ...], Plan, Inputs, Inputs] | None:
+    """Return the first fields of a `RentalChoice`; None if there is no plan."""
     asked = market.inputs_of(counts)
     try:
-        return asked, make_plan(asked, time_limit_s=10.0)
+        plan, rest = plan_with_reward(asked, time_limit_s=10.0)
     except UserError:
         return None
-
-
-def _spot(inputs: Inputs, plan: Plan) -> PricePoint:
-    return PricePoint(inputs.cluster.count(), plan.price_per_h, plan.tokens_per_s)
+    return tuple(counts), plan, asked, rest

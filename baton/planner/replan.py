@@ -23,10 +23,11 @@ from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe
 from baton.planner.problem import AssignmentProblem, Ints
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
+from baton.planner.reward_stage import stage_choices
 from baton.planner.solve import restricted, solve
 from baton.planner.training_shapes import Shapes, evaluated, merged_table
 from baton.specs.cluster import Cluster
-from baton.specs.plan import Bound, Plan
+from baton.specs.plan import Bound, Plan, RewardStage
 
 SECTIONS = 50
 """Maximum number of bisection steps."""
@@ -37,6 +38,8 @@ class ReplanOption(msgspec.Struct, frozen=True):
 
     name: str
     plan: Plan
+    inputs: Inputs
+    """The planner's inputs, without the reward stage of the plan."""
     moved: tuple[str, ...]
 
 
@@ -61,9 +64,32 @@ def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
     return restricted(cluster, [place for place, name in enumerate(known) if name not in names])
 
 
-def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
+def replan_with_reward(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
+    """Plan the current cluster as `replan` does. The reward stage of the running plan stays on the GPUs that are left,
+    or moves to those of a plan from scratch."""
+    found, refusals = list[Replanned](), list[UserError]()
+    for stage, own in stage_choices(inputs, running.reward, time_limit_s=time_limit_s):
+        try:
+            found.append(replan(own, running, stage, slack=slack, time_limit_s=time_limit_s))
+        except UserError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    price = inputs.cluster.price_per_h
+    options = tuple(
+        msgspec.structs.replace(option, plan=msgspec.structs.replace(option.plan, price_per_h=price))
+        for each in found
+        for option in each.options
+    )
+    return msgspec.structs.replace(found[0], chosen=least_moves(options, slack), options=options)
+
+
+def replan(
+    inputs: Inputs, running: Plan, stage: RewardStage | None = None, *, slack: float = 0.02, time_limit_s: float = 30.0
+) -> Replanned:
     """Plan the current cluster. Of the plans that are slower than the fastest by at most the fraction `slack`, return
-    the one that moves the fewest GPUs."""
+    the one that moves the fewest GPUs. `stage`: the reward stage of these plans; `inputs` has the other GPUs, and the
+    stage's scoring time."""
     check_solver()
     problem = _with_mixed_stage(inputs, make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
@@ -82,15 +108,17 @@ def replan(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: 
     else:
         ways.append(("replicas kept", problem, _trained_beside(problem, program, kept)))
     least_s = anew.bound_s if anew.bound_s > 0 else division_bound_s(problem)
-    options = []
+    options, own = [], set(stage.gpu_ids) if stage is not None else set[str]()
+    whole, is_kept = there | own, running.reward is not None and own <= set(running.reward.gpu_ids)
+    suffix = "" if stage is None or is_kept else ", other GPUs for the reward model"
     for name, of, found in ways:
         if found is None:
             continue
         plan = describe(inputs, of, msgspec.structs.replace(found, bound_s=least_s), f"exact, {name}", prefer)
         bound = Bound.of(plan.breakdown.step_s, least_s, "over all plans of this cluster")
-        plan = msgspec.structs.replace(plan, bound=bound)
-        options.append(ReplanOption(name, plan, moved(before, jobs(plan), there)))
-    lost, added = tuple(sorted(set(before) - there)), tuple(sorted(there - set(before)))
+        plan = msgspec.structs.replace(plan, bound=bound, reward=stage)
+        options.append(ReplanOption(name + suffix, plan, inputs, moved(before, jobs(plan), whole)))
+    lost, added = tuple(sorted(set(before) - whole)), tuple(sorted(whole - set(before)))
     return Replanned(least_moves(options, slack), tuple(options), lost, added)
 
 
@@ -106,6 +134,8 @@ def jobs(plan: Plan) -> dict[str, str]:
     """Return a text for each GPU that describes its job. Two texts are equal if role and shape are equal."""
     found = {gpu: "idle" for idle in plan.idle for gpu in idle.gpu_ids}
     shape = " + ".join(f"{s.gpu} dp{s.dp} tp{s.tp} layers {s.layers[0]}-{s.layers[1]}" for s in plan.training.stages)
+    if plan.reward is not None:
+        found |= dict.fromkeys(plan.reward.gpu_ids, f"reward model {plan.reward.model}")
     for replica in plan.replicas:
         found |= dict.fromkeys(replica.gpu_ids, f"rollout tp{replica.tp} pp{replica.pp}")
     for stage in plan.training.stages:

@@ -21,7 +21,7 @@ class PlanResult(msgspec.Struct, frozen=True):
 
     plan: Plan
     inputs: Inputs
-    """Inputs of the plan; for rented machines, with the chosen cluster."""
+    """Inputs of the plan, without the GPUs of its reward stage; for rented machines, with the chosen cluster."""
     alternatives: Sequence[Alternative] = ()
     marginals: Sequence[Marginal] = ()
     spots: Sequence[PricePoint] = ()
@@ -34,7 +34,12 @@ class PlanResult(msgspec.Struct, frozen=True):
 
     def price_curve(self) -> Sequence[PricePoint]:
         """Return price and throughput of the planned cluster and of parts of it."""
-        return marked([*self.spots, *price_curve(self.inputs)])
+        return marked([*self.spots, *price_curve(self.inputs, reward_per_h=self.reward_per_h)])
+
+    @property
+    def reward_per_h(self) -> float:
+        """Price of the GPUs of the reward stage per hour."""
+        return self.plan.price_per_h - self.inputs.cluster.price_per_h
 
     def public(self) -> dict[str, Any]:
         """Return the JSON of `baton plan --json`; docs/planner.md lists the keys."""
@@ -57,7 +62,7 @@ class PlanResult(msgspec.Struct, frozen=True):
             found["certainty"] = msgspec.to_builtins(self.certainty)
         if self.choice is not None:
             found["rent"] = {
-                "gpus": self.inputs.cluster.count(),
+                "gpus": self.choice.inputs.cluster.count(),
                 "machines": list(self.choice.counts),
                 "choices": self.choice.num_choices,
                 "planned": self.choice.num_planned,

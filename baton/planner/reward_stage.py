@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
@@ -22,21 +22,27 @@ from baton.planner.instance import Inputs
 from baton.planner.solve import make_plan, restricted
 from baton.specs.cluster import Cluster
 from baton.specs.model import ModelSpec
-from baton.specs.plan import Bound, Method, Plan, RewardStage
+from baton.specs.plan import Bound, Plan, RewardStage
+from baton.specs.workload import Workload
 
 GB = 1e9
+PlanRest = Callable[..., Plan]
+"""Plans the roles other than the reward model, with the arguments (inputs, time_limit_s=seconds). Raises UserError."""
 
 
-def plan_with_reward(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> tuple[Plan, Inputs]:
-    """Return the best plan with a reward stage, and the planner's inputs for the other roles: the cluster without the
-    stage's GPUs, and its scoring time. Raises UserError if no plan is feasible."""
+def plan_with_reward(
+    inputs: Inputs, plan_rest: PlanRest = make_plan, *, time_limit_s: float = 60.0
+) -> tuple[Plan, Inputs]:
+    """Return the best plan, with a reward stage if the workload has a reward model, and the planner's inputs for the
+    other roles: the cluster without the stage's GPUs, and its scoring time. Raises UserError if no plan is feasible."""
     model = inputs.work.reward_model
-    assert model is not None, "the workload has no reward model"
+    if model is None:
+        return plan_rest(inputs, time_limit_s=time_limit_s), inputs
     costs = list(_costs(inputs, model))
     left_s = time_left(time_limit_s)
     plain = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, reward_model=None))
-    least_s = make_plan(plain, method, time_limit_s=time_limit_s / 4).breakdown.step_s
-    search = _Search(plain, model, method, least_s, left_s)
+    least_s = plan_rest(plain, time_limit_s=time_limit_s / 4).breakdown.step_s
+    search = _Search(plain, model, plan_rest, least_s, left_s)
     for place, cost in costs:
         search.try_type(place, cost)
     if search.best is None:
@@ -49,9 +55,9 @@ def plan_with_reward(inputs: Inputs, method: Method = "exact", *, time_limit_s: 
 class _Search:
     """Plans of the other roles for several reward stages."""
 
-    def __init__(self, plain: Inputs, model: ModelSpec, method: Method, least_s: float, left_s: Clock) -> None:
+    def __init__(self, plain: Inputs, model: ModelSpec, plan_rest: PlanRest, least_s: float, left_s: Clock) -> None:
         """plain: the inputs without the reward model. least_s: step time of their plan."""
-        self._cluster, self._model, self._method = plain.cluster, model, method
+        self._cluster, self._model, self._plan_rest = plain.cluster, model, plan_rest
         self._plain, self._least_s, self._left_s = plain, least_s, left_s
         self.best: tuple[Plan, Inputs] | None = None
         self.bounds_s: list[float] = []
@@ -75,26 +81,12 @@ class _Search:
 
     def _try_stage(self, place: DeviceClass, cost: ScoringCost, count: int) -> bool:
         """Plan the other roles beside a stage of `count` GPUs. Return whether more GPUs for the stage may be better."""
-        gpu = place.gpu.name
-        rest, gpu_ids = reserve(self._cluster, gpu, count)
+        rest, gpu_ids = reserve(self._cluster, place.gpu.name, count)
         work = self._plain.work
-        stage = RewardStage(
-            model=self._model.name,
-            gpu=gpu,
-            gpu_ids=gpu_ids,
-            trajectory_s=cost.trajectory_s,
-            memory_bytes=cost.memory_bytes,
-            memory_limit_bytes=place.memory_limit_bytes,
-            params=self._model.params,
-            num_layers=self._model.num_layers,
-            batch_tokens=work.reward_batch_tokens,
-            concurrency=cost.concurrency,
-            latency_s=cost.latency_s,
-            context_tokens=work.reward_context_tokens if work.reward_reply_tokens else 0,
-        )
-        own = msgspec.structs.replace(self._plain.on(rest), work=msgspec.structs.replace(work, **stage.timing))
+        stage = _stage(self._model, work, place, cost, gpu_ids)
+        own = _inputs_of_the_rest(self._plain, rest, stage)
         try:
-            plan = make_plan(own, self._method, time_limit_s=max(5.0, self._left_s() / 4))
+            plan = self._plan_rest(own, time_limit_s=max(5.0, self._left_s() / 4))
         except UserError as error:
             self.refusals.append(error)
             return False
@@ -106,6 +98,60 @@ class _Search:
         is_whole_batch_scored_at_once = count * cost.concurrency >= work.num_trajectories
         latency_s = cost.latency_s or cost.trajectory_s
         return not is_hidden and not is_whole_batch_scored_at_once and parts.reward_s > latency_s
+
+
+def _stage(
+    model: ModelSpec, work: Workload, place: DeviceClass, cost: ScoringCost, gpu_ids: tuple[str, ...]
+) -> RewardStage:
+    return RewardStage(
+        model=model.name,
+        gpu=place.gpu.name,
+        gpu_ids=gpu_ids,
+        trajectory_s=cost.trajectory_s,
+        memory_bytes=cost.memory_bytes,
+        memory_limit_bytes=place.memory_limit_bytes,
+        params=model.params,
+        num_layers=model.num_layers,
+        batch_tokens=work.reward_batch_tokens,
+        concurrency=cost.concurrency,
+        latency_s=cost.latency_s,
+        context_tokens=work.reward_context_tokens if work.reward_reply_tokens else 0,
+    )
+
+
+def _inputs_of_the_rest(inputs: Inputs, rest: Cluster, stage: RewardStage) -> Inputs:
+    work = msgspec.structs.replace(inputs.work, reward_model=None, **stage.timing)
+    return msgspec.structs.replace(inputs.on(rest), work=work)
+
+
+def stage_choices(
+    inputs: Inputs, running: RewardStage | None, *, time_limit_s: float
+) -> list[tuple[RewardStage | None, Inputs]]:
+    """Return the reward stages that a plan after `running` may have, each with the inputs of the other roles: the
+    running stage, reduced to the GPUs that are left, and that of a plan from scratch. If the workload has no reward
+    model, as that of a run's directory, the running stage is kept as it is. Raises UserError if there is no stage."""
+    model, refusals = inputs.work.reward_model, list[UserError]()
+    found = dict[tuple[str, ...], tuple[RewardStage | None, Inputs]]()
+    if running is not None:
+        try:
+            rest, stage = beside(inputs.cluster, running, {node.name for node in inputs.cluster.nodes})
+            if model is not None:
+                place, cost = next(each for each in _costs(inputs, model) if each[0].gpu.name == stage.gpu)
+                stage = _stage(model, inputs.work, place, cost, stage.gpu_ids)
+            if stage.memory_bytes <= stage.memory_limit_bytes:
+                found[stage.gpu_ids] = stage, _inputs_of_the_rest(inputs, rest, stage)
+        except UserError as error:
+            refusals.append(error)
+    if model is not None:
+        try:
+            plan, own = plan_with_reward(inputs, time_limit_s=time_limit_s)
+            assert plan.reward is not None
+            found.setdefault(plan.reward.gpu_ids, (plan.reward, own))
+        except UserError as error:
+            refusals.append(error)
+    if not found and refusals:
+        raise refusals[-1]
+    return list(found.values()) or [(None, inputs)]
 
 
 def _too_large(inputs: Inputs, model: ModelSpec, costs: Sequence[tuple[DeviceClass, ScoringCost]]) -> UserError:
@@ -129,18 +175,20 @@ def _costs(inputs: Inputs, model: ModelSpec) -> Iterator[tuple[DeviceClass, Scor
 
 def beside(cluster: Cluster, stage: RewardStage, machines: Collection[str]) -> tuple[Cluster, RewardStage]:
     """Return the cluster without the GPUs of a reward stage, and the stage reduced to its GPUs on `machines`. Raises
-    UserError if the stage has no GPU there."""
+    UserError if the stage has no GPU there, or if no other GPU is left."""
     own = Counter(gpu_id.rpartition(":")[0] for gpu_id in stage.gpu_ids)
-    if not own.keys() & set(machines):
-        raise UserError("no GPU of the reward model is left; make a plan for the remaining machines, then use --resume")
     nodes, gpu_ids = [], list[str]()
-    for node in cluster.nodes:
-        left = node.num_gpus - own.get(node.name, 0)
+    for node in cluster.nodes:  # the machine of this name may be another one, or have fewer GPUs
+        left = node.num_gpus - min(own[node.name], node.num_gpus if node.gpu.name == stage.gpu else 0)
         gpu_ids += node.gpu_ids[left:]
         nodes.append(msgspec.structs.replace(node, num_gpus=left))
     gpu_ids += (each for each in stage.gpu_ids if each.rpartition(":")[0] in set(machines) - {n.name for n in nodes})
+    if not gpu_ids:
+        raise UserError("no GPU of the reward model is left; make a plan for the remaining machines, then use --resume")
     rest = msgspec.structs.replace(cluster, nodes=tuple(nodes))
     rest = restricted(rest, [place for place, node in enumerate(nodes) if node.num_gpus > 0])
+    if not rest.nodes:
+        raise UserError("only GPUs of the reward model are left; add GPUs, or make a plan for these GPUs")
     return rest, msgspec.structs.replace(stage, gpu_ids=tuple(gpu_ids))
 
 

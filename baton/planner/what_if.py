@@ -73,8 +73,9 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
     )
 
 
-def price_curve(inputs: Inputs) -> list[PricePoint]:
-    """Return throughput and price of parts of this cluster. The points that are efficient are marked."""
+def price_curve(inputs: Inputs, *, reward_per_h: float = 0.0) -> list[PricePoint]:
+    """Return throughput and price of parts of this cluster. The points that are efficient are marked. `reward_per_h`:
+    price of the reward stage, which all parts have."""
     left_s = time_left(CURVE_LIMIT_S)
     cluster = inputs.cluster
     by_type = [
@@ -98,7 +99,7 @@ def price_curve(inputs: Inputs) -> list[PricePoint]:
             plan = make_plan(inputs.on(part), time_limit_s=5.0)
         except UserError:
             continue
-        found.append(PricePoint(part.count(), part.price_per_h, plan.tokens_per_s))
+        found.append(PricePoint(part.count(), part.price_per_h + reward_per_h, plan.tokens_per_s))
     return marked(found)
 
 

@@ -21,7 +21,10 @@ from baton.cluster.placement import Placement, place
 from baton.cluster.plan_check import check_reward_places
 from baton.cost.memory import overhead, stage_bytes
 from baton.errors import UserError
+from baton.planner.colocated import make_colocated_plan
 from baton.planner.instance import Inputs
+from baton.planner.rental import OffersSettings, rent_for_budget
+from baton.planner.replan import replan_with_reward, without_nodes
 from baton.planner.reward_stage import plan_with_reward
 from baton.planner.solve import make_plan
 from baton.recipe.load import load_recipe
@@ -181,12 +184,16 @@ def test_the_default_plan_of_any_cluster_is_carried_out_and_each_rank_fits(judge
 
 
 def check_plan(judges: dict[str, str], inputs: Inputs, nodes: dict[str, tuple[str, int]]) -> None:
-    there = machines([row(name, CPU=8, **{f"gpu_type_{gpu}": size}) for name, (gpu, size) in nodes.items()])
     try:
         plan = plan_for(inputs)
     except UserError as error:
         count(f"no plan: {str(error).partition('.')[0].partition(',')[0]}")
         return
+    check_placed(judges, plan, inputs, nodes)
+
+
+def check_placed(judges: dict[str, str], plan: Plan, inputs: Inputs, nodes: dict[str, tuple[str, int]]) -> None:
+    there = machines([row(name, CPU=8, **{f"gpu_type_{gpu}": size}) for name, (gpu, size) in nodes.items()])
     placed = place(plan, there)
     recipe = recipe_of(inputs.work, placed, judges)
     check_support(recipe.choices())
@@ -223,6 +230,66 @@ def check_plan(judges: dict[str, str], inputs: Inputs, nodes: dict[str, tuple[st
     if plan.reward is not None:
         count("a reward stage")
         count(f"a reward stage of {'one GPU' if len(placed.rewards) == 1 else 'several GPUs'}")
+
+
+@pytest.mark.parametrize("option", ["--colocated", "--from", "--offers"])
+def test_the_reward_stage_of_other_plans_is_carried_out_too(judges: dict[str, str], option: str) -> None:
+    CASES.clear()
+
+    @settings(max_examples=60)
+    @given(questions(), st.data())
+    def each_fits(question: tuple[Inputs, dict[str, tuple[str, int]]], data: st.DataObject) -> None:
+        inputs, _ = question
+        if inputs.work.reward_model is None:
+            work = msgspec.structs.replace(inputs.work, reward_model=MODELS[REWARD_MODELS[0]])
+            inputs = msgspec.structs.replace(inputs, work=work)
+        try:
+            check_other_plan(judges, option, msgspec.structs.replace(inputs, mixed_stages=False), data)
+        except UserError as error:
+            count(f"no plan: {str(error).partition('.')[0].partition(',')[0]}")
+
+    each_fits()
+    print(json.dumps(dict(sorted(CASES.items())), indent=1))
+    assert CASES["a reward stage"] >= 4, CASES
+
+
+def check_other_plan(judges: dict[str, str], option: str, inputs: Inputs, data: st.DataObject) -> None:
+    """Raises UserError if there is no plan."""
+    if option == "--colocated":
+        plan, rest = plan_with_reward(inputs, make_colocated_plan)
+        check_colocated_stage(judges, plan, inputs, rest)
+        return
+    if option == "--from":
+        running = plan_for(inputs)
+        if len(inputs.cluster.nodes) > 1:
+            lost = data.draw(st.sampled_from([node.name for node in inputs.cluster.nodes]))
+            inputs = inputs.on(without_nodes(inputs.cluster, [lost]))
+        plan = replan_with_reward(inputs, running, slack=data.draw(st.sampled_from([0.0, 0.5]))).chosen.plan
+    else:
+        nodes = [(node.gpu.name, node.num_gpus) for node in inputs.cluster.nodes]
+        offers = [{"gpu": gpu, "gpus": size, "max_nodes": min(2, nodes.count((gpu, size)))} for gpu, size in set(nodes)]
+        market = OffersSettings.model_validate(
+            {"links": {"inter_node_gb_per_s": 12.5}, "offers": sorted(offers, key=str)}
+        )
+        most = sum(node.num_gpus * node.price_per_gpu_h for node in inputs.cluster.nodes)
+        choice = rent_for_budget(inputs, market, most * data.draw(st.sampled_from([0.6, 1.0])))
+        plan, inputs = choice.plan, choice.inputs
+        assert plan.price_per_h == pytest.approx(inputs.cluster.price_per_h)
+    check_placed(judges, plan, inputs, {node.name: (node.gpu.name, node.num_gpus) for node in inputs.cluster.nodes})
+
+
+def check_colocated_stage(judges: dict[str, str], plan: Plan, inputs: Inputs, rest: Inputs) -> None:
+    """The reward model has GPUs of its own, and fits there by the law of the run."""
+    assert plan.is_colocated
+    assert plan.reward is not None
+    others = {*plan.training.gpu_ids, *(gpu_id for replica in plan.replicas for gpu_id in replica.gpu_ids)}
+    assert others <= {gpu_id for node in rest.cluster.nodes for gpu_id in node.gpu_ids}
+    assert not others & set(plan.reward.gpu_ids)
+    assert plan.price_per_h == inputs.cluster.price_per_h
+    times = plan.breakdown
+    assert times.step_s == pytest.approx(times.sync_s + times.rollout_s + times.reward_s + times.train_s)
+    check_reward_memory(plan, recipe_of(inputs.work, Placement((), (), {}), judges), inputs.model)
+    count("a reward stage")
 
 
 def count(case: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -10,14 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.control import event
-from planner_cases import QUICK, cluster, inputs, make_plan, model, work
+from planner_cases import FAST, QUICK, SLOW, cluster, inputs, model, work
 
 from baton.cost.efficiency import Efficiency
 from baton.cost.generate import DeviceClass
 from baton.cost.score import scoring_cost
 from baton.errors import UserError
+from baton.planner.colocated import make_colocated_plan
 from baton.planner.instance import Inputs
-from baton.planner.reward_stage import plan_with_reward, reserve
+from baton.planner.rental import OffersSettings, rent_for_budget, rent_for_target
+from baton.planner.replan import replan_with_reward, without_nodes
+from baton.planner.reward_stage import PlanRest, beside, plan_with_reward, reserve
+from baton.planner.solve import make_plan
 from baton.simulator.input_sources import PlanSource, SimulationOptions
 from baton.specs.model import ModelSpec, model_spec
 from baton.specs.plan import Plan
@@ -38,11 +44,11 @@ def with_model(question: Inputs, layers: int, batch_tokens: int = 1024, reply_to
     return msgspec.structs.replace(question, work=msgspec.structs.replace(question.work, **changes))
 
 
-def planned(question: Inputs) -> tuple[Plan, Inputs]:
-    return plan_with_reward(question, time_limit_s=math.inf)
+def planned(question: Inputs, plan_rest: PlanRest = make_plan) -> tuple[Plan, Inputs]:
+    return plan_with_reward(question, plan_rest, time_limit_s=math.inf)
 
 
-def brute_step_s(question: Inputs) -> float:
+def brute_step_s(question: Inputs, plan_rest: PlanRest = make_plan) -> float:
     """Least step time over all types and numbers of GPUs, with the scoring time as the workload's."""
     spec, best = question.work.reward_model, math.inf
     assert spec is not None
@@ -58,7 +64,7 @@ def brute_step_s(question: Inputs) -> float:
             timed["reward_latency_s"] = cost.latency_s or cost.trajectory_s
             own = msgspec.structs.replace(question.on(rest), work=msgspec.structs.replace(question.work, **timed))
             try:
-                best = min(best, make_plan(own).breakdown.step_s)
+                best = min(best, plan_rest(own, time_limit_s=math.inf).breakdown.step_s)
             except UserError:
                 continue
     return best
@@ -73,24 +79,125 @@ def test_the_reward_stage_is_the_best_of_all_types_and_counts(data: st.DataObjec
     layers = data.draw(st.sampled_from([1, 8, 32]))
     staleness, reply = data.draw(st.sampled_from([0, 4])), data.draw(st.sampled_from([0.0, 64.0]))
     question = with_model(inputs(cluster(*nodes), max_staleness=staleness), layers, reply_tokens=reply)
+    plan_rest = data.draw(st.sampled_from([make_plan, make_colocated_plan]))
     try:
-        plan, rest = planned(question)
+        plan, rest = planned(question, plan_rest)
     except UserError as error:
         event(str(error).partition(":")[0])
-        assert brute_step_s(question) == math.inf
+        assert brute_step_s(question, plan_rest) == math.inf
         return
-    assert plan.breakdown.step_s == pytest.approx(brute_step_s(question), rel=1e-6)
+    assert plan.breakdown.step_s == pytest.approx(brute_step_s(question, plan_rest), rel=1e-6)
+    assert plan.is_colocated == (plan_rest is make_colocated_plan)
+    check_gpus(plan, question)
     stage = plan.reward
     assert stage is not None
-    used = [*plan.training.gpu_ids, *(gpu for one in plan.replicas for gpu in one.gpu_ids), *stage.gpu_ids]
-    used += [gpu for idle in plan.idle for gpu in idle.gpu_ids]
-    assert sorted(used) == sorted(gpu for node in question.cluster.nodes for gpu in node.gpu_ids)
     assert {node.gpu.name for node in question.cluster.nodes if set(stage.gpu_ids) & set(node.gpu_ids)} == {stage.gpu}
     assert stage.memory_bytes <= stage.memory_limit_bytes
     assert all(part.memory_bytes <= part.memory_limit_bytes for part in (*plan.training.stages, *plan.replicas))
     assert plan.price_per_h == question.cluster.price_per_h
     assert rest.cluster.num_gpus == question.cluster.num_gpus - len(stage.gpu_ids)
-    event(f"{len(stage.gpu_ids)} {stage.gpu}")
+    event(f"{len(stage.gpu_ids)} {stage.gpu}{', colocated' if plan.is_colocated else ''}")
+
+
+def check_gpus(plan: Plan, question: Inputs) -> None:
+    """Every GPU of the cluster has one role; those of a colocated plan train and generate."""
+    assert plan.reward is not None
+    engines = {gpu for one in plan.replicas for gpu in one.gpu_ids}
+    shared = engines & set(plan.training.gpu_ids)
+    assert not shared or plan.is_colocated
+    used = [*plan.training.gpu_ids, *(engines - shared), *plan.reward.gpu_ids]
+    used += [gpu for idle in plan.idle for gpu in idle.gpu_ids]
+    assert sorted(used) == sorted(gpu for node in question.cluster.nodes for gpu in node.gpu_ids)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_after_the_loss_of_a_machine_the_reward_model_stays_unless_another_stage_is_faster(data: st.DataObject) -> None:
+    kinds = st.tuples(st.sampled_from(["Fast", "Slow"]), st.sampled_from([1, 2, 4]))
+    nodes = data.draw(st.lists(kinds, min_size=2, max_size=4))
+    question = with_model(inputs(cluster(*nodes)), data.draw(st.sampled_from([1, 8, 32])))
+    try:
+        running, _ = planned(question)
+    except UserError:
+        return
+    lost = data.draw(st.sampled_from([node.name for node in question.cluster.nodes]))
+    after = question.on(without_nodes(question.cluster, [lost]))
+    try:
+        best = planned(after)[0].breakdown.step_s
+    except UserError:
+        event("no plan is left")
+        with pytest.raises(UserError):
+            replan_with_reward(after, running)
+        return
+    fastest, lazy = (replan_with_reward(after, running, slack=slack) for slack in (0.0, 1e9))
+    assert running.reward is not None
+    assert fastest.chosen.plan.breakdown.step_s <= best * (1 + 1e-6)
+    assert len(lazy.chosen.moved) == min(len(option.moved) for option in lazy.options)
+    for option in lazy.options:
+        check_gpus(option.plan, after)
+        assert option.plan.price_per_h == after.cluster.price_per_h
+    before = {gpu for gpu in running.reward.gpu_ids if gpu.rpartition(":")[0] != lost}
+    event(f"{len(before)} GPUs of the reward model are left")
+    try:
+        rest, left = beside(after.cluster, running.reward, {node.name for node in after.cluster.nodes})
+        work = msgspec.structs.replace(after.work, reward_model=None)
+        make_plan(msgspec.structs.replace(after.on(rest), work=work), time_limit_s=math.inf)
+    except UserError:
+        return  # no GPU of the reward model is left, or the other GPUs are too few
+    assert set(left.gpu_ids) == before
+    assert before in [set(option.plan.reward.gpu_ids) for option in lazy.options if option.plan.reward]
+
+
+def test_a_replan_for_the_workload_of_a_run_keeps_the_reward_model_and_its_time() -> None:
+    question = with_model(inputs(cluster(("Fast", 4), ("Slow", 2), ("Slow", 4))), 8)
+    running, rest = planned(question)
+    assert running.reward is not None
+    own = {gpu.rpartition(":")[0] for gpu in running.reward.gpu_ids}
+    recorded = msgspec.structs.replace(question, work=msgspec.structs.replace(question.work, reward_model=None))
+    same = replan_with_reward(recorded, running)
+    assert (same.chosen.moved, same.lost, same.added) == ((), (), ())
+    assert same.chosen.plan.reward == running.reward
+    assert same.chosen.plan.breakdown.step_s == pytest.approx(running.breakdown.step_s)
+    assert same.chosen.inputs.cluster == rest.cluster
+    with pytest.raises(UserError, match="no GPU of the reward model is left"):
+        replan_with_reward(recorded.on(without_nodes(question.cluster, list(own))), running)
+    alone = msgspec.structs.replace(running.reward, gpu_ids=question.cluster.nodes[0].gpu_ids, gpu="Fast")
+    names = [node.name for node in question.cluster.nodes[1:]]
+    with pytest.raises(UserError, match="only GPUs of the reward model are left"):
+        replan_with_reward(
+            recorded.on(without_nodes(question.cluster, names)), msgspec.structs.replace(running, reward=alone)
+        )
+
+
+def offers(**most: int) -> OffersSettings:
+    return OffersSettings.model_validate(
+        {
+            "links": {"inter_node_gb_per_s": 1e6, "latency_us": 0},
+            "offers": [{"gpu": kind, "gpus": 2, "max_nodes": count} for kind, count in most.items()],
+            "gpu": {"Fast": FAST, "Slow": SLOW},
+        }
+    )
+
+
+@pytest.mark.parametrize("layers", [1, 8, 32])
+def test_the_machines_to_rent_are_the_best_with_the_reward_model(layers: int) -> None:
+    market, budget = offers(Fast=2, Slow=3), 14.0
+    question = with_model(inputs(cluster(("Fast", 2))), layers)
+    rates = {}
+    for counts in product(range(3), range(4)):
+        price = 8 * counts[0] + 2 * counts[1]
+        if any(counts):
+            with suppress(UserError):
+                rates[counts] = price, planned(question.on(market.cluster_settings(counts).build()))[0].tokens_per_s
+    best = max(rate for price, rate in rates.values() if price <= budget)
+    found = rent_for_budget(question, market, budget)
+    assert found.plan.tokens_per_s == pytest.approx(best, rel=1e-6)
+    assert found.plan.price_per_h == found.inputs.cluster.price_per_h <= budget
+    check_gpus(found.plan, found.inputs)
+    assert found.inputs_of_the_rest.cluster.num_gpus < found.inputs.cluster.num_gpus
+    target = 0.9 * best
+    least_price = min(price for price, rate in rates.values() if rate >= target)
+    assert rent_for_target(question, market, target).plan.price_per_h == least_price
 
 
 def test_the_time_and_memory_of_a_trajectory_by_hand() -> None:
@@ -156,6 +263,12 @@ def test_the_simulator_scores_with_the_speed_and_the_gpus_of_the_stage() -> None
         plan.reward.trajectory_s,
         len(plan.reward.gpu_ids),
     )
+    turns, _ = planned(question, make_colocated_plan)
+    assert turns.reward is not None
+    setting = PlanSource(turns, model(), question.work, QUICK, question.cluster).setting(SimulationOptions())
+    assert setting.rules.mode == "sync"
+    assert setting.judges.latency_s == turns.reward.trajectory_s
+    assert setting.judges.concurrency == len(turns.reward.gpu_ids)
     question = with_model(question, 8, reply_tokens=64.0)
     plan, _ = planned(question)
     assert plan.reward is not None

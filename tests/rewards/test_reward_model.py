@@ -218,7 +218,9 @@ def recipe_with(small: Any, model: Path, tmp_path: Path, *overrides: str, keys: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(), ("rollout.mode=async", "engine.processes=1")])
+@pytest.mark.parametrize(
+    "overrides", [(), ("rollout.mode=async", "engine.processes=1"), ("rollout.placement=colocated",)]
+)
 def test_a_run_trains_with_a_reward_model(overrides: tuple[str, ...], small: Any, model: Path, tmp_path: Path) -> None:
     recipe = recipe_with(small, model, tmp_path, *overrides)
     loop = build_loop(recipe, TerminalObserver(Console(quiet=True), 2), resume=False, overwrite=False)
