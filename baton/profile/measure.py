@@ -2,9 +2,9 @@
 
 `engine.py` measures decode and prefill for several batch sizes and context lengths. `train_steps.py` measures batches
 of the recipe's prompts and train steps, alternately. Every figure is a median over repeats. The cost model's parameters
-are then fitted to these measurements. On a CPU, an engine process has one thread, the trainer has all threads, and a
-core counts as a GPU. Finally, `whole_steps.py` runs the recipe for some train steps, in which all processes share cores
-and memory, and corrects the parameters by the measured times.
+are then fitted to these measurements. On a CPU, an engine process has one thread, the trainer has as many threads as in
+a run, and a core counts as a GPU. Finally, `whole_steps.py` runs the recipe for some train steps, in which all
+processes share cores and memory, and corrects the parameters by the measured times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.profile.train_steps import measure_train_steps
 from baton.profile.whole_steps import with_whole_steps
 from baton.recipe.recipe import Recipe
 from baton.recipe.workload import recipe_workload
-from baton.run.assemble import set_up_torch
+from baton.run.assemble import engines_beside, set_up_torch
 from baton.specs.cluster import find_gpu, gpu_types
 from baton.specs.model import read_model
 from baton.trainer import alarms
@@ -58,7 +58,7 @@ def profile(recipe: Recipe, gpu: str | None, say: Say, companion: Sequence[str] 
     on_cpu = device.type == "cpu"
     name = gpu or _gpu_name(device)
     find_gpu(name, gpu_types(), "--gpu")
-    threads = set_up_torch(recipe.run.threads)
+    threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe))
     devices = threads if on_cpu else 1
     processes = recipe.swarm.workers or recipe.engine.processes
     torch.set_num_threads(1 if on_cpu and processes else threads)

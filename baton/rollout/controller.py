@@ -116,9 +116,9 @@ class RolloutController:
         self._on_scored: Callable[[int], None] = lambda count: None
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
-        """Seconds spent waiting since the last `take_seconds`: for the worker between train steps (`generate`) or
-        during them (`hidden`), for the scorer (`judge`), and, while nothing is leased, for
-        environments (`environment`)."""
+        """Seconds since the last `take_seconds`: of waits for the worker between train steps (`generate`), for the
+        scorer (`judge`), and, while nothing is leased, for environments (`environment`); and seconds of train steps
+        in which trajectories were running (`hidden`)."""
         if player is not None:
             self.seconds["environment"] = 0.0
 
@@ -211,11 +211,13 @@ class RolloutController:
     def run_until(self, is_over: Callable[[float], bool]) -> None:
         """Process messages during a train step; in `sync` and `partial`, only wait. is_over: waits at most the given
         number of seconds and returns whether the train step has ended."""
+        begin_s = self.scheduler.running_s(self._now_s())
         while not is_over(0.0):
             if self.rules.mode == "async" and (self._is_busy or not self._slots):
-                self._pump(SHORT_WAIT_S, "hidden")
+                self._pump(SHORT_WAIT_S)
             else:
                 is_over(1.0)
+        self.seconds["hidden"] += self.scheduler.running_s(self._now_s()) - begin_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -272,8 +274,9 @@ class RolloutController:
                 )
             self._pump(1.0, "generate")
 
-    def _pump(self, timeout_s: float, stage: str) -> None:
-        """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived."""
+    def _pump(self, timeout_s: float, stage: str | None = None) -> None:
+        """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived. The
+        seconds with the worker are added to `stage`."""
         if self._journal is not None:
             self._journal.commit()  # otherwise a run resumed after a kill would use ids of new groups again
         if not self._slots or (self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting)):
@@ -286,7 +289,8 @@ class RolloutController:
             self._update_capacity()
             for message in messages:
                 self._on_message(message)
-            self.seconds[stage] += self._now_s() - begin_s
+            if stage is not None:
+                self.seconds[stage] += self._now_s() - begin_s
             begin_s, timeout_s = self._now_s(), 0.0
         if self._player is not None and self.scheduler.num_acting:
             for answer in self._player.collect(timeout_s):

@@ -51,7 +51,7 @@ class RolloutScheduler:
         """Policy version of the trainer: the number of delivered batches, minus one during a train step."""
         self.overprovision = rules.overprovision
         self._search = OverprovisionSearch(rules.overprovision, rules.most_overprovision)
-        self._busy_slot_s = self._slot_s = 0.0
+        self._busy_slot_s = self._slot_s = self._running_s = 0.0
         self.ledger = Ledger()
         self.step = StepCounts()
         """Counters since the last call of `take_step_counts`."""
@@ -103,7 +103,8 @@ class RolloutScheduler:
         time is earlier than the previous event's is handled as if it had the same time."""
         elapsed_s = event.at_s - self._last_s
         if elapsed_s > 0:
-            if self._leased and (self._is_requested or not self.rules.pauses):
+            if self._is_running:
+                self._running_s += elapsed_s
                 busy_s, slot_s = elapsed_s * min(len(self._leased), self._slots), elapsed_s * self._slots
                 self.step.busy_slot_s += busy_s
                 self.step.slot_s += slot_s
@@ -111,6 +112,14 @@ class RolloutScheduler:
                 self._slot_s += slot_s
             self._last_s = event.at_s
         return [*self._apply_event(event), *self._deliver(), *self._assign()]
+
+    @property
+    def _is_running(self) -> bool:
+        return bool(self._leased) and (self._is_requested or not self.rules.pauses)
+
+    def running_s(self, at_s: float) -> float:
+        """Return the seconds until `at_s` in which at least one trajectory was leased and not paused."""
+        return self._running_s + max(0.0, at_s - self._last_s) * self._is_running
 
     @property
     def num_leased(self) -> int:

@@ -93,6 +93,11 @@ def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = No
     return count
 
 
+def engines_beside(recipe: Recipe) -> int:
+    """Return the number of engine processes or workers that generate while the trainer is in a step."""
+    return (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
+
+
 def build_engine(
     recipe: Recipe,
     path: str,
@@ -285,8 +290,7 @@ def _build_loop(
         observer.said(note)
     if recipe.swarm.is_on:
         check_swarm(recipe, supervisor)
-    beside = (recipe.swarm.workers or recipe.engine.processes) if recipe.rollout.mode == "async" else 0
-    threads = set_up_torch(recipe.run.threads, busy=beside, deterministic=recipe.deterministic)
+    threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe), deterministic=recipe.deterministic)
     tokenizer = load_tokenizer(recipe.model.path)
     if recipe.checkpoint.background and start_ranks is not None:
         raise UserError(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from baton.cli import main as cli
 from baton.cost.efficiency import CalibrationSettings
 from baton.errors import UserError
+from baton.profile.measure import profile
 from baton.recipe.load import load_recipe
+from baton.recipe.recipe import Recipe
 from baton.recipe.workload import read_workload
 from baton.records.metrics import read_metrics
 
@@ -51,3 +55,26 @@ def test_a_workload_is_measured_from_a_run(small: Any) -> None:
 def test_a_name_outside_the_catalogue_is_refused(small: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--gpu: unknown GPU 'Abacus'"):
         run("profile", small.recipe, "--gpu", "Abacus", "--out", tmp_path / "c.toml")
+
+
+@pytest.mark.parametrize(("mode", "threads"), [("sync", 8), ("async", 6)])
+def test_the_trainer_is_measured_with_as_many_threads_as_in_a_run(
+    small: Any, monkeypatch: pytest.MonkeyPatch, mode: str, threads: int
+) -> None:
+    changes = {"rollout.mode": mode, "engine.processes": 2, "run.threads": 0}
+    seen: list[int] = []
+
+    def measured(recipe: Recipe, threads: int, say: Any) -> None:
+        seen.append(threads)
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr("baton.profile.measure.engine_points", lambda recipe, say: [])
+    monkeypatch.setattr("baton.profile.measure.measure_train_steps", measured)
+    before = torch.get_num_threads()
+    try:
+        with pytest.raises(InterruptedError):
+            profile(load_recipe(Recipe, small.recipe, changes), None, print, num_steps=1)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [threads]

@@ -258,6 +258,22 @@ def _versions(group: Group) -> list[int]:
     return [v for m in group.members for v in m.trajectory.policy_versions]
 
 
+@pytest.mark.parametrize(("mode", "hidden_s"), [("sync", 0.0), ("async", 5.0)])
+def test_a_train_step_counts_as_generation_while_trajectories_run_also_if_nothing_waits_for_them(mode, hidden_s):
+    now_s, rounds = [0.0], iter(range(4))
+    bench = Bench(mode, clock=lambda: now_s[0])
+    bench.begin()
+    bench.controller.next_batch()
+
+    def is_over(timeout_s: float) -> bool:
+        now_s[0] += timeout_s == 0
+        return timeout_s == 0 and next(rounds, None) is None
+
+    bench.controller.run_until(is_over)
+    assert (bench.controller.scheduler.num_leased > 0) == (mode == "async")
+    assert bench.controller.take_seconds()["hidden"] == hidden_s
+
+
 def test_the_last_batch_leaves_nothing_behind():
     """No group is opened that the run will not train."""
     for mode, values in MODES:
