@@ -13,7 +13,7 @@ import errno
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,9 +49,9 @@ from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.membership import Membership
 from baton.swarm.hub.overview import HubOverview
-from baton.swarm.hub.traced import TracedLeaseBroker, TracedLogprobScorer
 from baton.swarm.hub.worker_access import WorkerRequirements
 from baton.swarm.identity import WorkerKeys
+from baton.swarm.lease_broker import LeaseBroker
 from baton.swarm.leases import LeaseTable
 from baton.swarm.listen import ListenAddress
 from baton.swarm.local_workers import LocalWorkers
@@ -67,8 +67,7 @@ from baton.swarm.verification.quarantine import Quarantine
 from baton.swarm.verification.service import LogprobScorer, VerificationService
 from baton.swarm.verification.verify import Calibration
 from baton.types import PolicyVersion
-from baton.weights.publisher import PublishedVersion, Publisher
-from baton.weights.settings import WeightsSettings
+from baton.weights.publisher import Publisher
 from baton.weights.store import Store
 from baton.weights.version_files import VersionFiles
 
@@ -126,7 +125,7 @@ def open_swarm(
     members = Membership(
         access,
         _welcome(recipe, model),
-        TracedLeaseBroker(
+        LeaseBroker(
             LeaseTable(recipe.swarm.lease_rules(restarts=recipe.rollout.mode == "sync")),
             partial(check_report, limits=model.limits, text=partial(tokenizer.text, keep_special=True)),
             time.monotonic,
@@ -140,10 +139,11 @@ def open_swarm(
     pinned = () if model.base is None else (model.base,)
     publication = BackgroundPublisher(
         hub,
-        _TracedPublisher(store, recipe.weights, files=VersionFiles(files.versions), tracer=tracer),
+        Publisher(store, recipe.weights, files=VersionFiles(files.versions)),
         store,
         VersionRetention(recipe.num_fetchable_versions, recipe.weights.keep, pinned),
         str(files.versions),
+        tracer,
     )
     every, size = recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size
     progress = TrainingProgress(every, size, is_broadcast_hidden=recipe.rules().max_lag >= every)
@@ -314,16 +314,17 @@ def _access(
 
 def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: bool) -> VerificationService:
     return VerificationService(
-        partial(_scorer, recipe, files, tracer),
+        partial(_scorer, recipe, files),
         VerificationPolicy(recipe.inspection, files.secret()),
         Calibration(),
         Quarantine(files.run / "quarantine.jsonl"),
         keep_versions=recipe.num_fetchable_versions if recipe.checks_reports(others_join=has_strangers) else 0,
         noise_seed=recipe.run.seed,
+        tracer=tracer,
     )
 
 
-def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
+def _scorer(recipe: Recipe, files: _Files) -> LogprobScorer:
     """Return a scorer in the engines' dtype. Its logprobs are then bit-identical to most logprobs of correct
     engines."""
     device, attention = torch_device(recipe.inspection.device), recipe.model.attention
@@ -334,26 +335,4 @@ def _scorer(recipe: Recipe, files: _Files, tracer: Tracer) -> LogprobScorer:
         )
     else:
         model = load_skeleton(_skeleton(files), dtype=dtype, device=device, attention=attention)
-    return TracedLogprobScorer(Rescorer(model), tracer)
-
-
-class _TracedPublisher(Publisher):
-    """A publisher that records the duration of each publication in the trace."""
-
-    def __init__(self, store: Store, settings: WeightsSettings, *, files: VersionFiles, tracer: Tracer) -> None:
-        super().__init__(store, settings, files=files)
-        self._tracer = tracer
-
-    def publish(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        version: PolicyVersion,
-        *,
-        when_shared: Callable[[Mapping[str, torch.Tensor]], object] = lambda mapped: None,
-        when_stored: Callable[[], object] = lambda: None,
-        later: Callable[[Callable[[], None]], object] | None = None,
-    ) -> PublishedVersion:
-        begin_s = time.monotonic()
-        made = super().publish(tensors, version, when_shared=when_shared, when_stored=when_stored, later=later)
-        self._tracer.span("publish", "hub", 0, begin_s, time.monotonic(), version=version.number, bytes=made.bytes)
-        return made
+    return Rescorer(model)

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from baton.records.trace import Tracer, TraceWriter
 from baton.swarm.hub.hub import Hub
 from baton.swarm.messages import Want
 from baton.swarm.serial_executor import SerialExecutor
@@ -43,11 +44,18 @@ class BackgroundPublisher:
     """Publishes the versions of one run."""
 
     def __init__(
-        self, hub: Hub, publisher: Publisher, store: Store, retention: VersionRetention, shared: str = ""
+        self,
+        hub: Hub,
+        publisher: Publisher,
+        store: Store,
+        retention: VersionRetention,
+        shared: str = "",
+        tracer: Tracer | None = None,
     ) -> None:
-        """shared: directory in which workers on this machine find the files of versions; empty if none."""
+        """shared: directory in which workers on this machine find the files of versions; empty if none. tracer:
+        receives a span for each publication."""
         self._hub, self._publisher, self._store = hub, publisher, store
-        self._retention, self._shared = retention, shared
+        self._retention, self._shared, self._tracer = retention, shared, tracer or TraceWriter()
         self._executor = SerialExecutor("publisher")
         self._keyframes = SerialExecutor("keyframe")
         self._keyframe: Future[None] | None = None
@@ -79,9 +87,12 @@ class BackgroundPublisher:
         def when_stored() -> None:
             self._hub.call(lambda: self._announce(version, since_s, False))
 
+        begin_s = time.monotonic()
         self.last = self._publisher.publish(
             tensors, version, when_shared=when_shared, when_stored=when_stored, later=self._store_keyframe
         )
+        end_s = time.monotonic()
+        self._tracer.span("publish", "hub", 0, begin_s, end_s, version=version.number, bytes=self.last.bytes)
         self._hub.call(self._remove_unused)
 
     def _store_keyframe(self, action: Callable[[], None]) -> None:

@@ -19,6 +19,8 @@ from typing import Protocol, assert_never
 import msgspec
 
 from baton.clock import Clock
+from baton.records.lease_trace import LeaseTrace
+from baton.records.trace import ASIDE
 from baton.swarm import lease_events as ev
 from baton.swarm.leases import LeaseTable
 from baton.swarm.messages import Ack, Dropped
@@ -117,9 +119,10 @@ class _LeaseProgress:
 class LeaseBroker:
     """Holds the tokens of all leases and translates between the lease table, workers and the controller."""
 
-    def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock) -> None:
+    def __init__(self, table: LeaseTable, check: ReportCheck, clock: Clock, trace: LeaseTrace | None = None) -> None:
+        """trace: records the leases of each worker and the versions that it has fetched; None: no trace is recorded."""
         self.table, self.pace = table, ThroughputTracker()
-        self.clock, self._check = clock, check
+        self.clock, self._check, self._trace = clock, check, trace
         self._tasks: dict[int, _Task] = {}
         self._progress: dict[int, _LeaseProgress] = {}
         self._provenance: OrderedDict[Key, tuple[Span, ...]] = OrderedDict()
@@ -130,6 +133,10 @@ class LeaseBroker:
         """Revoked trajectory → (trajectory that replaces it, worker that generated the replacement)."""
         self._refusals: Counter[int] = Counter()
         """Worker → number of leases that it has refused since its last accepted report."""
+        self._names: dict[int, str] = {}
+        """Worker → its name in the trace."""
+        self._served: dict[int, tuple[int | None, float]] = {}
+        """Worker → (version that it serves, time since which it serves this version), for the trace."""
         self._busy_since_s = 0.0
         """Start of the current period in which workers hold at least one lease."""
         self.newest_version = -1
@@ -179,7 +186,8 @@ class LeaseBroker:
         owner: str | None = None,
         name: str = "",
     ) -> list[BrokerCommand]:
-        """Handle a worker that is ready. name: shown to users. Other arguments: those of `WorkerJoined`."""
+        """Handle a worker that is ready. name: its name in the trace. Other arguments: those of `WorkerJoined`."""
+        self._names[worker], self._served[worker] = name, (None, self.clock())
         return self.handle(ev.WorkerJoined(self.clock(), worker, slots, weight, kind, owner))
 
     def weigh(self, worker: int, weight: float) -> list[BrokerCommand]:
@@ -188,11 +196,17 @@ class LeaseBroker:
 
     def heartbeat(self, worker: int, version: int | None, decoded_tokens: int) -> list[BrokerCommand]:
         """Record a message of a worker. version: the number that it serves; None if it is not of this lineage."""
+        before, since_s = self._served.get(worker, (version, 0.0))
+        if self._trace is not None and version is not None and version != before:
+            now_s = self.clock()
+            begin_s = min(now_s, max(since_s, self.pace.announced.get(version, since_s)))
+            self._trace.tracer.span("fetch", self._names[worker], ASIDE, begin_s, now_s, version=version)
+            self._served[worker] = (version, now_s)
         return self.handle(ev.WorkerSeen(self.clock(), worker, version, decoded_tokens))
 
     def leave(self, worker: int, cause: str) -> list[BrokerCommand]:
         """Handle a worker that has left or is considered dead."""
-        self._refusals.pop(worker, None)
+        self._forget_worker(worker)
         return self.handle(ev.WorkerLeft(self.clock(), worker, cause))
 
     def num_leases(self, worker: int) -> int:
@@ -206,11 +220,12 @@ class LeaseBroker:
         known = set(self.table.workers[worker].leases) if worker in self.table.workers else set()
         found: list[BrokerCommand] = []
         for lease in sorted(known - claimed):
+            if self._trace is not None:
+                self._trace.ended(lease, "lost")
             found += self.handle(ev.LeaseReturned(self.clock(), lease))
         found += [SendToWorker(worker, Dropped(lease)) for lease in sorted(claimed - known)]
-        recalled = filter(
-            self.table.is_recalled, sorted(claimed & known)
-        )  # the worker may not have received the first recall
+        # the worker may not have received the first recall
+        recalled = filter(self.table.is_recalled, sorted(claimed & known))
         return [*found, *(SendToWorker(worker, Abort(lease)) for lease in recalled)]
 
     def report(self, worker: int, report: Report) -> list[BrokerCommand]:
@@ -227,6 +242,8 @@ class LeaseBroker:
         complaint = self._check(progress.lease, report, grown=progress.trajectory, newest_version=self.newest_version)
         if complaint is not None:
             return [ReportViolation(worker, complaint)]
+        if self._trace is not None:
+            self._trace.on_report(report)
         self._refusals.pop(worker, None)
         before, progress.trajectory = (
             progress.trajectory,
@@ -251,6 +268,8 @@ class LeaseBroker:
         if progress is None or progress.worker != worker or not self.table.knows(retry.lease_id):
             self.refused += 1
             return []
+        if self._trace is not None:
+            self._trace.on_report(retry)
         self._refusals[worker] += 1
         if self._refusals[worker] > MAX_REFUSALS:
             cause = f"refused {MAX_REFUSALS} leases in a row (last: it has version {retry.has_version})"
@@ -314,6 +333,8 @@ class LeaseBroker:
             case ev.RecallLease(worker=worker, lease=lease):
                 return SendToWorker(worker, Abort(lease))
             case ev.DropLease(worker=worker, lease=lease):
+                if self._trace is not None:
+                    self._trace.ended(lease, "dropped")
                 return SendToWorker(worker, Dropped(lease))
             case ev.CommitTokens(task=task, lease=lease, length=length):
                 return self._commit(task, self._progress[lease], length)
@@ -329,6 +350,7 @@ class LeaseBroker:
             case ev.DiscardTokens(cause=cause, num_tokens=num_tokens):
                 return SendToController(WorkLost(cause, num_tokens))
             case ev.DisconnectWorker(worker=worker, cause=cause):
+                self._forget_worker(worker)
                 return Disconnect(worker, cause)
             case _:
                 assert_never(command)
@@ -349,6 +371,8 @@ class LeaseBroker:
         lease = msgspec.structs.replace(wanted, lease_id=grant.lease, trajectory=trajectory, version=version)
         self._progress[grant.lease] = _LeaseProgress(grant.worker, grant.task, lease, trajectory)
         task.leases.append(grant.lease)
+        if self._trace is not None:
+            self._trace.on_lease(lease, self._names[grant.worker], self.table.workers[grant.worker].slots)
         return SendToWorker(grant.worker, without_masks(lease))
 
     def _commit(self, number: int, progress: _LeaseProgress, length: int) -> BrokerCommand:
@@ -390,6 +414,13 @@ class LeaseBroker:
     def _forget(self, number: int) -> None:
         for lease in self._tasks.pop(number).leases:
             del self._progress[lease]
+
+    def _forget_worker(self, worker: int) -> None:
+        self._refusals.pop(worker, None)
+        self._served.pop(worker, None)
+        name = self._names.pop(worker, None)
+        if self._trace is not None and name is not None:
+            self._trace.left(name)
 
     def _acknowledge(self, worker: int, number: int, progress: _LeaseProgress) -> BrokerCommand:
         has_ended = not self.table.knows(number)

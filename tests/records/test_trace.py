@@ -28,8 +28,7 @@ from baton.records.trace import (
 )
 from baton.rollout.transport import LocalTransport
 from baton.run.tokenization import ResponseScorer
-from baton.swarm.hub.traced import TracedLeaseBroker
-from baton.swarm.lease_broker import BrokerCommand, SendToWorker
+from baton.swarm.lease_broker import BrokerCommand, LeaseBroker, SendToWorker
 from baton.swarm.leases import LeaseRules, LeaseTable
 from baton.types import FinishReason, Lease, Report, Retry, SamplingParams, Segment, Trajectory
 from tests.records.trace_cases import Collected, Ticks, assert_tiled
@@ -140,7 +139,7 @@ def test_a_hub_traces_what_each_worker_did_and_what_was_lost_with_it():
             if isinstance(command, SendToWorker) and isinstance(command.message, Lease):
                 given[command.worker].append(command.message.lease_id)
 
-    broker = TracedLeaseBroker(LeaseTable(LeaseRules()), lambda *_, **__: None, clock, LeaseTrace(tracer, clock))
+    broker = LeaseBroker(LeaseTable(LeaseRules()), lambda *_, **__: None, clock, LeaseTrace(tracer, clock))
     broker.pace.announced[3] = 1.0
     for worker in (0, 1):
         execute(broker.join(worker, slots=2, name=f"node#{worker}"))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from baton.records.lease_trace import LeaseTrace
 from baton.swarm import lease_events as ev
-from baton.swarm.hub.traced import TracedLeaseBroker
 from baton.swarm.lease_broker import (
     BrokerCommand,
     Disconnect,
@@ -98,10 +97,8 @@ class Counter:
         )
 
         self.holds = holds
-        if is_traced:
-            broker: LeaseBroker = TracedLeaseBroker(LeaseTable(rules), self.check, self.clock, LeaseTrace(Spans()))
-        else:
-            broker = LeaseBroker(LeaseTable(rules), self.check, self.clock)
+        trace = LeaseTrace(Spans()) if is_traced else None
+        broker = LeaseBroker(LeaseTable(rules), self.check, self.clock, trace)
         self.broker = Driver(broker, self.execute)
 
     def check(self, *_: object, **__: object) -> str | None:

@@ -132,9 +132,7 @@ def test_what_is_checked_waits_for_its_verdict(office):
     office.script.may_score.set()
     office.rule()
     assert office.released == [(9, 1, 0)]
-    assert office.verifier.counters.checked == 1
-    assert office.verifier.counters.tokens == LENGTH
-    assert office.verifier.counters.by_worker == {"a": 1}
+    assert office.verifier.num_checked == {"a": 1}
 
 
 def test_what_nobody_wants_checked_is_not_held(tmp_path):
@@ -283,7 +281,7 @@ def test_a_scorer_that_fails_is_named_and_does_not_end_the_run(office):
     office.finish(1, (author("b"), 0, LENGTH))
     office.rule()
     assert office.released == [(9, 1, 0)]
-    assert office.verifier.counters.checked == 1
+    assert office.verifier.num_checked.total() == 1
 
 
 # ---- who is in quarantine --------------------------------------------------------------------------------------------

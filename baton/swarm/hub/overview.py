@@ -74,7 +74,7 @@ class HubOverview:
             fetched_bytes=beat.fetched_bytes,
             fault=beat.fault,
             is_trusted=peer.grant.is_trusted,
-            checked=self._members.verifier.counters.by_worker.get(peer.worker, 0),
+            checked=self._members.verifier.num_checked[peer.worker],
         )
 
 

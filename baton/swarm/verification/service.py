@@ -11,14 +11,14 @@ determines the tokens. In that case only trusted workers are admitted, and no tr
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from baton.clock import Clock
+from baton.records.trace import Tracer, TraceWriter
 from baton.rollout.episodes import path_seeds
 from baton.rollout.rescoring import Claim, Rescored
 from baton.swarm.lease_broker import Key, key_of
@@ -62,16 +62,6 @@ class VerificationClient(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class VerificationCounters:
-    """Numbers of events since the service started."""
-
-    checked: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    by_worker: dict[str, int] = field(default_factory=dict)
-
-
 class VerificationService:
     """Executes the checks of one hub. Methods except `published`, `consumed` and `close` run in the hub's thread."""
 
@@ -85,12 +75,16 @@ class VerificationService:
         keep_versions: int,
         noise_seed: int,
         clock: Clock = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         """make_scorer: creates the scorer, in the service's thread, before the first check. keep_versions: number of
-        versions kept for scoring; 0 disables scoring. noise_seed: the seed of training batches."""
+        versions kept for scoring; 0 disables scoring. noise_seed: the seed of training batches. tracer: receives
+        a span for each computation."""
         self.verification_policy, self.calibration, self.quarantine = verification_policy, calibration, quarantine
-        self.counters = VerificationCounters()
+        self.num_checked: Counter[str] = Counter()
+        """Worker id → number of its trajectories that were checked since the service started."""
         self._make_scorer, self._keep, self._noise_seed, self._clock = make_scorer, keep_versions, noise_seed, clock
+        self._tracer = tracer or TraceWriter()
         self._client: VerificationClient
         self._call: Callable[[Callable[[], None]], None]
         self._tensors: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
@@ -177,14 +171,12 @@ class VerificationService:
     def _check_waiting(self) -> None:
         """Check all waiting trajectories, up to `MAX_BATCH` at a time."""
         while cases := self._next_cases():
-            begin_s = time.monotonic()
             try:
                 self._scorer = self._scorer or self._make_scorer()
                 self._examine(self._scorer, cases)
             except Exception as error:  # noqa: BLE001  # an error such as a device out of memory need not end the run
                 cause = f"scoring them again failed: {type(error).__name__}: {error}"[:500]
                 self._tell_from_thread(policy.CheckFailed(tuple(cases), cause))
-            self.counters.seconds += time.monotonic() - begin_s
 
     def _next_cases(self) -> list[policy.Case]:
         cases: list[policy.Case] = []
@@ -202,7 +194,10 @@ class VerificationService:
                 continue
             concerned = [index for index, known in enumerate(numbers) if number in known]
             scorer.load(tensors, number)
+            begin_s = time.monotonic()
             rescored = scorer.score([cases[index].claim for index in concerned])
+            end_s = time.monotonic()
+            self._tracer.span("check", "examiner", 0, begin_s, end_s, trajectories=len(concerned), version=number)
             for index, one in zip(concerned, rescored, strict=True):
                 scores[index].append(one)
         for case, found in zip(cases, scores, strict=True):
@@ -210,8 +205,6 @@ class VerificationService:
             if not known:
                 self._tell_from_thread(policy.CheckFailed((case,), "none of its versions is kept any more"))
                 continue
-            self.counters.checked += 1
-            self.counters.tokens += sum(len(rescored.places) for rescored in found)
             is_whole = known == len(set(case.claim.trajectory.policy_versions))
             self._tell_from_thread(self._judged(case, found, is_whole=is_whole))
 
@@ -222,5 +215,5 @@ class VerificationService:
                 self.calibration.observe(author.worker_class, scores, first=first, end=end)
             tolerance = self.calibration.tolerance(author.worker_class)
             verdicts.append((author, judge(scores, tolerance, first=first, end=end), tolerance))
-            self.counters.by_worker[author.worker] = self.counters.by_worker.get(author.worker, 0) + 1
+            self.num_checked[author.worker] += 1
         return policy.TrajectoryJudged(case, tuple(verdicts), is_whole)
