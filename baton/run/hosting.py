@@ -2,7 +2,7 @@
 
     model ─▶ model files for workers ─▶ LeaseBroker, VerificationService ─┐
     tokens, quarantine, requirements ─▶ AccessControl ────────────────────┴─▶ Hub
-    Hub ─▶ BackgroundPublisher ─▶ HubOverview ─▶ HttpRoutes ─▶ SwarmTransport
+    Hub ─▶ BackgroundPublisher ─▶ hub_status ─▶ HttpRoutes ─▶ SwarmTransport
 
 An arrow leads from an object to the objects whose constructor takes it.
 """
@@ -48,7 +48,7 @@ from baton.swarm.hub.http_routes import HttpRoutes
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.membership import Membership
-from baton.swarm.hub.overview import HubOverview
+from baton.swarm.hub.overview import hub_status
 from baton.swarm.hub.worker_access import WorkerRequirements
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.lease_broker import LeaseBroker
@@ -85,7 +85,6 @@ def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> L
     certificate = Path(swarm.certificate) if swarm.certificate else None
     key = Path(swarm.key) if swarm.key else None
     listen = ListenAddress.parse(address, certificate, key, swarm.insecure)
-    listen.ssl_context()
     if _lets_others_join(recipe, supervisor):
         TokenFile(Path(swarm.token_file)).tokens()
     torch_device(recipe.inspection.device, "inspection.device")
@@ -147,8 +146,8 @@ def open_swarm(
     )
     every, size = recipe.swarm.publish_every, recipe.rollout.batch_groups * recipe.rollout.group_size
     progress = TrainingProgress(every, size, is_broadcast_hidden=recipe.rules().max_lag >= every)
-    overview = HubOverview(hub, publication, progress, version.lineage)
-    hub.start(HttpRoutes(hub, store, model.files, overview).routes())
+    status = partial(hub_status, hub, publication, progress, version.lineage)
+    hub.start(HttpRoutes(hub, store, model.files, status).routes())
     workers = _start_workers(recipe, files, hub, local_tokens, supervisor)
     return SwarmTransport(hub, publication, progress, workers, scratch, recipe.swarm.no_worker_timeout_s)
 

@@ -250,7 +250,9 @@ class LeaseBroker:
             progress.trajectory.extended(report.segments, report.finish_reason),
         )
         if self.table.is_comparable(number) and not self._agrees(progress, before.num_tokens):
-            return self._contradicted(progress)
+            # Workers of one kind generated different tokens from the same noise. This does not show which of them is at
+            # fault; later checks of their trajectories do.
+            return self._revoke_task(progress.task, "contradicted")
         found: list[BrokerCommand] = []
         grown = progress.trajectory.num_tokens - before.num_tokens
         if grown:
@@ -433,12 +435,6 @@ class LeaseBroker:
         known = self._tasks[progress.task].trajectory
         end = min(known.num_tokens, progress.trajectory.num_tokens)
         return end <= start or known.ids_between(start, end) == progress.trajectory.ids_between(start, end)
-
-    def _contradicted(self, progress: _LeaseProgress) -> list[BrokerCommand]:
-        """Revoke a trajectory for which workers of one kind generated different tokens from the same noise. This does
-        not show which of the workers is at fault; later checks of their trajectories show it. Tokens are compared only
-        between workers of one kind whose engines use keyed noise."""
-        return self._revoke_task(progress.task, "contradicted")
 
     def _revoke_task(self, number: int, cause: str) -> list[BrokerCommand]:
         key = key_of(self._tasks[number].lease)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -30,8 +28,6 @@ _SILENCE_S = 30.0
 _SLOWEST_BYTES_PER_S = 10_000.0
 """A transfer fails if its average rate in bytes per second is below this value."""
 
-T = TypeVar("T")
-
 
 class HttpSource:
     """A source of weights: the hub or a relay. Its methods block the caller while the event loop does HTTP."""
@@ -50,13 +46,14 @@ class HttpSource:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def manifest(self, version: PolicyVersion) -> bytes:
-        return self._wait(self._get(manifest_url(self.name, version), MAX_MANIFEST_BYTES), MAX_MANIFEST_BYTES)
+        return self._get(manifest_url(self.name, version), MAX_MANIFEST_BYTES)
 
     def chunk(self, digest: str, size: int) -> bytes:
-        return self._wait(self._get(chunk_url(self.name, digest), size), size)
+        return self._get(chunk_url(self.name, digest), size)
 
-    def _wait(self, work: Coroutine[Any, Any, bytes], size: int) -> bytes:
+    def _get(self, url: URL, size: int) -> bytes:
         deadline_s = 2 * _SILENCE_S + size / _SLOWEST_BYTES_PER_S
+        work = get_bounded(self._session, url, self._headers, size)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(deadline_s)
@@ -67,9 +64,6 @@ class HttpSource:
             raise DeadlineExceeded(f"{self.name} did not send {size} bytes in {deadline_s:.0f} s") from error
         except aiohttp.ClientError as error:
             raise WeightsFault(f"{self.name}: {error or type(error).__name__}") from error
-
-    async def _get(self, url: URL, limit: int) -> bytes:
-        return await get_bounded(self._session, url, self._headers, limit)
 
 
 def manifest_url(base: str, version: PolicyVersion) -> URL:

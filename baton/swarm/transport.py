@@ -126,7 +126,7 @@ class SwarmTransport:
             "swarm/trajectories_per_s": rule.trajectories_per_s,
             "swarm/needed_trajectories_per_s": rule.needed_per_s,
             "swarm/slack_s": rule.slack_s,
-            "swarm/bytes_out": float(members.counters.bytes_out),
+            "swarm/bytes_out": float(members.counters.bytes_out.total()),
             "swarm/version_bytes": float(last.bytes) if last is not None else None,
             "swarm/version_density": last.density if last is not None else None,
             "swarm/publish_s": last.seconds if last is not None else None,

@@ -42,7 +42,7 @@ from baton.swarm.hub.http_routes import HttpRoutes
 from baton.swarm.hub.hub import Hub
 from baton.swarm.hub.listener import HubListener
 from baton.swarm.hub.membership import Membership
-from baton.swarm.hub.overview import HubOverview
+from baton.swarm.hub.overview import hub_status
 from baton.swarm.identity import WorkerKeys
 from baton.swarm.lease_broker import LeaseBroker
 from baton.swarm.leases import LeaseRules, LeaseTable
@@ -376,9 +376,9 @@ class SwarmBench:
         retention = VersionRetention(fetchable=self.rules.max_staleness // publish_every + 2, stored=3)
         publication = BackgroundPublisher(self.hub, Publisher(self.store, WeightsSettings()), self.store, retention)
         progress = TrainingProgress(publish_every, trajectories_per_step=9)
-        overview = HubOverview(self.hub, publication, progress, LINEAGE)
+        status = partial(hub_status, self.hub, publication, progress, LINEAGE)
         before = set(threading.enumerate())
-        self.port_number = self.hub.start(HttpRoutes(self.hub, self.store, MODEL, overview).routes())
+        self.port_number = self.hub.start(HttpRoutes(self.hub, self.store, MODEL, status).routes())
         new = set(threading.enumerate()) - before
         (self._hub_thread,) = [thread for thread in new if thread.name == "hub"]
         self.url = self.hub.listen.url(self.port_number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class Recorder(Outgoing):
 
 def peer(number: int, *, is_own: bool, address: str) -> Peer:
     grant = AccessGrant("worker", Role.WORKER, True, f"{number}", is_own)
-    return Peer(number, grant, None, address, time.monotonic(), Recorder(), f"worker {number}", "key")
+    return Peer(number, grant, None, address, Recorder(), f"worker {number}", "key")
 
 
 def test_the_file_of_a_version_is_complete_before_the_version_is_stored(tmp_path: Path):

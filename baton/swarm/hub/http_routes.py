@@ -21,10 +21,9 @@ from baton.clock import in_thread
 from baton.errors import BatonError, DeadlineExceeded, UserError
 from baton.swarm.auth import Role
 from baton.swarm.hub.hub import Hub
-from baton.swarm.hub.overview import HubOverview
 from baton.swarm.hub.relay import MAX_URL, RelayTicket
 from baton.swarm.hub.sending import READ_S, Downloads
-from baton.swarm.hub.status import prometheus
+from baton.swarm.hub.status import HubStatus, prometheus
 from baton.swarm.listen import check_url
 from baton.swarm.transfer import CHUNK_ROUTE, MANIFEST_ROUTE
 from baton.weights.storage import ByteReader
@@ -34,8 +33,8 @@ from baton.weights.store import Store
 class HttpRoutes:
     """Handles a hub's plain HTTP requests, in the hub's thread."""
 
-    def __init__(self, hub: Hub, store: Store, model: bytes, overview: HubOverview) -> None:
-        self._hub, self._store, self._model, self._overview = hub, store, model, overview
+    def __init__(self, hub: Hub, store: Store, model: bytes, status: Callable[[], HubStatus]) -> None:
+        self._hub, self._store, self._model, self._get_status = hub, store, model, status
         self._access = hub.access
         self._downloads = Downloads()
 
@@ -55,11 +54,11 @@ class HttpRoutes:
 
     async def _status(self, request: web.Request) -> web.Response:
         self._access.admit(request, {Role.ADMIN})
-        return web.Response(body=msgspec.json.encode(self._overview.status()), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(self._get_status()), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._access.admit(request, {Role.ADMIN})
-        text = prometheus(self._overview.status())
+        text = prometheus(self._get_status())
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _relay(self, request: web.Request) -> web.Response:
@@ -100,5 +99,5 @@ class HttpRoutes:
             except (BatonError, OSError) as error:
                 raise web.HTTPNotFound(text=str(error)[:500]) from error
             response, sent_bytes = await self._downloads.send(request, body)
-            self._hub.members.counters.sent(route, sent_bytes)
+            self._hub.members.counters.bytes_out[route] += sent_bytes
             return response

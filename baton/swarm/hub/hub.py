@@ -45,7 +45,8 @@ class Hub:
         self.listen = access.listener.listen
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
-        self._port: int | None = None
+        self.port: int | None = None
+        """Port that the hub listens on; None before it listens."""
         self._started = Event()
         self._fault: Exception | None = None
         self._app = web.Application(client_max_size=MAX_FRAME_BYTES)
@@ -61,15 +62,10 @@ class Hub:
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):
             raise DeadlineExceeded(f"the hub did not listen at {self.listen.host} within {START_DEADLINE_S:.0f} s")
-        if self._fault is not None or self._port is None:
+        if self._fault is not None or self.port is None:
             at = f"{self.listen.host}:{self.listen.port}"
             raise UserError(f"--serve {at}: the hub cannot listen on this address: {self._fault}") from self._fault
-        return self._port
-
-    @property
-    def port(self) -> int | None:
-        """Port that the hub listens on; None before it listens."""
-        return self._port
+        return self.port
 
     def call(self, action: Callable[[], None]) -> None:
         """Submit an action to the hub's thread, which runs all actions in the order of their submission. An error of an
@@ -112,7 +108,7 @@ class Hub:
 
     async def _main(self) -> None:
         try:
-            self._port = await self.access.listener.open(self._app)
+            self.port = await self.access.listener.open(self._app)
             self._started.set()
             await self._tick()
         finally:
@@ -143,7 +139,7 @@ class Hub:
             socket,
             request.transport,
             outgoing,
-            lambda size: self.members.counters.sent("messages", size),
+            lambda size: self.members.counters.bytes_out.update(messages=size),
             lambda: self.access.delay_s(grant),
         )
         session = HubSession(self.members, grant, request.remote or "", outgoing)

@@ -11,7 +11,7 @@ broker's. Therefore the live hub and the simulator use the same class.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -45,15 +45,11 @@ from baton.types import FromPort, PolicyVersion, Report, Retry
 class HubCounters:
     """Counters since the hub started."""
 
-    bytes_out: int = 0
+    bytes_out: Counter[str] = field(default_factory=Counter)
+    """Route → number of bytes sent."""
     malformed: int = 0
     loop_delay_s: float = 0.0
     """Maximum delay of the event loop since the start, in seconds."""
-    by_route: dict[str, int] = field(default_factory=dict)
-
-    def sent(self, route: str, num_bytes: int) -> None:
-        self.bytes_out += num_bytes
-        self.by_route[route] = self.by_route.get(route, 0) + num_bytes
 
 
 class Membership:
@@ -178,7 +174,7 @@ class Membership:
             raise Unwanted(banned)
         peer = self.peers.get(self._by_worker.get(worker, -1))
         if peer is None:
-            peer = self._add(Peer(self._next_worker, grant, hello, address, self.broker.clock(), outgoing, worker, key))
+            peer = self._add(Peer(self._next_worker, grant, hello, address, outgoing, worker, key))
         else:
             if peer.outgoing is not None:
                 peer.outgoing.close()  # the old connection has ended, but the hub has not detected the end yet

@@ -12,7 +12,6 @@ from baton.rollout.engine import EngineStats
 from baton.swarm.auth import AccessGrant
 from baton.swarm.listen import is_loopback
 from baton.swarm.messages import FromHub, Heartbeat, Hello, encode
-from baton.swarm.verification.verify import WorkerClass
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Maximum number of unsent bytes for one worker. A worker whose messages would exceed it is disconnected."""
@@ -69,7 +68,6 @@ class Peer:
     grant: AccessGrant
     hello: Hello
     address: str
-    since_s: float
     outgoing: Outgoing | None
     """The current connection; None while the worker is not connected."""
     worker: str = ""
@@ -77,7 +75,6 @@ class Peer:
     key: str = ""
     """Key that the worker presents after a reconnection."""
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
-    heard_s: float = 0.0
     served: int | None = None
     """Number of the version that the worker serves; None if it serves none that this hub process knows."""
     rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -87,11 +84,6 @@ class Peer:
     def name(self) -> str:
         """Name shown to users: the name of the worker's token, and the worker's number."""
         return f"{self.grant.name}#{self.number}"
-
-    @property
-    def worker_class(self) -> WorkerClass:
-        """Class that determines the worker's rounding errors."""
-        return self.hello.worker_class
 
     @property
     def is_near(self) -> bool:
@@ -107,7 +99,7 @@ class Peer:
         return self.heartbeat.stats
 
     def beat(self, heartbeat: Heartbeat, now_s: float) -> None:
-        self.heartbeat, self.heard_s = heartbeat, now_s
+        self.heartbeat = heartbeat
         self.rates.append((now_s, heartbeat.stats.decoded_tokens))
         while len(self.rates) > 2 and now_s - self.rates[0][0] > RATE_WINDOW_S:
             self.rates.popleft()

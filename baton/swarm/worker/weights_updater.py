@@ -39,11 +39,8 @@ class WeightsUpdater:
         self._is_closed = False
         self.fetched_bytes = 0
 
-    async def fetch_base(self, version: PolicyVersion) -> Mapping[str, Any]:
-        """Fetch and return the tensors of the base model of published adapters."""
-        return await self._fetched_of(version)
-
-    async def _fetched_of(self, version: PolicyVersion) -> Mapping[str, Any]:
+    async def fetch_tensors(self, version: PolicyVersion) -> Mapping[str, Any]:
+        """Fetch and return the tensors of a version."""
         call = partial(self._fetcher.fetch, version, deadline_s=FETCH_DEADLINE_S)
         return await in_thread(call, timeout_s=FETCH_DEADLINE_S + 60.0, who="a source of weights")
 
@@ -71,7 +68,7 @@ class WeightsUpdater:
         self._fetcher.shared = VersionFiles(Path(want.shared)) if want.shared else None
         now = asyncio.get_running_loop().time
         try:
-            tensors = await self._fetched_of(version)
+            tensors = await self.fetch_tensors(version)
         except Exception as error:  # noqa: BLE001  # any error leads to a retry
             self._say(f"version {version.number} could not be fetched: {error}")
             event: vs.Event = vs.FetchFailed(now(), version, str(error))

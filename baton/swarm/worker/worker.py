@@ -272,7 +272,7 @@ class SwarmWorker:
         base = None
         if welcome.base is not None:
             self._options.say("fetching the base model")
-            base = await self._updater.fetch_base(welcome.base)
+            base = await self._updater.fetch_tensors(welcome.base)
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
 
         def build() -> None:
