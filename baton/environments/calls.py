@@ -5,7 +5,7 @@ EnvironmentSetup: the classes and limits  ──▶
                                           ◀──  EnvironmentReady: loaded, or why not
 ActRequest: execute one turn              ──▶
                                           ◀──  Observation or ActFailure
-CloseEpisode: the episode is over              ──▶
+CloseEpisode: the episode is over         ──▶
                                           ◀──  Alive: every second while calls are running
 """
 

@@ -29,8 +29,8 @@ from baton.types import Message
 _USER, _REPLY, _THOUGHT = "Quokka7user", "Quokka7reply", "Quokka7thought"
 """Texts that no template contains, so that their positions in a rendered conversation are known."""
 _OBSERVATION = 'Quokka7 "observation"\n<é> & {7}'
-"""Test observation, whose text no template contains. A template that changes this text, such as to JSON or HTML, is
-refused."""
+"""Test observation, whose text no template contains. A template that changes this text, for example by converting it to
+JSON or HTML, is refused."""
 _OPEN_THOUGHT, _CLOSE_THOUGHT = "<think>", "</think>"
 _KEPT = frozenset((_OPEN_THOUGHT, _CLOSE_THOUGHT, *CALL_MARKERS))
 """Special tokens that are part of the text of a turn."""

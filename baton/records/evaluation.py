@@ -29,7 +29,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     task: str
     num_prompts: int
     samples: int
-    """Number of responses per prompt (k). For the combined task `all`, 1 if the tasks differ."""
+    """Number of responses per prompt (k). For the combined task `all`, 1 if the tasks have different numbers."""
     temperature: float
     """Sampling temperature; 0 means greedy decoding."""
     accuracy: Interval | None

@@ -90,7 +90,7 @@ _TYPES: dict[str, Any] = {
     "finished": Trajectory,  # key: group id, sample index
     "judged": ScoredTrajectory,  # key: group id, sample index
     # key: group id, sample index, number of exchanges; content: the data that the last exchange added. With 0
-    # exchanges, # the content is a complete episode that is not scored yet
+    # exchanges, the content is a complete episode that is not scored yet
     "episode": Episode,
     "path": Trajectory,  # key: group id, sample index; a later path of an episode, which starts with its new prompt
     "turn": int,  # key: group id, sample index; content: number of tokens of the trajectory when its last turn ended

@@ -149,8 +149,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sink that writes to a run at Weights & Biases, which has the same name as Baton's run. A resumed run continues
-    the same run at Weights & Biases.
+    """Sink that writes to a run at Weights & Biases. This run has the name of Baton's run, and is continued when
+    Baton's run is resumed.
 
     If the start fails, an error is raised. If a later write fails, the failure is logged once and the run continues
     without Weights & Biases, because `metrics.jsonl` has all metrics.

@@ -1,4 +1,5 @@
-"""The audit log records requests to the hub and their senders in a JSON lines file of bounded size."""
+"""The audit log records refused requests, failed connections of workers, and lifted quarantines, in a JSON lines file
+of bounded size."""
 
 from __future__ import annotations
 
@@ -26,16 +27,18 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
     at: float
     """Time of the event in Unix seconds, UTC."""
     event: str
-    """Name of the event, for example `denied`, `joined` or `quarantined`. `suppressed` counts omitted lines."""
+    """Name of the event, for example `denied`, `malformed` or `unquarantined`. `suppressed` counts omitted lines."""
     status: int
-    """HTTP status of the response; 0 if no response was sent."""
+    """HTTP status of the response or, for an error on a WebSocket, the status that corresponds to the error; 0 if no
+    status corresponds to the event."""
     reason: str = ""
     peer: str = ""
     """Network address of the process that sent the request."""
     route: str = ""
-    """Path of the request, without the query."""
+    """Path of the request, without the query; for a lifted quarantine, the command."""
     token: str = ""
-    """Name of the sender's access token; empty if the token is not known."""
+    """Name of the sender's access token; empty if the token is not known. For a lifted quarantine, the name that the
+    user gave."""
     count: int = 0
     """In a `suppressed` line, the number of omitted lines."""
 

@@ -96,7 +96,7 @@ class BackgroundPublisher:
         self._hub.call(self._remove_unused)
 
     def _store_keyframe(self, action: Callable[[], None]) -> None:
-        """Run `action` in the other thread, or here if this thread is still busy with an earlier keyframe."""
+        """Run `action` in the keyframe thread, or in this thread if the keyframe thread is still busy."""
         if self._keyframe is not None and not self._keyframe.done():
             action()
             return

@@ -152,7 +152,8 @@ class SwarmTransport:
         self._report_no_workers()
 
     def _report_no_workers(self) -> None:
-        """Print that the run waits for workers: after `FIRST_MESSAGE_S` seconds, then whenever these have doubled."""
+        """Print that the run waits for workers: first after `FIRST_MESSAGE_S` seconds without a worker, then each time
+        this period has doubled."""
         now_s = time.monotonic()
         if self.slots:
             if self._next_message_s > FIRST_MESSAGE_S:

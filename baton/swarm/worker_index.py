@@ -88,7 +88,7 @@ _Entry = tuple[bool, float, int, Worker]
 
 
 class WorkerIndex:
-    """Index of workers by free capacity, in heaps: the cost of a grant is not linear in the number of workers."""
+    """Index of workers by free capacity. It consists of heaps, so a grant does not visit all workers."""
 
     def __init__(self, prefetch: float) -> None:
         self.workers: dict[int, Worker] = {}

@@ -193,8 +193,10 @@ def _wrong_end(lease: Lease, report: Report, limits: ReportLimits, length: int, 
 def _wrong_stop(
     lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Search for stop strings token by token, as an engine does. Return an error unless the first token that completes
-    a stop string is the last token of the trajectory."""
+    """Search for stop strings token by token, as an engine does. Return an error if tokens follow a token that
+    completes a stop string, or if such a token is the last one but the report does not finish the trajectory by stop.
+    Also return an error if the report finishes the trajectory by stop, but its last token is no end id and completes no
+    stop string."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)
