@@ -49,24 +49,21 @@ class Admission:
     """The connections of one process, each identified by a number that the caller chooses."""
 
     places: ConnectionLimits
-    _strangers: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Network address → connection → arrival time in seconds. The oldest connection is first."""
-    _addresses: dict[int, str] = field(default_factory=dict)
-    """Connection of a stranger → its network address."""
+    _strangers: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Connection of a stranger → (network address, arrival time in seconds). The oldest connection is first."""
     _known: dict[int, str] = field(default_factory=dict)
     """Connection with a valid token → key of this token. The key is empty for connections of the run's owner."""
     _per_token: Counter[str] = field(default_factory=Counter)
 
     def arrive(self, connection: int, address: str, now_s: float) -> int | None:
         """Add a connection. Return the stranger that the caller must close to make room; None if there is room."""
-        address, evicted = network_of(address), None
-        if len(self._addresses) >= self.places.strangers:
-            most = max(self._strangers.values(), key=lambda ones: (len(ones), -next(iter(ones.values()))))
-            evicted = next(iter(most))
-        if evicted is not None:
+        evicted = None
+        if len(self._strangers) >= self.places.strangers:
+            # of addresses with equally many strangers, `most_common` returns the one that is first in `_strangers`
+            ((crowded, _),) = Counter(known for known, _ in self._strangers.values()).most_common(1)
+            evicted = next(one for one, (known, _) in self._strangers.items() if known == crowded)
             self.leave(evicted)
-        self._strangers.setdefault(address, {})[connection] = now_s
-        self._addresses[connection] = address
+        self._strangers[connection] = (network_of(address), now_s)
         return evicted
 
     def identify(self, connection: int, key: str, *, is_owner: bool = False) -> str | None:
@@ -90,12 +87,8 @@ class Admission:
         return connection in self._known
 
     def leave(self, connection: int) -> None:
-        address, key = self._addresses.pop(connection, None), self._known.pop(connection, None)
-        if address is not None:
-            del self._strangers[address][connection]
-            if not self._strangers[address]:
-                del self._strangers[address]
-        if key:
+        self._strangers.pop(connection, None)
+        if key := self._known.pop(connection, None):
             self._per_token[key] -= 1
             if not self._per_token[key]:
                 del self._per_token[key]
@@ -103,12 +96,11 @@ class Admission:
     def oldest_stranger(self) -> int | None:
         """Return the oldest connection without a valid token, to close it when no file descriptor is left. None: all
         connections have presented one."""
-        return min(self._addresses, key=lambda one: self._strangers[self._addresses[one]][one], default=None)
+        return next(iter(self._strangers), None)
 
     def overdue(self, now_s: float) -> list[int]:
         """Return the connections that have presented no valid token within `AUTHENTICATE_S` seconds."""
-        since = ((one, at_s) for ones in self._strangers.values() for one, at_s in ones.items())
-        return [one for one, at_s in since if now_s - at_s > AUTHENTICATE_S]
+        return [one for one, (_, at_s) in self._strangers.items() if now_s - at_s > AUTHENTICATE_S]
 
 
 @dataclass(slots=True)

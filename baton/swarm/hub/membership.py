@@ -80,8 +80,6 @@ class Membership:
         self.relays = RelayList(broker.clock)
         self._authors: dict[int, SegmentAuthor] = {}
         """Worker number → author record, including workers that have left."""
-        self._by_worker: dict[str, int] = {}
-        """Worker id → worker number."""
         self._next_worker = 0
         self._switched_s: float | None = None
         """Time at which a worker last switched versions; None if no worker has switched since the last tick."""
@@ -172,7 +170,7 @@ class Membership:
         banned = self._access.quarantine.reason(grant, worker)
         if banned is not None:
             raise Unwanted(banned)
-        peer = self.peers.get(self._by_worker.get(worker, -1))
+        peer = next((peer for peer in self.peers.values() if peer.worker == worker), None)
         if peer is None:
             peer = self._add(Peer(self._next_worker, grant, hello, address, outgoing, worker, key))
         else:
@@ -190,7 +188,6 @@ class Membership:
         number, grant, hello = peer.number, peer.grant, peer.hello
         self._next_worker += 1
         self.peers[number] = peer
-        self._by_worker[peer.worker] = number
         self._authors[number] = SegmentAuthor(peer.worker, grant, peer.name, hello.worker_class)
         weight = self._weight(grant.name) if grant.is_own else 1.0
         owner = None if grant.is_own else grant.digest
@@ -218,7 +215,6 @@ class Membership:
         peer = self.peers.pop(worker, None)
         if peer is None:
             return
-        self._by_worker.pop(peer.worker, None)
         self.say(f"worker {peer.name}: {cause}")
         if peer.outgoing is not None:
             peer.outgoing.put(messages.Rejected(cause, is_final))
