@@ -55,14 +55,14 @@ def check_report(
 ) -> str | None:
     """Return a sentence that names the violation in a report, or None if a correct worker may have sent the report.
 
-    grown: the lease's trajectory before the report. newest_version: number of the newest published version. text:
-    function that decodes token ids to text that includes special tokens; called only if the lease has stop strings.
+    grown: the lease's trajectory before the report: it is not finished, and the report begins at its end.
+    newest_version: number of the newest published version. text: function that decodes token ids to text that includes
+    special tokens; called only if the lease has stop strings.
     """
     budget = max_length(lease, limits)
     num_new = sum(len(segment.token_ids) for segment in report.segments)
     return (
-        _wrong_place(lease, report, grown)
-        or _too_much(report, limits, grown.num_tokens + num_new, budget)
+        _too_much(report, limits, grown.num_tokens + num_new, budget)
         or _wrong_segments(report, limits, lease.sampling.max_kept)
         or _wrong_versions(lease, report, grown, newest_version)
         or _wrong_end(lease, report, limits, grown.num_tokens + num_new, budget)
@@ -73,16 +73,6 @@ def check_report(
 def max_length(lease: Lease, limits: ReportLimits) -> int:
     """Return the number of tokens after the prompt at which a lease's trajectory ends because of its length."""
     return min(lease.sampling.max_new_tokens, limits.max_context_tokens - len(lease.trajectory.prompt_ids))
-
-
-def _wrong_place(lease: Lease, report: Report, grown: Trajectory) -> str | None:
-    if report.lease_id != lease.lease_id:
-        return f"the report names lease {report.lease_id} instead of lease {lease.lease_id}"
-    if grown.finish_reason is not None:
-        return f"trajectory {grown.name} is finished ({grown.finish_reason}), so a further report is not allowed"
-    if report.token_offset != grown.num_tokens:
-        return f"the report begins at token {report.token_offset}, but the trajectory has {grown.num_tokens} tokens"
-    return None
 
 
 def _too_much(report: Report, limits: ReportLimits, length: int, budget: int) -> str | None:
