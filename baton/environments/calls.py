@@ -132,8 +132,8 @@ class ActFailure(msgspec.Struct, frozen=True, tag="ActFailure"):
     """Reason, in one sentence."""
     blame: float = 1.0
     """Share of the failure that counts against this call. It is below 1 only if the process ended and the episode
-    cannot be replayed. It is then 1 divided by the number of calls that were running in the process, or 0 if the
-    episode had no running call, or if the process was killed because of another call's deadline."""
+    cannot be replayed. It is then 0 if the episode had no running call, or if the process was killed because of another
+    call's deadline. Otherwise it is 1 divided by the number of calls that were running in the process."""
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True, tag="EnvironmentSetup"):

@@ -526,9 +526,9 @@ class LeaseTable:
         yield from self._remove(worker)
 
     def _grant_backups(self, now_s: float) -> Iterator[ev.Command]:
-        """Start backup leases for the slowest leases on the fastest free workers, if they are expected to finish
-        sufficiently earlier, compared by the time to the maximum number of tokens, because final lengths are unknown.
-        Called after waiting tasks have been granted, so none of them could use these slots."""
+        """Start backup leases for the slowest leases, on the fastest free workers that are expected to finish
+        sufficiently earlier. The comparison uses the time to the maximum number of tokens, because final lengths are
+        unknown. Called after waiting tasks have been granted, so none of them could use these slots."""
         free = self._index.free()
         if not free:
             return

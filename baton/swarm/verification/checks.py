@@ -183,10 +183,9 @@ def _wrong_end(lease: Lease, report: Report, limits: ReportLimits, length: int, 
 def _wrong_stop(
     lease: Lease, report: Report, limits: ReportLimits, grown: Trajectory, text: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Search for stop strings token by token, as an engine does. Return an error if tokens follow a token that
-    completes a stop string, or if such a token is the last one but the report does not finish the trajectory by stop.
-    Also return an error if the report finishes the trajectory by stop, but its last token is no end id and completes no
-    stop string."""
+    """Search for stop strings token by token, as an engine does. A token that completes a stop string must be the last
+    token of a report that finishes the trajectory by stop. The last token of such a report must complete a stop string
+    or be an end id. Return a sentence that names the first violation, or None if there is none."""
     if not lease.sampling.stop:
         return None
     watch = StopText(msgspec.structs.replace(lease, trajectory=grown), text)
