@@ -61,11 +61,12 @@ Clock = Callable[[], float]
 """Function that returns the time in seconds: monotonic time in a live run, virtual time in the simulator."""
 
 
-def time_left(seconds: float) -> Callable[[], float]:
+def time_left(seconds: float) -> Clock:
     """Return a function that returns the seconds left until a deadline `seconds` from now; negative after the
     deadline."""
-    end_s = time.monotonic() + seconds
-    return lambda: end_s - time.monotonic()
+    now: Clock = time.monotonic
+    end_s = now() + seconds
+    return lambda: end_s - now()
 
 
 T = TypeVar("T")
