@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from baton.swarm.worker.worker import SwarmWorker
 
 
+TURNS = {"sleep": False, "wake": True, "held": None}
+"""Word on the standard input of a tied worker → argument of `SwarmWorker.use_device`. The answer is a line with the
+bytes that the engine holds."""
+
+
 def worker(
     url: HubUrl,
     token_file: TokenPath,
@@ -51,6 +56,9 @@ def worker(
         str | None, typer.Option("--fingerprint", hidden=True, help="SHA-256 of the hub's certificate, in hex.")
     ] = None,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Exit when standard input ends.")] = False,
+    sleeps: Annotated[
+        bool, typer.Option("--sleeps", hidden=True, help="Leave the device and return as standard input says.")
+    ] = False,
 ) -> None:
     """Join a run's hub, fetch its weights and generate trajectories for it.
 
@@ -90,7 +98,9 @@ def worker(
     def make_engine(welcome: Welcome, directory: Path, base: Mapping[str, Any] | None) -> Engine:
         set_up_threads(threads)
         settings = choose(welcome.engine_settings())
-        return engine_from_skeleton(directory, base, settings, device=device, attention=welcome.attention)
+        return engine_from_skeleton(
+            directory, base, settings, device=device, attention=welcome.attention, sleeps=sleeps
+        )
 
     asyncio.run(_run(SwarmWorker(options, make_engine), tied))
 
@@ -100,10 +110,21 @@ async def _run(one: SwarmWorker, is_tied: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, one.leave)
 
+    answers = set[asyncio.Task[None]]()
+
+    async def answer(turn: str) -> None:
+        held_bytes = await one.use_device(TURNS[turn])
+        os.write(sys.stdin.fileno(), f"{held_bytes}\n".encode())  # of a socket: `WorkerActor`
+
     def on_input() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
+        data = os.read(sys.stdin.fileno(), 4096)
+        if not data:
             loop.remove_reader(sys.stdin.fileno())
             one.leave()
+        for turn in data.decode().split():
+            task = loop.create_task(answer(turn))
+            answers.add(task)
+            task.add_done_callback(answers.discard)
 
     if is_tied:
         loop.add_reader(sys.stdin.fileno(), on_input)

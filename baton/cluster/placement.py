@@ -8,12 +8,14 @@ one bundle of resources:
                adjacent; on machines of type CPU, one rank per stage and machine with one thread per core
     workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
     rewards    one process of the reward model per GPU of the reward stage; on machines of type CPU, one per machine
+
+In a colocated plan, a worker requests only the GPUs that no rank has. It uses the GPUs of ranks alternately with them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -56,13 +58,18 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     """Expected throughput of one slot of the worker, divided by the mean over all workers."""
     tp: int = 1
     pp: int = 1
+    ranks: tuple[int, ...] = ()
+    """For each GPU of a colocated worker, the rank with which it alternates, or -1. A rank requests the GPU, so it is
+    not part of the worker's `resources`. Empty if the worker uses no GPU of a rank."""
 
     @property
     def words(self) -> str:
         """Description of the process for the user."""
         what = f"{len(self.gpu_ids)} {'core' if self.gpu == CPU else self.gpu}{'s' if len(self.gpu_ids) > 1 else ''}"
         share = f", {self.slots} slots, {100 * self.share:.0f} % of the work" if self.role == "worker" else ""
-        return f"{self.name} on {self.machine}: {what}{share}"
+        ranks = sorted({rank for rank in self.ranks if rank >= 0})
+        turns = f", alternating with rank {', '.join(map(str, ranks))}" if ranks else ""
+        return f"{self.name} on {self.machine}: {what}{share}{turns}"
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -105,12 +112,15 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
     first = is_here.index(True) if True in is_here else 0
     specs = [spec for ranks in stages for spec in (*ranks[first:], *ranks[:first])]
     ranks = tuple(_process_spec(f"rank-{rank}", "rank", gpu, ids, by_name) for rank, (gpu, ids) in enumerate(specs))
-    workers = _workers(plan, by_name, first_worker)
+    owners = {gpu: rank for rank, (_, ids) in enumerate(specs) for gpu in ids} if plan.is_colocated else {}
+    workers = _workers(plan, by_name, first_worker, owners)
     scoring = [] if plan.reward is None else _by_process(plan.reward)
     rewards = (
         _process_spec(f"reward-{index}", "reward", gpu, ids, by_name) for index, (gpu, ids) in enumerate(scoring)
     )
     overrides = _overrides(plan, ranks, [*speeds[first:], *speeds[:first]])
+    if plan.is_colocated:
+        overrides = *overrides, 'rollout.placement="colocated"'
     return Placement(ranks, workers, names, tuple(rewards), overrides)
 
 
@@ -206,8 +216,11 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
     wanted: dict[str, tuple[str, int]] = {}
     seen: set[str] = set()
     rewards = () if plan.reward is None else (plan.reward,)
-    for gpu, gpu_ids in ((part.gpu, part.gpu_ids) for part in (*plan.training.stages, *plan.replicas, *rewards)):
-        for gpu_id in gpu_ids:
+    for part in (*plan.training.stages, *plan.replicas, *rewards):
+        gpu = part.gpu
+        if plan.is_colocated and plan.replicas and part is plan.replicas[0]:
+            seen = set()  # engines may use the GPUs of ranks
+        for gpu_id in part.gpu_ids:
             name, _, index = gpu_id.rpartition(":")
             if not name or not index.isdecimal():
                 raise UserError(f"--plan: got the GPU id {gpu_id!r}; allowed is MACHINE:INDEX")
@@ -231,7 +244,10 @@ def _by_process(stage: Stage | RewardStage) -> list[tuple[str, list[str]]]:
     return [(stage.gpu, [gpu_id]) for own in by_machine.values() for gpu_id in own]
 
 
-def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[ProcessSpec, ...]:
+def _workers(
+    plan: Plan, machines: Mapping[str, Machine], first: int, owners: Mapping[str, int]
+) -> tuple[ProcessSpec, ...]:
+    """owners: GPU that a worker uses alternately with a rank → the rank."""
     slots = [max(MIN_SLOTS, replica.batch) for replica in plan.replicas]
     rates = [replica.share / num for replica, num in zip(plan.replicas, slots, strict=True)]
     mean = sum(rates) / max(1, len(rates)) or 1.0
@@ -243,26 +259,31 @@ def _workers(plan: Plan, machines: Mapping[str, Machine], first: int) -> tuple[P
                 f"--plan: replica {index} uses the machines {' and '.join(spread)}, but a worker runs on one machine: "
                 "plan for machines with more GPUs, or for a smaller model"
             )
-        spec = _process_spec(f"worker-{first + index}", "worker", replica.gpu, replica.gpu_ids, machines)
-        specs.append(
-            msgspec.structs.replace(
-                spec, slots=num, share=replica.share, weight=max(rate / mean, 1e-3), tp=replica.tp, pp=replica.pp
-            )
-        )
+        spec = _process_spec(f"worker-{first + index}", "worker", replica.gpu, replica.gpu_ids, machines, owners)
+        ranks = tuple(owners.get(gpu, -1) for gpu in replica.gpu_ids)
+        shape = {"tp": replica.tp, "pp": replica.pp, "ranks": ranks if max(ranks) >= 0 else ()}
+        weight = max(rate / mean, 1e-3)
+        specs.append(msgspec.structs.replace(spec, slots=num, share=replica.share, weight=weight, **shape))
     return tuple(specs)
 
 
 def _process_spec(
-    name: str, role: Role, gpu: str, gpu_ids: Sequence[str], machines: Mapping[str, Machine]
+    name: str,
+    role: Role,
+    gpu: str,
+    gpu_ids: Sequence[str],
+    machines: Mapping[str, Machine],
+    shared: Collection[str] = (),
 ) -> ProcessSpec:
+    """shared: GPUs that another process has requested."""
     where = gpu_ids[0].rpartition(":")[0]
-    machine, num = machines[where], len(gpu_ids)
-    resources = {unit: float(num) for unit in machine.units}
-    cores = machine.cpus * num / machine.num_gpus
+    machine, num = machines[where], sum(gpu not in shared for gpu in gpu_ids)
+    resources = {unit: float(num) for unit in machine.units if num}
     # requests at most one core, so that the other cores of a GPU machine stay free
+    cores = machine.cpus * num / machine.num_gpus
     if CPU not in resources and cores > 0:
         resources[CPU] = int(min(1.0, cores) * 1000) / 1000
-    threads = 1 if "GPU" in resources else max(1, int(cores))
+    threads = 1 if "GPU" in machine.units else max(1, int(machine.cpus * len(gpu_ids) / machine.num_gpus))
     return ProcessSpec(name, role, where, gpu, tuple(gpu_ids), resources, threads)
 
 

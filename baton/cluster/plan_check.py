@@ -48,6 +48,8 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple
         ("a reference model", work.has_reference, planned.has_reference, work.has_reference),
         ("trainer.activation_checkpointing", work.recompute, planned.recompute, planned.recompute),
     ]
+    if recipe.rollout.is_colocated and not plan.is_colocated:
+        pairs.append(("rollout.placement", "colocated", "separate", True))
     if most := planned.microbatch_tokens:  # with fewer tokens than planned, the memory suffices
         own_most = work.microbatch_tokens
         is_larger = own_most > most and _is_far(own_most, most)

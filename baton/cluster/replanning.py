@@ -12,6 +12,7 @@ from baton.cluster.placement import ProcessSpec, place
 from baton.cost.calibration import calibrate
 from baton.cost.efficiency import CalibrationSettings, Efficiency
 from baton.errors import BatonError, UserError
+from baton.planner.colocated import make_colocated_plan
 from baton.planner.instance import Inputs
 from baton.planner.replan import ReplanOption, least_moves, replan
 from baton.planner.reward_stage import beside
@@ -68,6 +69,10 @@ class Replanner:
         the result keeps the current workers; no error is raised."""
         if not self.recipe.fleet.replan:
             return ReplanResult(None, "fleet.replan is off: the current workers continue")
+        if self.plan.is_colocated:
+            return ReplanResult(
+                None, "in a colocated plan, engines move only when the trainer restarts: the current workers continue"
+            )
         if self.servers:
             return ReplanResult(
                 None, "engine.sglang.urls has no servers for other replicas: the current workers continue"
@@ -129,6 +134,9 @@ class Replanner:
             work=work,
             efficiencies=efficiencies,
         )
+        if self.plan.is_colocated:
+            plan = msgspec.structs.replace(make_colocated_plan(inputs), reward=reward)
+            return (ReplanOption("colocated", plan, inputs, ()),)
         return replan(inputs, self.plan, reward, slack=SLACK, time_limit_s=TIME_LIMIT_S).options
 
 

@@ -1,8 +1,8 @@
 """Plans in which trainer and engines use the same GPUs alternately, without overlap.
 
-In each step, all GPUs first generate; then the GPUs of the training shape train. The trainer's state (weights and
-optimiser moments) either stays in GPU memory, which leaves less memory for the KV cache, or is moved to host memory and
-back. The planner tries both and uses the faster plan.
+In each step, all GPUs first generate; then the GPUs of the training shape train. On a GPU, the trainer's state (weights
+and optimiser moments) is in host memory while engines generate, so each step moves it twice. On a CPU it stays in
+memory, which leaves less for the KV cache. A sleeping process keeps a part of the GPU's memory (`_with_sleepers`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from baton.cost.memory import state_bytes_per_param
+from baton.cost.memory import SLEEPING_VLLM_BYTES, state_bytes_per_param
 from baton.cost.train import stage_terms
 from baton.errors import UserError
 from baton.planner.assign import seat
@@ -22,12 +22,9 @@ from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe_seated
 from baton.planner.problem import AssignmentProblem, Floats
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
+from baton.specs.cluster import Cluster
 from baton.specs.plan import Bound, Idle, Plan
 
-NOT_CARRIED_OUT = (
-    "the plan is for comparison: `baton train --plan` refuses it. A run in one process, with rollout.placement = "
-    '"colocated", colocates on one device'
-)
 MOST_ROWS = 20
 """Number of training shapes to try, fastest first. A slower shape may leave more memory for engines."""
 
@@ -36,30 +33,42 @@ def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
     """Return the best plan that trains and generates alternately. Raises UserError if there is none. `time_limit_s` is
     ignored: the search has a fixed number of steps."""
     check_solver()
-    serial = msgspec.structs.replace(inputs, work=msgspec.structs.replace(inputs.work, max_staleness=0))
+    work = msgspec.structs.replace(inputs.work, max_staleness=0)
+    serial = msgspec.structs.replace(inputs, work=work, cluster=_with_sleepers(inputs))
     problem = make_problem(serial)
     if not len(problem.table):
         refuse_without_shapes(serial.model, serial.work, problem.pools)
+    pools = problem.pools.pools
+    on_cpu = np.array([pool.place.gpu.name == "CPU" for pool in pools])
+    host_bytes_per_s = np.array([pool.place.efficiency.host_gb_per_s * 1e9 for pool in pools])
     best: tuple[float, int, RolloutAllocation, float, float] | None = None
     for row in np.argsort(problem.table.time_s, kind="stable")[:MOST_ROWS].tolist():
         state = _state_bytes(serial, problem, row)
-        swap_s = 2 * max(
-            float(state[k]) / (pool.place.efficiency.host_gb_per_s * 1e9) for k, pool in enumerate(problem.pools.pools)
-        )
-        for kept, extra_s in ((state, 0.0), (np.zeros(len(state)), swap_s)):
-            found = _generate(problem, row, kept)
-            if found is None:
-                continue
-            rollout, sync_s = found
-            total = problem.step.step_s(sync_s + extra_s, rollout.time_s, float(problem.table.time_s[row]))
-            if best is None or total < best[0] * (1 - 1e-9):
-                best = (total, row, rollout, sync_s, extra_s)
+        found = _generate(problem, row, np.where(on_cpu, state, 0.0))
+        if found is None:
+            continue
+        rollout, sync_s = found
+        swap_s = 2 * float(np.max(np.where(on_cpu, 0.0, state) / host_bytes_per_s))
+        total = problem.step.step_s(sync_s + swap_s, rollout.time_s, float(problem.table.time_s[row]))
+        if best is None or total < best[0] * (1 - 1e-9):
+            best = (total, row, rollout, sync_s, swap_s)
     if best is None:
         raise UserError(
-            "infeasible: memory. No replica fits beside the trainer's state, and none fits while that state is in host "
-            "memory. More memory per GPU would help"
+            "infeasible: memory. No replica fits beside the memory that a sleeping trainer keeps. More memory per GPU "
+            "would help"
         )
     return _described(serial, problem, best)
+
+
+def _with_sleepers(inputs: Inputs) -> Cluster:
+    """Return the cluster without the memory that a sleeping vLLM keeps on each GPU (assumed). It is more than the CUDA
+    context that a sleeping trainer keeps, so engines also fit."""
+    nodes = []
+    for node in inputs.cluster.nodes:
+        kept = 0.0 if node.gpu.name == "CPU" else SLEEPING_VLLM_BYTES
+        left = node.gpu.hbm_bytes - kept / inputs.efficiencies.of(node.gpu.name).memory
+        nodes.append(msgspec.structs.replace(node, gpu=msgspec.structs.replace(node.gpu, hbm_bytes=max(0.0, left))))
+    return msgspec.structs.replace(inputs.cluster, nodes=tuple(nodes))
 
 
 def _state_bytes(inputs: Inputs, problem: AssignmentProblem, row: int) -> Floats:
@@ -117,11 +126,10 @@ def _described(
     idle = (Idle(outside, "it would make neither training nor generation faster"),) if outside else ()
     total = plan.breakdown.step_s
     bound = Bound.of(total, min(total, least_s), _swap_note(swap_s))
-    limits = (*plan.limits[:-1], NOT_CARRIED_OUT)
-    return msgspec.structs.replace(plan, idle=idle, bound=bound, limits=limits, is_colocated=True)
+    return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)
 
 
 def _swap_note(swap_s: float) -> str:
     if swap_s:
         return f"the trainer's state is moved to host memory and back in each step: {swap_s:.3g} s of the sync time"
-    return "the trainer's state stays in GPU memory while engines generate"
+    return "the trainer's state stays in memory while engines generate"

@@ -190,6 +190,8 @@ class Recipe(Settings):
         shapes["ranks"] = trainer.ranks > 1
         shapes |= {"compiled": trainer.compile, "one_process": True}
         models = ("generative" if each.starts_server else "classifier" for each in self.reward if each.kind == "model")
+        places = {"ray": self.fleet.ray, "swarm": swarm.is_on, "processes": bool(self.engine.processes)}
+        places["in_process"] = True
         tasks = (*self.task, *self.eval.task)
         sources = dict.fromkeys("episodes" if t.environment else "gym" if t.path is None else "file" for t in tasks)
         return {
@@ -197,7 +199,7 @@ class Recipe(Settings):
             "placement": (self.rollout.placement,),
             "engine": (self.engine.kind,),
             "vllm": self.engine.vllm_parts,
-            "workers": ("swarm" if swarm.is_on else "processes" if self.engine.processes else "in_process",),
+            "workers": (next(name for name, is_so in places.items() if is_so),),
             "trainer": (next(name for name, is_so in shapes.items() if is_so),),
             "optimizer": (trainer.optimizer,),
             "head": (self.model.head_dtype,),

@@ -37,6 +37,8 @@ class RunSettings(Settings):
 class FleetSettings(Settings):
     """[fleet]: a run on a Ray cluster (`--plan`, `--ray`)."""
 
+    ray: bool = False
+    """Whether workers are started on a Ray cluster; set by `baton train --ray`, not by the user."""
     replan: bool = True
     """Compute a new plan when machines join or leave; otherwise the remaining workers continue."""
     cluster: str | None = None

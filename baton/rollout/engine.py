@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 from pydantic import Field, field_validator, model_validator
@@ -166,6 +166,24 @@ class EngineStats(msgspec.Struct, frozen=True):
     decode_steps: int = 0
     decode_rows: int = 0
     """Rows that all decode steps computed, with or without lease. Occupancy: `decoded_tokens / decode_rows`."""
+
+
+@runtime_checkable
+class Resident(Protocol):
+    """A part that can leave a device and return to it."""
+
+    def sleep(self) -> None:
+        """Free the part's device memory. Has no effect if the part already sleeps."""
+        ...
+
+    def wake_up(self) -> None:
+        """Move the part back to the device. Has no effect if the part is already awake."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that the part uses now, in bytes."""
+        ...
 
 
 class Engine(Protocol):

@@ -42,7 +42,7 @@ from baton.rewards.pool import Launch
 from baton.rewards.scorer import RewardScorer, require_judged
 from baton.rewards.settings import RewardSettings
 from baton.rollout.controller import PromptSource, RolloutController, TrajectoryScorer
-from baton.rollout.engine import Engine
+from baton.rollout.engine import Engine, Resident
 from baton.rollout.engines.embedded.engine import EmbeddedEngine
 from baton.rollout.engines.factory import engine_of_model
 from baton.rollout.episodes import EnvironmentInbox, EpisodePlayer, EpisodeRules, EpisodeSetup, ErrorBudget
@@ -52,7 +52,7 @@ from baton.rollout.processes.protocol import Start
 from baton.rollout.replicas import ReplicaTransport
 from baton.rollout.transport import STEPS, LocalTransport, WorkerTransport
 from baton.rollout.worker_client import SeededSampling, WorkerClient
-from baton.run.device_sharing import DeviceSharing, Resident
+from baton.run.device_sharing import DeviceSharing
 from baton.run.devices import direct_transfer, environment_with, layout_of, placed_rewards, visible
 from baton.run.dry_run import check_room, choices_with
 from baton.run.evaluation import Evaluator
@@ -288,6 +288,8 @@ def _build_loop(
 ) -> Loop:
     for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
         observer.said(note)
+    if recipe.fleet.ray and supervisor is None:
+        raise UserError("fleet.ray: got true, but `baton train --ray` sets this key; remove it")
     if recipe.swarm.is_on:
         check_swarm(recipe, supervisor)
     threads = set_up_torch(recipe.run.threads, busy=engines_beside(recipe), deterministic=recipe.deterministic)
@@ -354,7 +356,7 @@ def _build_loop(
         last_checkpoint=place.checkpoint,
         stop=stop,
         peak_memory=trainer.peak_memory if isinstance(trainer, LocalTrainer) else dict,  # ranks measure their own
-        turns=_turns(recipe, port, trainer),
+        turns=_turns(recipe, supervisor or port, trainer),
         trace=trace,
     )
 
@@ -377,11 +379,11 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, obser
     return held_out
 
 
-def _turns(recipe: Recipe, port: WorkerTransport, trainer: Trainer) -> DeviceSharing | None:
-    """Return the object that switches a shared device between engine and trainer; None for separate devices."""
+def _turns(recipe: Recipe, engines: WorkerTransport | WorkerSupervisor, trainer: Trainer) -> DeviceSharing | None:
+    """Return the object that switches shared devices between engines and trainer; None for separate devices."""
     if not recipe.rollout.is_colocated:
         return None
-    engine: Any = port.engine if isinstance(port, LocalTransport) else None
+    engine: Any = engines.engine if isinstance(engines, LocalTransport) else engines
     assert isinstance(engine, Resident), "support.toml refuses other colocated engines"
     assert isinstance(trainer, LocalTrainer | RankedTrainer)
     return DeviceSharing(engine, trainer)

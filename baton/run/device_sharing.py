@@ -12,25 +12,9 @@ until it loads the next version.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-
-@runtime_checkable
-class Resident(Protocol):
-    """A part that can leave the device and return to it."""
-
-    def sleep(self) -> None:
-        """Free the part's device memory. Has no effect if the part already sleeps."""
-        ...
-
-    def wake_up(self) -> None:
-        """Move the part back to the device. Has no effect if the part is already awake."""
-        ...
-
-    @property
-    def held_bytes(self) -> int:
-        """Device memory that the part uses now, in bytes."""
-        ...
+from baton.rollout.engine import Resident
 
 
 class DeviceOwner(Resident, Protocol):

@@ -179,7 +179,7 @@ def processes_of(
     is_inside = has_engine and not recipe.swarm.is_on and not recipe.engine.processes
     trainer_gpus = () if layout is None else tuple((gpu,) for gpu in layout.trainer)
     engine_gpus = () if layout is None else layout.engines
-    alternates = recipe.rollout.is_colocated and not has_engine and not on_cpu
+    alternates = recipe.rollout.is_colocated and not on_cpu and (recipe.fleet.ray or not has_engine)
     generation, found = [Phase(GENERATION, engine)], []
     if ranks > 1 or not is_inside or engine_gpus != trainer_gpus:
         stages = stages_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
@@ -189,7 +189,8 @@ def processes_of(
             where = f" of stage {stage + 1} of {len(stages)}" if len(stages) > 1 else ""
             places = trainer_gpus[stage * size : (stage + 1) * size] or size
             if alternates:
-                asleep = Term("sleeping vLLM", SLEEPING_VLLM_BYTES, is_assumed=True)
+                kept = GPU_CONTEXT_BYTES if has_engine else SLEEPING_VLLM_BYTES
+                asleep = Term("sleeping engine" if has_engine else "sleeping vLLM", kept, is_assumed=True)
                 own = tuple(Phase(phase.name, (*phase.terms, asleep)) for phase in own)
             found.append(_process(name + where, places, own, count, on_cpu=on_cpu, alternates=alternates))
         if is_inside:

@@ -47,11 +47,17 @@ class Activated(TimedEvent, frozen=True, tag="Activated"):
     version: PolicyVersion
 
 
+class SleepChanged(TimedEvent, frozen=True, tag="Slept"):
+    """The engine begins to sleep, which frees its weights, or it is awake again."""
+
+    is_asleep: bool
+
+
 class TimerFired(TimedEvent, frozen=True, tag="Woken"):
     """A timer that `SetTimer` started has expired."""
 
 
-Event = VersionWanted | Fetched | FetchFailed | Activated | TimerFired
+Event = VersionWanted | Fetched | FetchFailed | Activated | SleepChanged | TimerFired
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
@@ -96,6 +102,9 @@ class VersionSync:
         self.want: PolicyVersion | None = None
         self.fetching: PolicyVersion | None = None
         self.activating: PolicyVersion | None = None
+        self.is_asleep = False
+        """Whether the engine sleeps. It then activates no version, and afterwards only a version that is announced from
+        now on."""
         self.failures = 0
         """Number of consecutive failed fetches."""
         self.last_cause = ""
@@ -109,7 +118,7 @@ class VersionSync:
             case Fetched(version=version):
                 if version == self.fetching:  # otherwise this fetch has been abandoned
                     self.fetching, self.failures, self.last_cause = None, 0, ""
-                    if self._is_useful(version):
+                    if not self.is_asleep and self._is_useful(version):
                         self.activating = version
                         return [Activate(version)]
             case FetchFailed(at_s=at_s, version=version, cause=cause):
@@ -123,7 +132,11 @@ class VersionSync:
                         return [SetTimer(self._retry_s)]
             case Activated(version=version):
                 if version == self.activating:
-                    self.have, self.activating = version, None
+                    self.have, self.activating = None if self.is_asleep else version, None
+            case SleepChanged(is_asleep=is_asleep):
+                self.is_asleep = is_asleep
+                if is_asleep:
+                    self.have = self.want = None
             case TimerFired(at_s=at_s):
                 if self._retry_s is not None and at_s >= self._retry_s:
                     self._retry_s = None
@@ -143,15 +156,14 @@ class VersionSync:
         """Return whether to activate a fetched version. The version must be of the wanted lineage and newer than the
         served version, but it need not be the wanted version."""
         have, want = self.have, self.want
-        assert want is not None, "a version was fetched that was not wanted"
         is_newer = have is None or have.lineage != version.lineage or have.number < version.number
-        return version.lineage == want.lineage and is_newer
+        return want is not None and version.lineage == want.lineage and is_newer
 
     def _fetch_wanted(self) -> list[Command]:
         """Fetch the wanted version, unless a fetch, an activation or a delay before a retry is in progress. A fetch is
         never cancelled, so frequent publications cannot prevent every fetch from completing."""
         idle = self.fetching is None and self.activating is None and self._retry_s is None
-        if not idle or self.want is None or self.want == self.have:
+        if not idle or self.is_asleep or self.want is None or self.want == self.have:
             return []
         self.fetching = self.want
         return [Fetch(self.want)]

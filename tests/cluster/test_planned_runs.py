@@ -19,7 +19,7 @@ from ray_rows import row
 from baton.cluster.inventory import machines
 from baton.cluster.placement import Placement, place
 from baton.cluster.plan_check import check_reward_places
-from baton.cost.memory import overhead, stage_bytes
+from baton.cost.memory import GPU_CONTEXT_BYTES, SLEEPING_VLLM_BYTES, overhead, stage_bytes
 from baton.errors import UserError
 from baton.planner.colocated import make_colocated_plan
 from baton.planner.instance import Inputs
@@ -108,7 +108,7 @@ def questions(draw: st.DrawFn) -> tuple[Inputs, dict[str, tuple[str, int]]]:
     return Inputs(cluster, model, work, mixed_stages=draw(st.booleans())), there
 
 
-def recipe_of(work: Workload, placed: Placement, judges: dict[str, str]) -> Recipe:
+def recipe_of(work: Workload, placed: Placement, judges: dict[str, str], *more: str) -> Recipe:
     """The recipe with the workload's settings, and with the keys that the placement sets."""
     given: list[str] = [
         f"rollout.batch_groups={work.groups}", f"rollout.group_size={work.group_size}",
@@ -122,7 +122,7 @@ def recipe_of(work: Workload, placed: Placement, judges: dict[str, str]) -> Reci
         given += ["algorithm.kl_coef=0.01"]
     if work.has_critic:
         given += ["algorithm.advantage='gae'", "algorithm.critic='separate'"]
-    recipe = load_recipe(Recipe, RECIPE, [*given, *placed.overrides])
+    recipe = load_recipe(Recipe, RECIPE, [*given, *placed.overrides, *more])
     if work.reward_model is None:
         return recipe
     keys: dict[str, Any] = {"batch_tokens": work.reward_batch_tokens}
@@ -290,6 +290,67 @@ def check_colocated_stage(judges: dict[str, str], plan: Plan, inputs: Inputs, re
     assert times.step_s == pytest.approx(times.sync_s + times.rollout_s + times.reward_s + times.train_s)
     check_reward_memory(plan, recipe_of(inputs.work, Placement((), (), {}), judges), inputs.model)
     count("a reward stage")
+
+
+def test_a_colocated_plan_of_any_cluster_is_carried_out_and_each_rank_fits_beside_sleeping_engines() -> None:
+    """Each GPU is requested from Ray once. Both states of it fit: a rank beside a sleeping vLLM, and a vLLM with its
+    share of the GPU beside a sleeping rank."""
+    CASES.clear()
+
+    @settings(max_examples=300)
+    @given(questions())
+    def each_fits(question: tuple[Inputs, dict[str, tuple[str, int]]]) -> None:
+        inputs, nodes = question
+        check_colocated_plan(msgspec.structs.replace(inputs, mixed_stages=False), nodes)
+
+    each_fits()
+    print(json.dumps(dict(sorted(CASES.items())), indent=1))
+    least = {"several ranks": 40, "one rank": 3, "an engine of several GPUs": 5, "a GPU without rank": 5}
+    assert all(CASES[case] >= number for case, number in least.items()), CASES
+
+
+def check_colocated_plan(inputs: Inputs, nodes: dict[str, tuple[str, int]]) -> None:
+    there = machines([row(name, CPU=8, **{f"gpu_type_{gpu}": size}) for name, (gpu, size) in nodes.items()])
+    work = msgspec.structs.replace(inputs.work, reward_model=None)
+    try:
+        plan = make_colocated_plan(msgspec.structs.replace(inputs, work=work))
+    except UserError as error:
+        count(f"no plan: {str(error).partition('.')[0].partition(',')[0]}")
+        return
+    placed = place(plan, there)
+    recipe = recipe_of(work, placed, {}, "fleet.ray=true", "swarm.serve='127.0.0.1:0'")
+    check_support(recipe.choices())
+    assert (recipe.rollout.is_colocated, recipe.trainer.ranks) == (True, len(placed.ranks))
+    owners = {gpu: rank for rank, spec in enumerate(placed.ranks) for gpu in spec.gpu_ids}
+    assert len(owners) == len(placed.ranks), "a rank has one GPU, and no GPU has two ranks"
+    engines = [gpu for spec in placed.workers for gpu in spec.gpu_ids]
+    assert len(set(engines)) == len(engines), "no two engines on one GPU"
+    for spec in placed.workers:
+        ranks = tuple(owners.get(gpu, -1) for gpu in spec.gpu_ids)
+        assert spec.ranks == (ranks if max(ranks) >= 0 else ())
+    for name, (gpu, size) in nodes.items():
+        own = [spec for spec in (*placed.ranks, *placed.workers) if spec.machine == name]
+        requested = sum(spec.resources.get(f"gpu_type_{gpu}", 0.0) for spec in own)
+        assert requested == len({each for spec in own for each in spec.gpu_ids}) <= size
+    check_memory(plan, recipe, inputs.model)
+    ranks_of_stages = [one for one in processes_of(recipe, inputs.model, on_cpu=False) if one.alternates]
+    assert sum(one.count for one in ranks_of_stages) == len(placed.ranks)
+    for process, stage in zip(ranks_of_stages, plan.training.stages, strict=True):
+        assert any(part.num_bytes == SLEEPING_VLLM_BYTES for part in process.parts)
+        assert process.num_bytes <= catalogue()[stage.gpu].hbm_gb * 1e9, (stage, process)
+    for replica in plan.replicas:
+        whole = catalogue()[replica.gpu].hbm_gb * 1e9
+        share = recipe.engine.vllm.gpu_memory_utilization * whole
+        assert replica.memory_bytes + GPU_CONTEXT_BYTES <= share, "weights and KV cache, and vLLM's own context"
+        assert share + GPU_CONTEXT_BYTES <= whole, "vLLM's share and the context of the sleeping rank"
+    count("one rank" if len(placed.ranks) == 1 else "several ranks")
+    for case, is_so in (
+        ("an engine of several GPUs", any(len(spec.gpu_ids) > 1 for spec in placed.workers)),
+        ("a GPU without rank", any(gpu not in owners for gpu in engines)),
+        ("an engine on GPUs with and without rank", any(-1 in spec.ranks for spec in placed.workers)),
+    ):
+        if is_so:
+            count(case)
 
 
 def count(case: str) -> None:

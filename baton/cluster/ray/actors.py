@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +47,11 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     """Kind of the engine, to which `options` belong."""
     options: tuple[str, ...] = ()
     """Engine options, each passed as `baton worker --engine-option`."""
+    gpus: tuple[tuple[str, str | int], ...] = ()
+    """If the worker uses GPUs of ranks, each of its GPUs: the variable that restricts a process to GPUs, and the id of
+    the GPU in this variable, or its index among the GPUs that the actor sees."""
+    sleeps: bool = False
+    """Whether `WorkerActor.use_device` is called."""
 
 
 PIECE_BYTES = 64 * 2**20
@@ -70,6 +78,8 @@ class WorkerActor:
         write_private(self._scratch / "token", start.token.encode())
         command = [sys.executable, "-m", "baton", "worker", start.url, "--token-file", str(self._scratch / "token")]
         command += ["--slots", str(start.slots), "--threads", str(start.threads), "--device", start.device, "--tied"]
+        if start.sleeps:
+            command.append("--sleeps")
         if start.options:
             command += ["--engine", start.engine]
         for option in start.options:
@@ -79,13 +89,27 @@ class WorkerActor:
             command += ["--ca", str(self._scratch / "hub.pem")]
         if start.is_insecure:
             command.append("--insecure")
-        with self._log.open("ab") as log:
+        self._turns, inner = socket.socketpair()  # closes with this process, which ends the worker
+        environment = {**_environment(start.threads), **_gpus(start)}
+        with self._log.open("ab") as log, inner:  # a session of its own, so that `end_session` finds its children
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=_environment(start.threads)
+                command, stdin=inner.fileno(), stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
     def pid(self) -> int:
         return self._process.pid
+
+    def use_device(self, turn: str, timeout_s: float) -> int:
+        """Pass a turn (`cli.worker.TURNS`) to the process, and return the bytes that its engine then holds. Raises
+        OSError if the process does not answer in time or ends. One call at a time."""
+        self._turns.settimeout(timeout_s)
+        self._turns.sendall(f"{turn}\n".encode())
+        answer = b""
+        while not answer.endswith(b"\n"):
+            if not (data := self._turns.recv(64)):
+                raise ConnectionError("the worker has ended")
+            answer += data
+        return int(answer)
 
     def watch(self) -> str:
         """Wait until the process has ended; return one line with its exit code and the end of its log."""
@@ -100,9 +124,45 @@ class WorkerActor:
         try:
             self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            end_session(self._process.pid, GRACE_S)
             self._process.wait()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _gpus(start: WorkerArguments) -> dict[str, str]:
+    """Return the variable that restricts a worker to its GPUs, if it uses GPUs of trainer ranks."""
+    found: dict[str, str] = {}
+    for name, gpu in start.gpus:
+        seen = [each for each in os.environ.get(name, "").split(",") if each]
+        own = gpu if isinstance(gpu, str) else seen[gpu] if seen else str(gpu)
+        found[name] = f"{found[name]},{own}" if name in found else own
+    return found
+
+
+def end_session(pid: int, deadline_s: float) -> bool:
+    """Kill a worker's process and the processes that it started, on this machine. Return True if none of them is left,
+    so that their memory is free, and False if one remains after the deadline."""
+    until_s = time.monotonic() + deadline_s
+    while own := _of_session(pid):
+        if time.monotonic() > until_s:
+            return False
+        for each in own:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        time.sleep(0.02)
+    return True
+
+
+def _of_session(session: int) -> list[int]:
+    """Return the processes of a session, without those that have ended and wait for their parent."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                state, _, _, own = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(own) == session and state not in "ZX":
+                    found.append(int(entry.name))
+    return found
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -129,7 +189,7 @@ class RankActor:
         os.chdir(directory)
         own = decode_to_rank(info)
         assert isinstance(own, RankInfo), f"the first message to a rank is {type(own).__name__}"
-        self._scratch = own_directory("rank")
+        self._scratch, self._gpu = own_directory("rank"), own.device_index or 0
         host = {"host": address, "interface": interface_of(address), "scratch": str(self._scratch)}
         self._server = RankServer(msgspec.structs.replace(own, **host))
 
@@ -140,6 +200,12 @@ class RankActor:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def visible(self) -> dict[str, str]:
+        """Return the environment variable that restricts a process of this machine to the GPU of this rank."""
+        from baton.run.devices import visible
+
+        return visible((self._gpu,))
 
     def take(self, path: str, begin: int) -> Any:
         """Return at most `PIECE_BYTES` of a file as an array, which Ray does not copy. Delete the file after its last

@@ -12,7 +12,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,13 +75,16 @@ class RayCluster:
         """Return the ids of the nodes that Ray considers alive. Ray detects a power failure only after a delay."""
         return frozenset(row["NodeID"] for row in self.rows() if row["Alive"])
 
-    def await_answers(self, nodes: Iterable[str], deadline_s: float) -> None:
-        """Wait until every node has answered or is no longer alive, at most `deadline_s` seconds."""
+    def run_on(self, node: str, function: Callable[..., Any], *arguments: object) -> Any:
+        """Run a function on a node; return the Ray future of its result."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        task = self.ray.remote(num_cpus=0, max_retries=0)(_answer)
-        strategies = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
-        futures = {node: task.options(scheduling_strategy=where).remote() for node, where in strategies.items()}
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        return self.ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(function).remote(*arguments)
+
+    def await_answers(self, nodes: Iterable[str], deadline_s: float) -> None:
+        """Wait until every node has answered or is no longer alive, at most `deadline_s` seconds."""
+        futures = {node: self.run_on(node, _answer) for node in nodes}
         until_s = time.monotonic() + deadline_s
         while time.monotonic() < until_s:
             _, waiting = self.ray.wait(list(futures.values()), num_returns=len(futures), timeout=0.5)

@@ -41,17 +41,22 @@ class RayRanks:
         self._cluster, self._specs = cluster, list(specs)
         self._is_here = machines[specs[0].machine].id == cluster.here
         self._actors: list[Any] = []
-        self._group = cluster.reserve([(machines[spec.machine].id, spec.resources) for spec in specs], "baton-trainer")
+        self.group = cluster.reserve([(machines[spec.machine].id, spec.resources) for spec in specs], "baton-trainer")
         actor_class = cluster.ray.remote(RankActor)
         try:
             self._await_group(machines)
             for rank, spec in enumerate(specs):
-                info = RankInfo(rank=rank, size=len(specs), threads=spec.threads)
-                actor = actor_class.options(**cluster.options(self._group, rank, spec.resources, spec.threads))
+                # Ray shows an actor only the GPU that it was granted, but all GPUs if it requested another resource
+                gpu = None if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
+                info = RankInfo(rank=rank, size=len(specs), threads=spec.threads, device_index=gpu)
+                actor = actor_class.options(**cluster.options(self.group, rank, spec.resources, spec.threads))
                 address = machines[spec.machine].address
                 self._actors.append(actor.remote(encode(info), str(Path.cwd()), address))
             pids = [actor.pid.remote() for actor in self._actors]
             self.pids: list[int] = self._gather(pids, "Place", START_DEADLINE_S)
+            visible = [actor.visible.remote() for actor in self._actors]
+            self.visible: list[dict[str, str]] = self._gather(visible, "Visible", START_DEADLINE_S)
+            """For each rank, the environment variable that restricts a process to its GPU."""
         except BaseException:
             self.close()
             raise
@@ -88,10 +93,10 @@ class RayRanks:
             with suppress(Exception):
                 ray.kill(actor)
         with suppress(Exception):  # the connection to the cluster may be lost
-            self._cluster.release(self._group)
+            self._cluster.release(self.group)
 
     def _await_group(self, machines: Mapping[str, Machine]) -> None:
-        ready, until_s = self._group.ready(), time.monotonic() + START_DEADLINE_S
+        ready, until_s = self.group.ready(), time.monotonic() + START_DEADLINE_S
         while not self._cluster.ray.wait([ready], timeout=1.0)[0]:
             alive = self._cluster.alive()
             for spec in self._specs:

@@ -140,9 +140,14 @@ class _RayAttempts:
 
         def start_ranks(count: int, threads: int) -> RayRanks:
             ranks.append(RayRanks(self.cluster, placement.ranks, by_name))
+            if placement.ranks[0].gpu != CPU:
+                supervisor.ranks = ranks[0].group, ranks[0].visible
+            else:
+                supervisor.ranks = ranks[0].group, ()
             return ranks[0]
 
         supervisor = RayWorkerSupervisor(self.cluster, placement, self.planner, self.observer.said, self.order.rules)
+        supervisor.ranks = own, ()
         try:
             with self.stop.interrupting():
                 loop = build_loop(
@@ -180,7 +185,7 @@ class _RayAttempts:
 
     def _recipe(self, placement: Placement, machines: dict[str, Machine]) -> Recipe:
         """Return the recipe with the ranks, the threads and the hub's address that the placement requires."""
-        overrides = list(placement.overrides)
+        overrides = [*placement.overrides, "fleet.ray=true"]
         recipe = self.order.load([])
         rank = placement.ranks[0]
         if len(placement.ranks) == 1 and rank.gpu == CPU and not recipe.run.threads:
@@ -217,10 +222,12 @@ class _RayAttempts:
 
     def _own_trainer(self, placement: Placement, machines: dict[str, Machine]) -> Any:
         """Reserve resources for a trainer in this process; return None if the ranks are actors. The trainer runs in
-        this process if it has exactly one rank, and this rank is on this machine and requests no GPU from Ray."""
+        this process if it has exactly one rank, and this rank is on this machine and requests no GPU from Ray. In a
+        colocated plan, a rank on a GPU is an actor, so that rank and worker find the same GPU."""
         rank = placement.ranks[0]
         is_here = machines[rank.machine].id == self.cluster.here
-        if len(placement.ranks) > 1 or not is_here or "GPU" in rank.resources:
+        is_shared_gpu = self.planner.plan.is_colocated and rank.gpu != CPU
+        if len(placement.ranks) > 1 or not is_here or "GPU" in rank.resources or is_shared_gpu:
             return None
         self.observer.said(f"{rank.name} runs in this process")
         return self.cluster.reserve([(self.cluster.here, rank.resources)], "baton-trainer")

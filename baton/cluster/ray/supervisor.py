@@ -5,18 +5,20 @@
 | supervisor | ends of actors, nodes, the clock | events; starts and ends | an actor's end | Ray, or half a second |
 | planner    | machines, the current plan       | the next plan           | the solver     | its time limit        |
 
-The threads of the hub and the controller only read worker weights (`WorkerJoined.weight`) and the recorded fault.
+The threads of the hub and the controller only read worker weights (`WorkerJoined.weight`) and the recorded fault. In a
+colocated run, the controller's thread also lets workers leave their GPUs and return (`sleep`, `wake_up`). `_lock`
+protects the state that both threads change.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from threading import Event, Thread
+from threading import Event, RLock, Thread
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -24,7 +26,7 @@ from baton.clock import begin
 from baton.cluster import supervision as sv
 from baton.cluster.inventory import CPU, Machine, machines
 from baton.cluster.placement import Placement, ProcessSpec
-from baton.cluster.ray.actors import GRACE_S, WorkerActor, WorkerArguments
+from baton.cluster.ray.actors import GRACE_S, WorkerActor, WorkerArguments, end_session
 from baton.cluster.ray.connection import GET_S, RayCluster
 from baton.cluster.replanning import Replanner, ReplanResult
 from baton.errors import EngineFault, RankLost, first_line
@@ -34,6 +36,8 @@ from baton.swarm.supervisor import HubAccess
 from baton.trainer.parallel.messages import HOW_TO_GO_ON
 
 POLL_S: Final = 0.5
+EXIT_S: Final = 5.0
+"""Maximum seconds to learn the exit code of a worker that has not answered."""
 START_DEADLINE_S: Final = 120.0
 """Maximum seconds for Ray to grant the resources of a worker and to start its actor."""
 
@@ -43,8 +47,9 @@ class _RunningActor:
     """The actor of a worker."""
 
     spec: ProcessSpec
+    node: str
     group: Any
-    """Placement group of the actor."""
+    """Placement group of the actor; None if the actor is in the placement group of the ranks."""
     actor: Any
     watch: Any
     """Ray future that completes when the worker process ends."""
@@ -52,6 +57,8 @@ class _RunningActor:
     """Ray future of the process id; None when the id is known."""
     since_s: float
     """Time of the request to start the actor."""
+    process: int = 0
+    """Process id; 0 if it is not known yet."""
 
 
 class RayWorkerSupervisor:
@@ -77,6 +84,16 @@ class RayWorkerSupervisor:
         """Actors that are leaving: (actor, Ray future of its `leave`, deadline)."""
         self.pids: dict[str, int] = {}
         """Worker name → process id."""
+        self.ranks: tuple[Any, Sequence[dict[str, str]]] = None, ()
+        """Placement group of the ranks, and for each rank on a GPU the variable that restricts a process to this GPU;
+        set before `begin`, if the plan is colocated."""
+        self._lock = RLock()
+        self._is_trainers_turn = False
+        """Whether ranks use the GPUs that they share with workers. Such workers are then not started."""
+        self._waiting: dict[str, ProcessSpec] = {}
+        """Workers to start when the engines' turn begins."""
+        self._ending: dict[Any, _RunningActor] = {}
+        """Ray future of `end_session` → worker whose processes may still use memory of a shared GPU."""
         self._plan: Future[ReplanResult] | None = None
         self._hub: HubAccess | None = None
         self._fault: Exception | None = None
@@ -107,6 +124,78 @@ class RayWorkerSupervisor:
         while self._leaving:
             self._remove_left()
             time.sleep(0.02)
+        if self._ending:
+            with suppress(Exception):  # the connection to the cluster may be lost
+                self._cluster.ray.wait(list(self._ending), num_returns=len(self._ending), timeout=GRACE_S)
+
+    # ---- turns with the trainer, called by the controller's thread ---------------------------------------------------
+
+    def sleep(self) -> None:
+        """Return when no worker uses a rank's GPU: each has freed its memory, or its processes have ended. Raises
+        EngineFault if neither is certain."""
+        with self._lock:
+            if self._is_trainers_turn:
+                return
+            self._is_trainers_turn = True
+            self._waiting = {}
+        self._take_turn("sleep")
+        with self._lock:
+            ending, self._ending = self._ending, {}
+        ray = self._cluster.ray
+        for future, running in ending.items():
+            try:
+                is_free = bool(ray.get(future, timeout=GRACE_S + GET_S))
+            except ray.exceptions.RayError as error:
+                if running.node not in self._cluster.alive():
+                    continue  # the next request to the ranks of this machine reports the loss
+                raise self._not_free(running) from error
+            if not is_free:
+                raise self._not_free(running)
+
+    def wake_up(self) -> None:
+        """Let the workers allocate their memory again, and start those that have ended during the trainer's turn."""
+        with self._lock:
+            is_change, self._is_trainers_turn = self._is_trainers_turn, False
+        if is_change:
+            self._take_turn("wake")
+            with self._lock:
+                waiting, self._waiting = self._waiting, {}
+                for spec in waiting.values():
+                    self._start_process(spec)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory of the engine that has most."""
+        return max(self._take_turn("held"), default=0)
+
+    def _take_turn(self, turn: str) -> list[int]:
+        """Ask the workers on the GPUs of ranks; return the bytes that each holds. A worker that does not answer within
+        `rollout.stall_timeout_s`, or whose process has ended, is ended."""
+        ray, limit_s = self._cluster.ray, self._planner.recipe.rollout.stall_timeout_s
+        with self._lock:
+            sharing = {name: running for name, running in self._running.items() if running.spec.ranks}
+            asked = {name: running.actor.use_device.remote(turn, limit_s) for name, running in sharing.items()}
+        answered = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)[0] if asked else []
+        held = []
+        for name, future in asked.items():
+            running, cause = sharing[name], f"did not answer `{turn}` in {limit_s:.0f} s"
+            if future in answered:
+                with suppress(ray.exceptions.RayError):
+                    held.append(int(ray.get(future, timeout=GET_S)))
+                    continue
+            if ray.wait([running.watch], timeout=EXIT_S)[0]:
+                cause = self._exit_cause(running.watch)
+            with self._lock:
+                if self._running.get(name) is running:  # else the supervisor's thread has detected its end
+                    self._on_worker_exit(name, cause)
+        return held
+
+    def _not_free(self, running: _RunningActor) -> EngineFault:
+        spec = running.spec
+        return EngineFault(
+            f"{spec.name} on {spec.machine} did not leave the GPUs that it shares with trainer ranks, and its "
+            f"processes could not be ended: end them (session {running.process}), then continue with --resume"
+        )
 
     # ---- in the supervisor's thread ----------------------------------------------------------------------------------
 
@@ -123,7 +212,8 @@ class RayWorkerSupervisor:
             self._fault = self._fault or error
 
     def _handle(self, event: sv.Event) -> None:
-        self._apply_commands(self._supervision.handle(event))
+        with self._lock:
+            self._apply_commands(self._supervision.handle(event))
 
     def _apply_commands(self, commands: list[sv.Command]) -> None:
         for command in commands:
@@ -156,16 +246,20 @@ class RayWorkerSupervisor:
     # ---- workers -----------------------------------------------------------------------------------------------------
 
     def _start_process(self, spec: ProcessSpec) -> None:
+        if spec.ranks and self._is_trainers_turn:
+            self._waiting[spec.name] = spec
+            return
         cluster = self._cluster
         node = next(node for node, name in self._names.items() if name == spec.machine)
         self._weights[spec.name] = spec.weight
-        group = cluster.reserve([(node, spec.resources)], f"baton-{spec.name}")
+        group = cluster.reserve([(node, spec.resources)], f"baton-{spec.name}") if spec.resources else None
+        where, bundle = (group, 0) if group is not None else (self.ranks[0], max(spec.ranks))
         actor_class = cluster.ray.remote(WorkerActor).options(
-            **cluster.options(group, 0, spec.resources, spec.threads), max_concurrency=4
+            **cluster.options(where, bundle, spec.resources, spec.threads), max_concurrency=4
         )
         actor = actor_class.remote(self._worker_arguments(spec))
         self._running[spec.name] = _RunningActor(
-            spec, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic()
+            spec, node, group, actor, actor.watch.remote(), actor.pid.remote(), time.monotonic()
         )
         self._log(spec.words)
 
@@ -189,24 +283,32 @@ class RayWorkerSupervisor:
             device=self._planner.recipe.model.device,
             engine=self._planner.recipe.engine.kind,
             options=_engine_options(self._planner.recipe, spec, self._planner.servers),
+            gpus=_gpus(spec, self.ranks[1]),
+            sleeps=bool(spec.ranks),
         )
 
     def _await_ends(self) -> None:
         """Wait at most half a second for a worker to start or end."""
         ray, now_s = self._cluster.ray, time.monotonic()
         futures: dict[Any, str] = {}
-        for name, running in self._running.items():
-            futures |= {running.watch: name} | ({running.pid: name} if running.pid is not None else {})
+        with self._lock:
+            for name, running in self._running.items():
+                futures |= {running.watch: name} | ({running.pid: name} if running.pid is not None else {})
         if not futures:
             self._stopping.wait(POLL_S)
             return
         ready, _ = ray.wait(list(futures), timeout=POLL_S)
-        for future in ready:
-            name = futures[future]
-            if name in self._running and future is self._running[name].pid:
-                self._on_started(name, self._running[name])
-            elif name in self._running:
-                self._on_worker_exit(name, self._exit_cause(future))
+        with self._lock:
+            for future in ready:
+                running_now = self._running.get(futures[future])
+                if running_now is not None and future is running_now.pid:
+                    self._on_started(futures[future], running_now)
+                elif running_now is not None and future is running_now.watch:
+                    self._on_worker_exit(futures[future], self._exit_cause(future))
+            self._end_late(now_s)
+
+    def _end_late(self, now_s: float) -> None:
+        """End the workers that Ray has not started in time."""
         for name, running in list(self._running.items()):
             if running.pid is not None and now_s - running.since_s > START_DEADLINE_S:
                 requested = ", ".join(f"{amount:g} {unit}" for unit, amount in running.spec.resources.items())
@@ -219,7 +321,7 @@ class RayWorkerSupervisor:
         ray = self._cluster.ray
         future, running.pid = running.pid, None
         with suppress(ray.exceptions.RayError):  # the future `watch` has the reason
-            self.pids[name] = ray.get(future, timeout=GET_S)
+            self.pids[name] = running.process = ray.get(future, timeout=GET_S)
             self._handle(sv.ProcessStarted(time.monotonic(), name))
 
     def _exit_cause(self, future: Any) -> str:
@@ -234,12 +336,22 @@ class RayWorkerSupervisor:
         """Report the worker's end to the hub, so that its leases end at once and not after the heartbeat timeout."""
         running = self._running.pop(name)
         self.pids.pop(name, None)
+        self._end_processes(running)
         self._access.gone(name, cause[:300])
         self._discard(running)
         self._handle(sv.ProcessEnded(time.monotonic(), name, cause))
 
+    def _end_processes(self, running: _RunningActor) -> None:
+        """End what is left of a worker that uses a rank's GPU. `sleep` waits for the result."""
+        if not running.process and running.pid is not None:  # its start was not reported yet
+            with suppress(Exception):  # the actor may have ended
+                running.process = self._cluster.ray.get(running.pid, timeout=0.1)
+        if running.spec.ranks and running.process:
+            self._ending[self._cluster.run_on(running.node, end_session, running.process, GRACE_S)] = running
+
     def _stop_process(self, name: str, cause: str, *, is_reachable: bool) -> None:
         running = self._running.pop(name, None)
+        self._waiting.pop(name, None)
         self.pids.pop(name, None)
         if running is None:
             return
@@ -248,6 +360,7 @@ class RayWorkerSupervisor:
             self._ask_to_leave(running)
         else:
             self._access.gone(name, cause)
+            self._end_processes(running)
             self._discard(running)
 
     def _ask_to_leave(self, running: _RunningActor) -> None:
@@ -271,22 +384,24 @@ class RayWorkerSupervisor:
         with suppress(Exception):  # the actor may have ended, or the connection to the cluster may be lost
             self._cluster.ray.kill(running.actor)
         with suppress(Exception):
-            self._cluster.release(running.group)
+            if running.group is not None:
+                self._cluster.release(running.group)
 
     # ---- machines ----------------------------------------------------------------------------------------------------
 
     def _check_machines(self) -> None:
         current = self._current_machines()
-        for node in [node for node in self._known if node not in current]:
-            self._known.pop(node)
-            self._handle(sv.MachineLost(time.monotonic(), self._names.pop(node)))
-        for node, machine in current.items():
-            if node not in self._known:
-                self._known[node], self._names[node] = machine, machine.name
-                if machine.gpu is None:
-                    self._log(f"machine {machine.name} has joined, but is not used: {machine.problem}")
-                else:
-                    self._handle(sv.MachineJoined(time.monotonic(), machine.name))
+        with self._lock:
+            for node in [node for node in self._known if node not in current]:
+                self._known.pop(node)
+                self._handle(sv.MachineLost(time.monotonic(), self._names.pop(node)))
+            for node, machine in current.items():
+                if node not in self._known:
+                    self._known[node], self._names[node] = machine, machine.name
+                    if machine.gpu is None:
+                        self._log(f"machine {machine.name} has joined, but is not used: {machine.problem}")
+                    else:
+                        self._handle(sv.MachineJoined(time.monotonic(), machine.name))
 
     def _current_machines(self) -> dict[str, Machine]:
         found = machines(self._cluster.rows(), types=self._planner.base_types, known=self._names)
@@ -306,3 +421,18 @@ def _engine_options(recipe: Recipe, spec: ProcessSpec, servers: Mapping[tuple[st
     if recipe.engine.kind != "vllm" or spec.tp * spec.pp == 1 or spec.gpu == CPU:
         return ()
     return (f"tensor_parallel={spec.tp}", f"pipeline_parallel={spec.pp}")
+
+
+def _gpus(spec: ProcessSpec, ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, str | int], ...]:
+    """Return for each GPU of a worker that uses GPUs of ranks: the variable that restricts a process to GPUs, and its
+    value for the GPU's rank, or the index of another GPU among those that the actor sees."""
+    if not ranks or not spec.ranks:
+        return ()
+    (name,), found, others = ranks[max(spec.ranks)], list[tuple[str, str | int]](), 0
+    for gpu, rank in zip(spec.gpu_ids, spec.ranks, strict=True):
+        if rank >= 0:
+            found.append((name, ranks[rank][name]))
+        else:  # Ray shows an actor only the GPUs that it was granted, but all if it requested them as another resource
+            found.append((name, others if "GPU" in spec.resources else int(gpu.rpartition(":")[2])))
+            others += 1
+    return tuple(found)

@@ -66,12 +66,19 @@ def engine_of_model(
 
 
 def engine_from_skeleton(
-    directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
+    directory: Path,
+    base: Mapping[str, Any] | None,
+    settings: EngineSettings,
+    *,
+    device: str,
+    attention: str,
+    sleeps: bool = False,
 ) -> Engine:
     """Build an engine from a model's configuration and tokenizer. The engine serves no version until weights are
     loaded.
 
     base: tensors of the base model if versions are adapters, else None. The directory may be deleted after this call.
+    sleeps: as in `engine_of_model`.
     Raises UserError if the engine does not support the model, or if a package is missing.
     """
     read_base = None if base is None else lambda: base
@@ -83,7 +90,7 @@ def engine_from_skeleton(
         case "vllm":
             from baton.rollout.engines.vllm.engine import vllm_from_skeleton
 
-            return vllm_from_skeleton(directory, read_base, settings, device=device)
+            return vllm_from_skeleton(directory, read_base, settings, device=device, sleeps=sleeps)
         case "sglang":
             from baton.rollout.engines.sglang.engine import sglang_from_skeleton
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from baton.rollout.engine import Engine, EngineStats
+from baton.rollout.engine import Engine, EngineStats, Resident
 from baton.types import FromWorker, Lease, PolicyVersion, Report, ends_lease
 
 
@@ -74,6 +74,17 @@ class EngineDriver:
 
     def close(self) -> None:
         self._engine.close()
+
+    def use_device(self, is_awake: bool | None) -> int:
+        """Discard all leases and let the engine sleep, let it wake up, or keep its state (None). Return the bytes of
+        device memory that it holds then."""
+        engine = self._engine
+        assert isinstance(engine, Resident), f"{type(engine).__name__} cannot sleep"
+        if is_awake is not None and not is_awake:
+            self.drop_all()
+        if is_awake is not None:
+            (engine.wake_up if is_awake else engine.sleep)()
+        return engine.held_bytes
 
     def switch(self, tensors: Mapping[str, Any], version: PolicyVersion) -> list[FromWorker]:
         """Switch to another version, and return the reports of tokens of the old version."""

@@ -175,7 +175,7 @@ class WorkerSession:
     def handle(self, event: vs.Event) -> Sequence[Command]:
         """Handle an event of `version_sync`, such as a completed fetch. Return the resulting commands."""
         commands: list[Command] = [*self._sync.handle(event)]
-        if isinstance(event, vs.Activated) and self.is_ready:
+        if isinstance(event, vs.Activated | vs.SleepChanged) and self.is_ready:
             commands.append(self.heartbeat())
         return commands
 

@@ -87,6 +87,9 @@ class SwarmWorker:
         self._is_leaving = asyncio.Event()
         self._running: asyncio.Task[Any] | None = None
         self._engine: EngineThread | None = None
+        self._is_awake = asyncio.Event()
+        """Not set while the engine must not use its device (`use_device`)."""
+        self._is_awake.set()
 
     async def run(self) -> None:
         """Generate for the hub until `leave` is called, the run is complete or the hub refuses this worker (UserError).
@@ -134,6 +137,25 @@ class SwarmWorker:
         if self._running is not None and not self._is_leaving.is_set():
             self._loop.call_later(GOODBYE_S if self._connection is not None else 0.0, self._running.cancel)
         self._is_leaving.set()
+
+    async def use_device(self, is_awake: bool | None) -> int:
+        """Free the engine's device memory, allocate it again, or keep it (None). Return the bytes that the engine holds
+        then. A worker that has slept serves no version before the next announcement. Called in the event loop, by the
+        run that has started this worker. The engine must have no valid leases. Raises EngineFault."""
+        if is_awake is not None:
+            (self._is_awake.set if is_awake else self._is_awake.clear)()
+            self._on_weights(vs.SleepChanged(self._loop.time(), not is_awake))
+        held, engine = [0], self._engine
+        if engine is None:  # it is not built before `wake_up`
+            return 0
+
+        def act() -> None:
+            if engine.driver is not None:
+                held.append(engine.driver.use_device(is_awake))
+
+        await self._done_by(engine, act)
+        self._check_engine()
+        return held[-1]
 
     # ---- one connection ----------------------------------------------------------------------------------------------
 
@@ -273,6 +295,7 @@ class SwarmWorker:
         if welcome.base is not None:
             self._options.say("fetching the base model")
             base = await self._updater.fetch_tensors(welcome.base)
+        await self._is_awake.wait()
         engine = EngineThread(self._on_reports, self._on_fault, welcome.report_every_s)
 
         def build() -> None:
