@@ -69,6 +69,20 @@ def test_cores_of_a_machine_are_threads_of_one_process() -> None:
     assert not any("speeds" in each for each in place(even, cores).overrides)
 
 
+def test_a_colocated_worker_requests_only_the_gpus_without_rank_and_names_the_rank_of_each() -> None:
+    two = machines([row("a", CPU=3, gpu_type_H100=3), row("b", CPU=2, gpu_type_L20=2)])
+    stages = [stage("H100", "a:1", "a:0")]
+    replicas = [replica("H100", "a:0", "a:2", share=0.5, tp=2), replica("H100", "a:1", share=0.5)]
+    replicas.append(replica("L20", "b:0", share=0.5))
+    placed = place(plan_of(stages, replicas, is_colocated=True), two)
+    assert [spec.ranks for spec in placed.workers] == [(1, -1), (0,), ()]
+    assert [spec.resources.get("gpu_type_H100") for spec in placed.workers] == [1.0, None, None]
+    assert placed.workers[1].resources == {}, "it runs in the bundle of its rank"
+    assert 'rollout.placement="colocated"' in placed.overrides
+    with pytest.raises(UserError, match="is used twice"):
+        place(plan_of(stages, [replica("H100", "a:0", share=0.5)] * 2, is_colocated=True), two)
+
+
 def test_machines_are_found_by_name_and_else_by_type() -> None:
     renamed = machines(
         [row("c", CPU=1, gpu_type_L20=4), row("p", CPU=1, gpu_type_H100=8), row("q", CPU=1, gpu_type_L20=2)]
@@ -101,7 +115,6 @@ def test_machines_are_found_by_name_and_else_by_type() -> None:
         ),
         (plan_of([stage("H100", "a:0")], [replica("H100", "a:0", share=1.0)]), "is used twice"),
         (plan_of([stage("H100", "a0")], []), "'a0'; allowed is MACHINE:INDEX"),
-        (plan_of([stage("H100", "a:0")], [], is_colocated=True), "without --colocated"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(plan: object, words: str) -> None:

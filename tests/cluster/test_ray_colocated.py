@@ -87,7 +87,7 @@ def test_ranks_and_engines_take_turns_and_outlive_a_killed_engine_and_a_killed_r
     nodes: Nodes, tmp_path: Path
 ) -> None:
     """Two GPUs, each with a rank and an engine. An engine is killed while it generates and while it sleeps, and one
-    hangs; a rank is killed while it trains. The results are those of two ranks without Ray and an engine beside them."""
+    hangs; a rank is killed while it trains. The results are those of two ranks without Ray, with an engine beside."""
     a = nodes.add(gpu_type_H100=2)
     replicas = [replica("H100", f"{a}:{gpu}", share=0.5) for gpu in (0, 1)]
     plan = plan_of([stage("H100", f"{a}:0", f"{a}:1")], replicas, is_colocated=True)
@@ -119,9 +119,7 @@ def test_ranks_and_engines_take_turns_and_outlive_a_killed_engine_and_a_killed_r
         }
     )
     load = loader(tmp_path, *ALIKE, "run.steps=6", "rollout.stall_timeout_s=20")
-    loop = train_on_ray(
-        RayRun(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest()
-    )
+    loop = train_on_ray(RayRun(load, written(plan, tmp_path), nodes.address, rules=QUICK), witness, StopRequest())
     said = "\n".join(witness.lines)
     assert f"worker-1 on {a}: 1 H100, 16 slots, 50 % of the work, alternating with rank 1" in witness.lines
     assert re.search(r"worker-\d on \S+ did not answer `(held|wake)` in 20 s; restarting it", said), said

@@ -12,6 +12,7 @@ from baton.swarm.version_sync import (
     Fetched,
     FetchFailed,
     SetTimer,
+    SleepChanged,
     TimerFired,
     VersionSync,
     VersionSyncRules,
@@ -182,3 +183,20 @@ def test_what_is_on_its_way_is_let_finish_and_serves_until_the_newest_is_there()
     assert machine.have == v(1)
     machine.handle(VersionWanted(5.0, v(0, B)))
     assert machine.handle(Fetched(6.0, v(3))) == [Fetch(v(0, B))], "of a lineage that is dead it is of no use"
+
+
+def test_an_engine_that_sleeps_activates_nothing_and_then_serves_only_a_version_that_is_loaded_again() -> None:
+    machine = VersionSync()
+    assert machine.handle(VersionWanted(0.0, v(1))) == [Fetch(v(1))]
+    assert machine.handle(Fetched(1.0, v(1))) == [Activate(v(1))]
+    assert machine.handle(SleepChanged(2.0, True)) == []
+    machine.handle(Activated(3.0, v(1)))
+    assert machine.have is None, "the sleep has freed the weights that were activated before"
+    assert machine.handle(VersionWanted(4.0, v(2))) == [], "nothing is fetched during the sleep"
+    assert machine.handle(SleepChanged(5.0, False)) == [Fetch(v(2))]
+    assert machine.handle(SleepChanged(6.0, True)) == []
+    assert machine.handle(Fetched(7.0, v(2))) == [], "fetched, but the engine sleeps"
+    assert machine.handle(SleepChanged(8.0, False)) == []
+    assert machine.have is None, "awake, and without weights"
+    assert machine.handle(VersionWanted(9.0, v(2))) == [Fetch(v(2))], "whole, also if it was loaded before"
+    assert machine.handle(Fetched(10.0, v(2))) == [Activate(v(2))]
