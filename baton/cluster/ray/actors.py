@@ -24,6 +24,7 @@ from typing import Any, Final
 import msgspec
 
 import baton
+from baton.clock import time_left
 from baton.swarm.auth import write_private
 
 GRACE_S: Final = 20.0
@@ -102,10 +103,11 @@ class WorkerActor:
     def use_device(self, turn: str, timeout_s: float) -> int:
         """Pass a turn (`cli.worker.TURNS`) to the process, and return the bytes that its engine then holds. Raises
         OSError if the process does not answer in time or ends. One call at a time."""
+        left_s, answer = time_left(timeout_s), b""
         self._turns.settimeout(timeout_s)
         self._turns.sendall(f"{turn}\n".encode())
-        answer = b""
         while not answer.endswith(b"\n"):
+            self._turns.settimeout(max(0.001, left_s()))
             if not (data := self._turns.recv(64)):
                 raise ConnectionError("the worker has ended")
             answer += data
@@ -142,9 +144,9 @@ def _gpus(start: WorkerArguments) -> dict[str, str]:
 def end_session(pid: int, deadline_s: float) -> bool:
     """Kill a worker's process and the processes that it started, on this machine. Return True if none of them is left,
     so that their memory is free, and False if one remains after the deadline."""
-    until_s = time.monotonic() + deadline_s
+    left_s = time_left(deadline_s)
     while own := _of_session(pid):
-        if time.monotonic() > until_s:
+        if left_s() <= 0:
             return False
         for each in own:
             with suppress(ProcessLookupError):
