@@ -189,8 +189,8 @@ def processes_of(
             where = f" of stage {stage + 1} of {len(stages)}" if len(stages) > 1 else ""
             places = trainer_gpus[stage * size : (stage + 1) * size] or size
             if alternates:
-                kept = GPU_CONTEXT_BYTES if has_engine else SLEEPING_VLLM_BYTES
-                asleep = Term("sleeping engine" if has_engine else "sleeping vLLM", kept, is_assumed=True)
+                num_bytes = GPU_CONTEXT_BYTES if has_engine else SLEEPING_VLLM_BYTES
+                asleep = Term("sleeping engine" if has_engine else "sleeping vLLM", num_bytes, is_assumed=True)
                 own = tuple(Phase(phase.name, (*phase.terms, asleep)) for phase in own)
             found.append(_process(name + where, places, own, count, on_cpu=on_cpu, alternates=alternates))
         if is_inside:
