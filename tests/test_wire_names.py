@@ -39,6 +39,7 @@ from baton.records import run_directory as runs
 from baton.records.trace import Span
 from baton.rewards import scorer_protocol
 from baton.rollout import events as rollout_events
+from baton.rollout.engines.vllm import remote
 from baton.rollout.processes import protocol
 from baton.run import dry_run as footprint
 from baton.run import loop, summary
@@ -65,6 +66,8 @@ ROOTS: dict[str, Any] = {
     "engine process to controller": protocol.FromEngine,
     "controller to trainer rank": ranks.ToRank,
     "trainer rank to controller": ranks.FromRank,
+    "controller to vLLM replica": remote.ToReplica,
+    "vLLM replica to controller": remote.FromReplica,
     "hub to worker": messages.FromHub,
     "worker to hub": messages.FromWorker,
     "hub to relay": relay.RelayTicket,

@@ -109,6 +109,8 @@ class RolloutController:
         self._lease_of: dict[tuple[int, int], int] = {}
         self._num_scoring = 0
         self._refusals = 0
+        self._most_leases = 0
+        """Maximum number of leases at once. A worker that fails refuses all of them, and its slots are gone."""
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
         self._is_interruptible = False
@@ -459,7 +461,7 @@ class RolloutController:
 
     def _on_refused(self, trajectory: Trajectory, retry: Retry) -> None:
         self._refusals += 1
-        if self._refusals > MAX_REFUSALS * max(1, self._worker.transport.slots):
+        if self._refusals > MAX_REFUSALS * max(1, self._worker.transport.slots, self._most_leases):
             raise EngineFault(
                 f"{self._worker.name} has refused {self._refusals} leases in a row, the last one for trajectory "
                 f"{trajectory.name}: it serves version {retry.has_version}, not the requested one; "
@@ -578,6 +580,7 @@ class RolloutController:
             sampling = self._player.sampling(group.issued.prompt, trajectory)
         lease_id = self._worker.lease(trajectory, sampling, command.version, is_exact=command.is_exact)
         self._leases[lease_id], self._lease_of[key] = key, lease_id
+        self._most_leases = max(self._most_leases, len(self._leases))
 
     def _discard(self, group_id: int, cause: str) -> None:
         if self._player is not None:

@@ -54,8 +54,9 @@ _CLOSE_S: Final = 30.0
 class Versions(Protocol):
     """Sends versions to all replicas. A replica receives one in its engine's `load_weights`."""
 
-    sent_bytes: int
-    """Bytes of all versions that replicas have received completely."""
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all versions that replicas have received completely."""
 
     def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
         """Begin to send a version; return the tensors for `Engine.load_weights`."""

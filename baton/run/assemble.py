@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
@@ -80,6 +80,17 @@ from baton.weights.version_files import TensorsOfFile
 logger = logging.getLogger(__name__)
 RewardPlaces = Sequence[tuple[str, Launch]]
 """Device of each process of a reward model, and the function that starts the process."""
+
+
+class RemoteReplicas(Protocol):
+    """Starts the `engine.vllm.replicas` vLLM engines of a run on other machines. `direct`: how versions reach them."""
+
+    direct: DirectTransfer
+
+    def build(self, index: int, start: Start, direct: DirectTransfer) -> Engine:
+        """Start a replica, for the first time or again. Raises UserError, EngineFault and DeadlineExceeded."""
+
+
 StartRanks = Callable[[int, int], Ranks]
 """Function (number of ranks, torch threads per rank) that starts the ranks of a trainer and returns them."""
 
@@ -130,11 +141,15 @@ def build_engine(
         )
 
 
-def _direct(recipe: Recipe, trainer: Trainer | None) -> DirectTransfer | None:
+def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | None = None) -> DirectTransfer | None:
     """Return how versions reach engines, and prepare the trainer for it. None: through files."""
     if recipe.weights.transport == "store":
         return None
-    direct = direct_transfer(layout_of(recipe), is_sparse=recipe.weights.transport == "sparse")
+    is_sparse = recipe.weights.transport == "sparse"
+    if replicas is None:
+        direct = direct_transfer(layout_of(recipe), is_sparse=is_sparse)
+    else:
+        direct = dataclasses.replace(replicas.direct, is_sparse=is_sparse)
     if isinstance(trainer, LocalTrainer):
         trainer.takes_digests = False
     if isinstance(trainer, RankedTrainer):
@@ -144,21 +159,35 @@ def _direct(recipe: Recipe, trainer: Trainer | None) -> DirectTransfer | None:
 
 
 def _replicas(
-    recipe: Recipe, path: str, version: PolicyVersion, trace: LeaseTrace | None, trainer: Trainer | None
+    recipe: Recipe,
+    path: str,
+    version: PolicyVersion,
+    trace: LeaseTrace | None,
+    trainer: Trainer | None,
+    remote: RemoteReplicas | None = None,
 ) -> ReplicaTransport:
     """Start several engines that share the trainer's versions."""
     from baton.rollout.engines.vllm.direct import DirectVersions
+    from baton.rollout.engines.vllm.remote import whole_versions
 
-    direct, building = _direct(recipe, trainer), Lock()
+    direct, building, model, settings = _direct(recipe, trainer, remote), Lock(), recipe.model, recipe.engine
     assert direct is not None, "recipe.py refuses replicas that load versions from files"
-    direct = dataclasses.replace(direct, versions=DirectVersions(direct, recipe.engine.vllm.answer_timeout_s))
+    versions, on_cpu = DirectVersions(direct, settings.vllm.answer_timeout_s), direct.backend == "gloo"
+    direct = dataclasses.replace(direct, versions=versions)
+    if remote is not None:
+        versions.prepare = whole_versions(path, settings, model.attention, on_host=on_cpu)
+    where, device = str(Path(path).absolute()) if Path(path).exists() else path, "cpu" if on_cpu else "cuda"
+    start = Start(where, device, model.attention, settings.model_dump(), version, head_dtype=model.head_dtype)
+    start = replace(start, is_sparse=direct.is_sparse)
 
     def build(index: int) -> Engine:
         own = dataclasses.replace(direct, replica=f"replica {index}")
+        if remote is not None:
+            return remote.build(index, start, own)
         with building:  # environment variables select the GPUs
             return build_engine(recipe, path, version, replica=index, direct=own)
 
-    return ReplicaTransport(recipe.engine.vllm.replicas, build, direct.versions, version, trace=trace)
+    return ReplicaTransport(settings.vllm.replicas, build, versions, version, trace=trace)
 
 
 def build_port(
@@ -167,11 +196,12 @@ def build_port(
     version: PolicyVersion,
     trace: LeaseTrace | None = None,
     trainer: Trainer | None = None,
+    replicas: RemoteReplicas | None = None,
 ) -> WorkerTransport:
     """Construct the recipe's worker transport: one engine in this process (`build_engine`), several replicas of vLLM,
-    or a pool of engine processes."""
-    if recipe.engine.kind == "vllm" and recipe.engine.vllm.replicas > 1:
-        return _replicas(recipe, path, version, trace, trainer)
+    or a pool of engine processes. replicas: replicas on other machines, instead of those of this process."""
+    if replicas is not None or (recipe.engine.kind == "vllm" and recipe.engine.vllm.replicas > 1):
+        return _replicas(recipe, path, version, trace, trainer, replicas)
     if not recipe.engine.processes:
         is_embedded = recipe.engine.kind == "embedded"
         return LocalTransport(
@@ -201,12 +231,13 @@ def build_loop(
     supervisor: WorkerSupervisor | None = None,
     start_ranks: StartRanks | None = None,
     reward_places: RewardPlaces = (),
+    replicas: RemoteReplicas | None = None,
 ) -> Loop:
     """Construct all parts of a run. The run starts in its initial state or in the state of its latest checkpoint.
 
-    A request through `stop` ends all waits of the loop except the wait for a train step. `supervisor`, `start_ranks`
-    and `reward_places` start workers, trainer ranks and reward models on other machines. Raises UserError for mistakes
-    that can be detected before the first step; the run's directory then stays unchanged.
+    A request through `stop` ends all waits of the loop except the wait for a train step. `supervisor`, `start_ranks`,
+    `reward_places` and `replicas` start workers, trainer ranks, reward models and vLLM engines on other machines.
+    Raises UserError for mistakes that can be detected before the first step; the run's directory then stays unchanged.
     """
     path = recipe.run.path
     if not resume:
@@ -229,6 +260,7 @@ def build_loop(
             supervisor=supervisor,
             start_ranks=start_ranks,
             reward_places=reward_places,
+            replicas=replicas,
         )
     except BaseException:
         lock.release()
@@ -285,10 +317,11 @@ def _build_loop(
     supervisor: WorkerSupervisor | None,
     start_ranks: StartRanks | None,
     reward_places: RewardPlaces,
+    replicas: RemoteReplicas | None,
 ) -> Loop:
     for note in recipe.algorithm.notes(recipe.rollout.model_dump()):
         observer.said(note)
-    if recipe.fleet.ray and supervisor is None:
+    if recipe.fleet.ray and supervisor is None and replicas is None:
         raise UserError("fleet.ray: got true, but `baton train --ray` sets this key; remove it")
     if recipe.swarm.is_on:
         check_swarm(recipe, supervisor)
@@ -299,7 +332,8 @@ def _build_loop(
             "checkpoint.background: got true, but the trainer's ranks may be on other machines, which do not share "
             "this machine's memory; with --ray, set it to false"
         )
-    config, _ = check_room(recipe, is_here=supervisor is None and start_ranks is None)
+    is_here = supervisor is None and start_ranks is None and replicas is None
+    config, _ = check_room(recipe, is_here=is_here)
     if parts := experimental_parts(choices_with(recipe, config)):
         observer.said(f"experimental: {'; '.join(parts)}")
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))
@@ -307,7 +341,6 @@ def _build_loop(
     with ExitStack() as undo:
         undo.callback(mixture.close)
         mixture.stop_draws(stop.check)
-        is_here = supervisor is None and start_ranks is None
         rewards = placed_rewards(recipe, layout_of(recipe)) if is_here else recipe.reward
         judge = RewardScorer(mixture.scored_tasks, rewards, mixture.answers, recipe.judge, reward_places)
         held_out = _prompts(recipe, mixture, encoder, observer)
@@ -324,7 +357,7 @@ def _build_loop(
         trace = TraceWriter(recipe.run.path if recipe.log.trace else None)
         trace.mark(BEGIN, step=place.state.step)
         run, port, metrics, journal = _open(
-            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor
+            recipe, lock, trainer, tokenizer, place, threads, observer, trace, supervisor, replicas
         )
         undo.pop_all()
     stream = PromptStream(mixture, recipe.run.seed, place.state.position)
@@ -399,6 +432,7 @@ def _open(
     observer: Observer,
     trace: TraceWriter,
     supervisor: WorkerSupervisor | None,
+    replicas: RemoteReplicas | None,
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
     """Start engines or the hub, and open the run's directory and files. Local engines are constructed before the
     directory is changed, so that errors of their construction leave the directory unchanged. A hub starts afterwards,
@@ -406,7 +440,8 @@ def _open(
     with ExitStack() as undo:
         undo.callback(trainer.close)
         if not recipe.swarm.is_on:
-            port = build_port(recipe, recipe.model.path, trainer.version, LeaseTrace(trace), trainer)
+            path, leases = recipe.model.path, LeaseTrace(trace)
+            port = build_port(recipe, path, trainer.version, leases, trainer, replicas)
             undo.callback(port.close)
         run = open_run(recipe, lock, trainer, tokenizer, place, threads)
         if recipe.swarm.is_on:

@@ -420,6 +420,39 @@ def test_a_worker_that_refuses_everything_is_named():
         bench.step()
 
 
+class FailsOnce(LocalTransport):
+    """Its only engine fails with all its leases. Another engine, without slots until the next call, gets them."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.refused: list[FromWorker] = []
+        self.has_failed = self.is_starting = False
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.is_starting else super().slots
+
+    def send(self, message: FromHub) -> None:
+        if isinstance(message, Lease) and not self.has_failed:
+            self.refused.append(Retry(message.lease_id, 0))
+        else:
+            super().send(message)
+
+    def receive(self, timeout_s: float) -> list[FromWorker]:
+        self.is_starting = bool(self.refused) and not self.has_failed
+        if self.is_starting:
+            self.has_failed = True
+            return self.refused
+        return list(super().receive(timeout_s))  # type: ignore[arg-type]
+
+
+def test_an_engine_that_fails_with_more_leases_than_refusals_are_allowed_does_not_end_the_run():
+    bench = Bench("sync", FailsOnce())
+    bench.begin()
+    assert len(bench.step()) == 4
+    assert len(bench.port.refused) == 12
+
+
 def test_a_prompt_that_leaves_no_room_is_refused_by_name():
     class LongPrompts(Prompts):
         def take(self) -> tuple[Prompt, tuple[int, ...]]:

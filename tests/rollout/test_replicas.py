@@ -72,9 +72,6 @@ class Client:
         if not self.link.process.is_alive():
             raise EngineFault("the process has exited")
 
-    def set_label(self, label: str) -> None:
-        pass
-
 
 class ProcessEngine:
     """An engine whose tokens are the values of its process's weights, so a token shows which weights sampled it."""
@@ -128,7 +125,7 @@ class ProcessEngine:
 
     def load_weights(self, given: dict[str, Any], wanted: PolicyVersion) -> None:
         self.is_broken = True
-        self.direct.load(given, wanted, "label")
+        self.direct.load(given, wanted)
         self.version, self.is_broken = wanted, False
 
     def close(self) -> None:
@@ -331,8 +328,8 @@ def test_a_version_that_was_replaced_is_never_served_under_its_name() -> None:
         versions.offer(tensors(1), version(1))
         versions.offer(tensors(2), version(2))
         with pytest.raises(WeightsFault, match="version 2 has replaced version 1"):
-            load.load({}, version(1), "label")
-        load.load({}, version(2), "label")
+            load.load({}, version(1))
+        load.load({}, version(2))
         assert link.ask("served", None, LIMIT_S)["w0"] == [2.0] * 4
     finally:
         versions.close()

@@ -6,7 +6,7 @@ plan, machines ─▶ placement ─▶ recipe with its ranks ─▶ loop.train �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,13 @@ from baton.cluster.placement import Placement, check_engines, machines_of, place
 from baton.cluster.plan_check import check_plan, check_reward_places
 from baton.cluster.ray.connection import RayCluster
 from baton.cluster.ray.ranks import RayRanks
+from baton.cluster.ray.replicas import RayReplicas
 from baton.cluster.ray.rewards import RayRewards
 from baton.cluster.ray.supervisor import RayWorkerSupervisor
 from baton.cluster.replanning import Replanner
 from baton.cluster.supervision import SupervisionRules
 from baton.errors import RankLost, UserError
+from baton.policy.load import torch_device
 from baton.policy.settings import dtype_on
 from baton.recipe.recipe import Recipe
 from baton.rollout.engine import EngineSettings
@@ -30,6 +32,7 @@ from baton.run.predictions import predictions_of_plan
 from baton.specs.plan import Plan, read_plan
 from baton.stop import StopRequest
 from baton.swarm.listen import is_loopback
+from baton.weights.direct.settings import DirectTransfer
 
 if TYPE_CHECKING:
     from baton.run.loop import Loop, Observer
@@ -140,14 +143,15 @@ class _RayAttempts:
 
         def start_ranks(count: int, threads: int) -> RayRanks:
             ranks.append(RayRanks(self.cluster, placement.ranks, by_name))
-            if placement.ranks[0].gpu != CPU:
-                supervisor.ranks = ranks[0].group, ranks[0].visible
-            else:
-                supervisor.ranks = ranks[0].group, ()
+            if supervisor is not None:
+                supervisor.ranks = ranks[0].group, ranks[0].visible if placement.ranks[0].gpu != CPU else ()
             return ranks[0]
 
-        supervisor = RayWorkerSupervisor(self.cluster, placement, self.planner, self.observer.said, self.order.rules)
-        supervisor.ranks = own, ()
+        supervisor, replicas = None, self._replicas(recipe, placement, by_name)
+        if replicas is None:
+            said, rules = self.observer.said, self.order.rules
+            supervisor = RayWorkerSupervisor(self.cluster, placement, self.planner, said, rules)
+            supervisor.ranks = own, ()
         try:
             with self.stop.interrupting():
                 loop = build_loop(
@@ -159,6 +163,7 @@ class _RayAttempts:
                     supervisor=supervisor,
                     start_ranks=None if own is not None else start_ranks,
                     reward_places=rewards.places,
+                    replicas=replicas,
                 )
             self.has_begun = True
             is_cpu = placement.ranks[0].gpu == CPU
@@ -169,10 +174,15 @@ class _RayAttempts:
                 loop.predictions.replace(predicted, loop.state.step)
                 loop.train()
             finally:
+                if replicas is not None:
+                    replicas.close()  # ends their waits for machines
                 loop.close()
             return loop
         finally:
-            supervisor.close()
+            if supervisor is not None:
+                supervisor.close()
+            if replicas is not None:
+                replicas.close()
             for started in ranks:
                 started.close()
             rewards.close()
@@ -193,7 +203,9 @@ class _RayAttempts:
         for key, dtype in {"trainer": recipe.trainer.dtype, "engine": recipe.engine.dtype}.items():
             if dtype == "auto":  # decided here, because this machine may have no GPU
                 overrides.append(f"{key}.dtype={dtype_on('cpu' if rank.gpu == CPU else 'cuda', dtype)}")
-        if recipe.swarm.serve is None:
+        if recipe.weights.transport != "store":
+            overrides.append(f"engine.vllm.replicas={len(placement.workers)}")
+        elif recipe.swarm.serve is None:
             own = self.cluster.own_address
             is_alone = all(machines[spec.machine].address == own for spec in placement.workers)
             overrides.append(f'swarm.serve="{"127.0.0.1" if is_alone else own}:0"')
@@ -201,6 +213,31 @@ class _RayAttempts:
         if recipe.engine.kind == "sglang" and recipe.engine.sglang.urls and not self.planner.servers:
             self.planner.servers = self._servers(recipe.engine, placement, machines)
         return self.order.load(overrides)
+
+    def _replicas(self, recipe: Recipe, placement: Placement, machines: Mapping[str, Machine]) -> RayReplicas | None:
+        """Return the engines of a run with direct transfers; None if workers load versions from the store. Raises
+        UserError for a plan or a recipe with which direct transfers were never tested."""
+        got, rank, workers = recipe.weights.transport, placement.ranks[0], placement.workers
+        if got == "store":
+            return None
+        if len({spec.gpu == CPU for spec in (rank, *workers)}) > 1:
+            why = f"the trainer is on {rank.gpu} and a replica on {', '.join(sorted({spec.gpu for spec in workers}))}"
+        elif self.planner.plan.is_colocated or recipe.rollout.is_colocated:
+            why = "trainer and engines use the same GPUs"
+        else:
+            why = "engine.vllm.lora_rank is set" if recipe.engine.vllm.lora_rank else ""
+        if why:
+            raise UserError(
+                f'weights.transport: got "{got}" with --ray, but {why}, which was never tested; use "store"'
+            )
+        host, is_here = machines[rank.machine].address, machines[rank.machine].id == self.cluster.here
+        gpu = None if rank.gpu == CPU else (torch_device(recipe.model.device).index or 0) if is_here else 0
+        direct = DirectTransfer("gloo" if gpu is None else "nccl", gpu=gpu, host=host, is_remote=True)
+
+        def nodes() -> dict[str, str]:
+            return {machine.name: machine.id for machine in self._machines(self.names)}
+
+        return RayReplicas(self.cluster, workers, nodes, direct, self.observer.said)
 
     def _servers(
         self, engine: EngineSettings, placement: Placement, machines: dict[str, Machine]

@@ -127,10 +127,18 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         """Switch to new weights immediately. Running leases continue under the new version. Raises EngineFault, without
         changing any weight, for tensors that do not fit."""
         loadable = self._loadable(tensors)
+        label = self.begin_load(version)
+        self._load_tensors(loadable, label)
+        self.end_load(version, label)
+
+    def begin_load(self, version: PolicyVersion) -> str:
+        """Pause, and record all generated tokens under the old version. Return the label of the new weights."""
         self._client.pause()
         self._outbox += self._collect_tokens(0.0)
-        label = f"{version.lineage}-{version.number}-{next(self._keys)}"
-        self._load_tensors(loadable, label)
+        return f"{version.lineage}-{version.number}-{next(self._keys)}"
+
+    def end_load(self, version: PolicyVersion, label: str) -> None:
+        """Continue with a version that the program has loaded since `begin_load`."""
         self._label = label
         self._table.switch(version)
         self._outbox += self._abort_rows()

@@ -27,6 +27,8 @@ class Start(msgspec.Struct, frozen=True, tag="Start"):
     scratch: str = ""
     """Directory for new weights from the parent. The engine process removes it after the parent has exited."""
     head_dtype: str = "auto"
+    is_sparse: bool = False
+    """For vLLM with direct transfers: whether differences between versions are sent."""
 
     def engine_settings(self) -> EngineSettings:
         return EngineSettings.model_validate(self.settings)

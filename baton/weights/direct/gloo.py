@@ -6,7 +6,7 @@ transfer engines replace it.
 
 from __future__ import annotations
 
-import ipaddress
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -64,13 +64,7 @@ class GlooGroup:
     def __init__(self, store: Any, rank: int, world_size: int, host: str, timeout_s: float) -> None:
         options = _dist.ProcessGroupGloo._Options()
         options._timeout = self._limit = timedelta(seconds=timeout_s)
-        local = _is_loopback(host)
-        device = (
-            _dist.ProcessGroupGloo.create_device(hostname=host)
-            if local
-            else _dist.ProcessGroupGloo.create_default_device()
-        )
-        options._devices = [device]
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
         self._group: Any = _dist.ProcessGroupGloo(store, rank, world_size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -88,8 +82,10 @@ class GlooGroup:
         self._group = None
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _own_address(host: str) -> str:
+    """Return this machine's address on the route to `host`. The address of its host name, which gloo uses by default,
+    may be one that other machines cannot reach. Sends nothing."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -20,5 +20,9 @@ class DirectTransfer:
     """The ranks that send the tensors (`RemoteSource`); None if the trainer is in this process."""
     versions: Any = None
     """The versions that several replicas of a run share (`DirectVersions`); None for one engine."""
+    host: str = "127.0.0.1"
+    """Address at which the engines reach the trainer."""
+    is_remote: bool = False
+    """Whether a process other than that of the engine sends the versions and calls vLLM's workers."""
     replica: str = "the vLLM engine"
     """Name of the engine in transfers and messages."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from baton.errors import WeightsFault
-from baton.rollout.engines.vllm.client import VllmClient
 from baton.types import PolicyVersion
 from baton.weights.direct.protocol import DirectRules
 from baton.weights.direct.remote import RemoteTransport
@@ -40,9 +39,10 @@ def arguments_of(direct: DirectTransfer | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class VllmLink:
-    """Calls methods of the workers of a vLLM engine that this process has started."""
+    """Calls methods of the workers of a vLLM engine."""
 
-    client: VllmClient
+    client: Any
+    """A `VllmClient`, or a `RemoteReplica`."""
     world_size: int
     may_start: Event = field(default_factory=Event)
     """Set while the engine is paused for a load. A transfer starts only then."""
@@ -57,7 +57,7 @@ class DirectVersions:
     """The versions that the trainer sends to the replicas of a run, each over a communicator of its own."""
 
     def __init__(self, direct: DirectTransfer, timeout_s: float) -> None:
-        """timeout_s: deadline of each phase of a transfer."""
+        """client: a `VllmClient`, or a `RemoteReplica`. timeout_s: deadline of each phase of a transfer."""
         self.rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
         self.sender = DirectSender(_transport(direct).connect, time.monotonic, self.rules, is_sparse=direct.is_sparse)
         self.source = direct.source
@@ -88,15 +88,15 @@ class DirectVersions:
 
 
 class DirectLoad:
-    """Loads versions by direct transfers into an engine that the trainer's process has started."""
+    """Loads versions by direct transfers into an engine."""
 
-    def __init__(self, client: VllmClient, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
+    def __init__(self, client: Any, direct: DirectTransfer, world_size: int, *, timeout_s: float) -> None:
         """timeout_s: deadline of each phase of a transfer, unless the replicas of a run share `direct.versions`."""
         self._versions, self._is_shared = direct.versions or DirectVersions(direct, timeout_s), bool(direct.versions)
         self._client, self._replica, self.link = client, direct.replica, VllmLink(client, world_size)
         self._versions.sender.join(self._replica, self.link)
 
-    def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, label: str) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
         """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails;
         the caller must then leave the engine paused. If replicas share the versions, this version must have been
         offered; raises WeightsFault if a newer one was offered since."""
@@ -116,7 +116,6 @@ class DirectLoad:
         # after may_start is cleared no transfer starts, but one may have started before
         if sender.served(self._replica) != sent:
             raise WeightsFault(f"a newer version has replaced version {version.number}")
-        self._client.set_label(label)
 
     def _check(self) -> None:
         self._client.check()
@@ -138,4 +137,4 @@ class DirectLoad:
 def _transport(direct: DirectTransfer) -> RemoteTransport | GlooTransport | VllmTransport:
     if direct.source is not None:
         return RemoteTransport(direct.source)
-    return GlooTransport("127.0.0.1") if direct.backend == "gloo" else VllmTransport(direct, "127.0.0.1")
+    return GlooTransport(direct.host) if direct.backend == "gloo" else VllmTransport(direct, direct.host)

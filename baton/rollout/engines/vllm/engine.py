@@ -79,6 +79,11 @@ class VllmEngine(ExternalEngine[VllmClient]):
     )
 
     @property
+    def client(self) -> VllmClient:
+        """The connection to vLLM, for a process that calls vLLM's workers itself (`remote.py`)."""
+        return self._client
+
+    @property
     def mask_dtype(self) -> str | None:
         vocabulary = self._skeleton.model.config.get_text_config().vocab_size
         return kept_dtype(vocabulary) if self._settings.vllm.return_sampling_mask else None
@@ -107,7 +112,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
 
     def _load_paused(self, tensors: Mapping[str, Any], label: str) -> None:
         if self.direct is not None and not is_adapter(tensors):
-            self.direct.load(tensors, self._incoming, label)
+            self.direct.load(tensors, self._incoming)
+            self._client.set_label(label)
             return
         with TemporaryDirectory(prefix="baton-", dir=memory_directory(), ignore_cleanup_errors=True) as directory:
             if is_adapter(tensors):
@@ -320,7 +326,7 @@ def _engine(
         except BaseException:
             engine.close()
             raise
-    if direct is not None:
+    if direct is not None and not direct.is_remote:
         engine.use_direct(direct, settings.vllm.answer_timeout_s)
     return engine
 

@@ -1,0 +1,141 @@
+"""Replicas whose actors have no vLLM: they receive weights over gloo with the real protocol, into a dict of tensors.
+Imported by the processes of Ray, too."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weights" / "direct"))
+
+from replica_process import Model
+
+from baton.rollout.engine import EngineStats
+from baton.rollout.engines.embedded.engine import embedded_engine
+from baton.rollout.engines.vllm.remote import ReplicaServer
+from baton.rollout.processes.protocol import Start
+from baton.types import FinishReason, FromWorker, Lease, PolicyVersion, Report, Segment
+
+LOGPROB = -1.0
+
+
+class Process(Model):
+    """The actor's own process, which sends itself signals."""
+
+    def pid(self, info: None) -> None:
+        Path(os.environ["BATON_TEST_PIDS"], str(os.getpid())).touch()
+
+    def signal_at(self, info: list[Any]) -> None:
+        super().signal_at((info[0], info[1]))
+
+
+class Client:
+    """The part of `VllmClient` that direct transfers use."""
+
+    def __init__(self) -> None:
+        self.model = Process()
+
+    def call_workers(self, method: str, info: Any, timeout_s: float) -> None:
+        self.model.call(method, info)
+
+    def set_label(self, label: str) -> None:
+        assert label
+
+    def check(self) -> None:
+        pass
+
+
+class ValueEngine:
+    """Its tokens are the values of its weights, so a token shows which weights sampled it."""
+
+    def __init__(self, version: PolicyVersion, slots: int) -> None:
+        self.client, self.version, self.slots = Client(), version, slots
+        self.leases: dict[int, tuple[Lease, int]] = {}
+        self.outbox: list[FromWorker] = []
+        self.is_paused = False
+        self.num_tokens = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(decoded_tokens=self.num_tokens)
+
+    def begin_load(self, version: PolicyVersion) -> str:
+        self.is_paused = True
+        return f"label of {version.number}"
+
+    def end_load(self, version: PolicyVersion, label: str) -> None:
+        assert label == f"label of {version.number}"
+        self.version, self.is_paused = version, False
+
+    def submit(self, lease: Lease) -> None:
+        assert len(self.leases) < self.slots
+        self.leases[lease.lease_id] = lease, lease.trajectory.num_tokens
+
+    def abort(self, lease_id: int) -> None:
+        if lease_id in self.leases:
+            _, count = self.leases.pop(lease_id)
+            self.outbox.append(Report(lease_id, count, (), is_aborted=True))
+
+    def flush(self) -> list[FromWorker]:
+        return []
+
+    def step(self) -> list[FromWorker]:
+        reports, self.outbox = self.outbox, []
+        if self.leases and not self.is_paused:
+            served = self.client.model.served(None)
+            assert served is not None
+            values = {value for name, tensor in served.items() if name != "same" for value in tensor}
+            assert len(values) <= 1, "a token of parts of two versions"
+            token = int(min(values, default=0))
+            for lease_id, (lease, count) in list(self.leases.items()):
+                segment = Segment((token,), (LOGPROB,), self.version.number)
+                is_over = count + 1 >= lease.sampling.max_new_tokens
+                reports.append(Report(lease_id, count, (segment,), FinishReason.LENGTH if is_over else None))
+                self.num_tokens += 1
+                self.leases[lease_id] = lease, count + 1
+                if is_over:
+                    del self.leases[lease_id]
+        time.sleep(0.01)
+        return reports
+
+
+class ValueServer(ReplicaServer):
+    def build(self, start: Start) -> Any:
+        return ValueEngine(start.version, start.engine_settings().slots)
+
+
+class ModelEngine:
+    """Baton's embedded engine, which receives weights as vLLM's workers do."""
+
+    def __init__(self, start: Start) -> None:
+        settings = start.engine_settings()
+        assert (start.device, settings.kind) == ("cpu", "vllm")
+        self.client, self.outbox = Client(), list[FromWorker]()
+        embedded = settings.model_copy(update={"kind": "embedded"})
+        self.engine = embedded_engine(
+            start.model_path, embedded, start.version, device="cpu", attention=start.attention
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def begin_load(self, version: PolicyVersion) -> str:
+        self.outbox += self.engine.flush()
+        return str(version.number)
+
+    def end_load(self, version: PolicyVersion, label: str) -> None:
+        assert self.client.model.served(None) is not None
+        self.engine.load_weights(dict(self.client.model.tensors), version)
+
+    def step(self) -> list[FromWorker]:
+        reports, self.outbox = self.outbox, []
+        return reports + self.engine.step()
+
+
+class ModelServer(ReplicaServer):
+    def build(self, start: Start) -> Any:
+        assert Path(start.model_path).is_absolute()
+        return ModelEngine(start)
