@@ -214,22 +214,24 @@ def machines_of(plan: Plan) -> frozenset[str]:
 def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
     """Return, for each machine of a plan, its GPU type and the minimum number of GPUs that it must have."""
     wanted: dict[str, tuple[str, int]] = {}
-    seen: set[str] = set()
     rewards = () if plan.reward is None else (plan.reward,)
+    trained: set[str] = set()
+    used: set[str] = set()  # by engines and reward models
     for part in (*plan.training.stages, *plan.replicas, *rewards):
         gpu = part.gpu
-        if plan.is_colocated and plan.replicas and part is plan.replicas[0]:
-            seen = set()  # engines may use the GPUs of ranks
+        # the engines of a colocated plan may use the GPUs of ranks
+        taken = used if plan.is_colocated and isinstance(part, Replica) else trained | used
         for gpu_id in part.gpu_ids:
             name, _, index = gpu_id.rpartition(":")
             if not name or not index.isdecimal():
                 raise UserError(f"--plan: got the GPU id {gpu_id!r}; allowed is MACHINE:INDEX")
             known, num = wanted.get(name, (gpu, 0))
-            if gpu_id in seen or known != gpu:
+            if gpu_id in taken or known != gpu:
                 raise UserError(
                     f"--plan: {gpu_id} is used twice, or its machine has two GPU types: make the plan again"
                 )
-            seen.add(gpu_id)
+            taken.add(gpu_id)
+            (trained if isinstance(part, Stage) else used).add(gpu_id)
             wanted[name] = (gpu, max(num, int(index) + 1))
     return wanted
 

@@ -236,7 +236,7 @@ def check_placed(judges: dict[str, str], plan: Plan, inputs: Inputs, nodes: dict
 def test_the_reward_stage_of_other_plans_is_carried_out_too(judges: dict[str, str], option: str) -> None:
     CASES.clear()
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(questions(), st.data())
     def each_fits(question: tuple[Inputs, dict[str, tuple[str, int]]], data: st.DataObject) -> None:
         inputs, _ = question
