@@ -21,7 +21,7 @@ from baton.clock import time_left
 from baton.cost.memory import most_layers, rank_phases
 from baton.cost.train import StageTerms, microbatches, stage_terms
 from baton.planner.bounds import RolloutBound
-from baton.planner.exact import Solution, least_step_s, solve_exact
+from baton.planner.exact import Solution, solve_exact
 from baton.planner.instance import Inputs, with_table
 from baton.planner.pools import GpuPool
 from baton.planner.problem import AssignmentProblem, Floats, Ints, sync_table, tensor_widths
@@ -80,8 +80,7 @@ def improve(
     bound = RolloutBound(problem)
     families = list(_families(inputs, problem))
     solved_s = best.step_s
-    alone = (problem.table.stages > 0).sum(axis=1) == 1  # all pipelines on a single pool are in the table
-    covered = least_step_s(problem.with_rows(alone), bound)
+    covered = _enumerated_bound_s(problem, bound)
     low, high = min(best.bound_s, best.step_s), best.step_s
     for _ in range(ROUNDS):
         if high / low - 1 < TARGET_GAP or left_s() < 0:
@@ -99,6 +98,19 @@ def improve(
         solved_s = best.step_s
         high = min(high, solved_s)
     return problem, msgspec.structs.replace(best, bound_s=min(low, covered, best.step_s))
+
+
+def _enumerated_bound_s(problem: AssignmentProblem, bound: RolloutBound) -> float:
+    """Return a lower bound on the step time of pipelines on a single pool, all of which are in the table."""
+    alone = (problem.table.stages > 0).sum(axis=1) == 1
+    if not alone.any():
+        return np.inf
+    table = problem.table.take(alone)
+    capacity = np.array([pool.num_gpus for pool in problem.pools.pools])
+    rollout_s = np.maximum(bound.times_s(capacity - table.gpus), problem.step.judge_s) + problem.step.latency_s
+    sync_s = problem.sync_s[alone].min(axis=1)
+    total = np.maximum(rollout_s, table.time_s) if problem.step.overlaps else rollout_s + table.time_s
+    return float((sync_s + total).min())
 
 
 def _families(inputs: Inputs, problem: AssignmentProblem) -> Iterator[_Family]:

@@ -83,11 +83,6 @@ def solve_exact(
     return best and msgspec.structs.replace(best, bound_s=covered), covered
 
 
-def least_step_s(problem: AssignmentProblem, bound: RolloutBound) -> float:
-    """Return a lower bound on the step time of all plans with a training shape of the table."""
-    return float(_entries(problem, bound).bound_s.min()) if len(problem.table) else np.inf
-
-
 def _entries(problem: AssignmentProblem, bound: RolloutBound) -> _Entries:
     table, step = problem.table, problem.step
     capacity = np.array([pool.num_gpus for pool in problem.pools.pools])

@@ -24,9 +24,12 @@ def refuse_without_columns(model: ModelSpec, work: Workload, pools: Pools) -> No
     """Raise the UserError for a model that does not fit into the memory of any pool with any replica shape."""
     lines = []
     for pool in pools.pools:
-        longest = work.longest_tokens
         needs = [
-            (weight_bytes(model, work, tp, layers) + context_bytes(model, work, tp, layers, longest), tp, pp)
+            (
+                weight_bytes(model, work, tp, layers) + context_bytes(model, work, tp, layers, work.longest_tokens),
+                tp,
+                pp,
+            )
             for tp in tensor_widths(model, pool)
             for pp in REPLICA_STAGES
             if tp * pp <= max(pool.sizes) and pp <= model.num_layers
@@ -57,7 +60,7 @@ def refuse_without_shapes(model: ModelSpec, work: Workload, pools: Pools, *, may
 
 def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
     """Return a text that states the minimum memory per GPU for training with all GPUs of this pool."""
-    needs = []
+    best: tuple[float, int, int, int] | None = None
     if work.trainer == "baton":
         work = msgspec.structs.replace(work, shard_gradients=True)
     for stages, tp in trained_widths(model, work, pool):
@@ -67,9 +70,10 @@ def _training_need(model: ModelSpec, work: Workload, pool: GpuPool) -> str:
         terms = stage_terms(model, work, pool.place, max(pool.sizes), tp, dp)
         layers = -(-model.num_layers // stages)
         rank = rank_of(work, terms.rank, stages, tp * dp)
-        phases = rank_phases(model, rank, stages == 1, True, in_flight(work, stages, dp))
-        needs.append((float(stage_bytes(phases, layers)), tp, stages, dp))
-    need, tp, stages, dp = min(needs)  # a pool holds at least one GPU
+        need = float(stage_bytes(rank_phases(model, rank, stages == 1, True, in_flight(work, stages, dp)), layers))
+        best = min(best or (need, tp, stages, dp), (need, tp, stages, dp))
+    assert best is not None, "a pool holds at least one GPU"
+    need, tp, stages, dp = best
     return (
         f"{pool.name}: {need / GB:.3g} GB per GPU needed with tp = {tp}, dp = {dp}, {stages} stages, "
         f"{pool.place.memory_limit_bytes / GB:.3g} GB available"

@@ -132,10 +132,6 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     sync_bound_s: float
     """Lower bound on the publication time."""
 
-    def with_rows(self, rows: Ints | NDArray[np.bool_]) -> AssignmentProblem:
-        """Return the problem with only these training shapes."""
-        return msgspec.structs.replace(self, table=self.table.take(rows), sync_s=self.sync_s[rows])
-
 
 def replica_columns(model: ModelSpec, work: Workload, pools: Pools) -> tuple[ReplicaShape, ...]:
     """Return every replica shape that fits, with its largest batch and with 1/2, 1/4, … of this batch."""

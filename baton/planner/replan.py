@@ -21,7 +21,7 @@ from baton.planner.exact import Solution, solution, solve_exact
 from baton.planner.instance import Inputs, make_problem, with_table
 from baton.planner.integer import check_solver
 from baton.planner.plan_from_solution import describe
-from baton.planner.problem import AssignmentProblem
+from baton.planner.problem import AssignmentProblem, Ints
 from baton.planner.replicas import RolloutAllocation, RolloutProgram
 from baton.planner.reward_stage import stage_choices
 from baton.planner.solve import restricted, solve
@@ -102,8 +102,7 @@ def replan(
     richer, anew = solve(inputs, problem, "exact", time_limit_s)
     ways.append(("everything new", richer, anew))
     if row is not None:
-        narrowed = problem.with_rows(np.array([row]))
-        narrowed = msgspec.structs.replace(narrowed, table=msgspec.structs.replace(narrowed.table, is_complete=True))
+        narrowed = _only(problem, row)
         ways.append(("training kept", narrowed, solve_exact(narrowed, time_limit_s=time_limit_s)[0]))
         ways.append(("training and replicas kept", problem, _filled(problem, program, row, kept)))
     else:
@@ -196,6 +195,12 @@ def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> i
     same = np.all((table.stages == wanted[0]) & (table.tp == wanted[1]) & (table.dp == wanted[2]), axis=1)
     same &= table.is_mixed == running.training.is_mixed
     return int(np.argmax(same)) if same.any() else None
+
+
+def _only(problem: AssignmentProblem, row: int) -> AssignmentProblem:
+    rows: Ints = np.array([row], dtype=np.int64)
+    table = msgspec.structs.replace(problem.table.take(rows), is_complete=True)
+    return msgspec.structs.replace(problem, table=table, sync_s=problem.sync_s[rows])
 
 
 def _filled(problem: AssignmentProblem, program: RolloutProgram, row: int, kept: list[int]) -> Solution | None:
