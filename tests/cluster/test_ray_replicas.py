@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["nodes", "ray"]
 TIMEOUT_S = 5.0
 """Deadline of each phase of a transfer, and of each answer of an actor."""
+SIGNALS = [(STAGES[2], signal.SIGKILL), (STAGES[3], signal.SIGSTOP)]
+if os.environ.get("BATON_ALL_STAGES"):
+    SIGNALS = list(product(STAGES, (signal.SIGKILL, signal.SIGSTOP)))
+"""Two cases, because each takes half a minute. All of them: `BATON_ALL_STAGES=1 pytest
+tests/cluster/test_ray_replicas.py`. `tests/rollout/test_replicas.py` tests all of them without Ray."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,8 +162,7 @@ def test_actors_on_two_nodes_share_the_leases_and_each_loads_every_version(
     assert one.port.metrics({})["perf/weights_sent_bytes"] >= 2 * 3 * size
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("stage_of_load", STAGES)
+@pytest.mark.parametrize(("stage_of_load", "number"), SIGNALS)
 def test_a_signal_to_an_actor_at_any_stage_delays_no_other(
     stage_of_load: str, number: int, run: Callable[..., RayRun], two: tuple[Nodes, list[str], Path]
 ) -> None:
