@@ -297,7 +297,7 @@ def test_a_colocated_plan_of_any_cluster_is_carried_out_and_each_rank_fits_besid
     share of the GPU beside a sleeping rank."""
     CASES.clear()
 
-    @settings(max_examples=300)
+    @settings(max_examples=120)
     @given(questions())
     def each_fits(question: tuple[Inputs, dict[str, tuple[str, int]]]) -> None:
         inputs, nodes = question
