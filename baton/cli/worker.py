@@ -132,7 +132,7 @@ async def _run(one: SwarmWorker, is_tied: bool) -> None:
 
 
 def _device_name(device: str) -> str:
-    """Return the name of the GPU or processor. Devices with equal names are expected to compute with equal rounding."""
+    """Return the name of the GPU or processor. Devices with equal names are assumed to round equally."""
     from baton.records.run_directory import processor_name
 
     if device == "cpu":

@@ -147,7 +147,7 @@ class EnvironmentPool:
 
     def discard(self, key: calls.EpisodeKey) -> None:
         """Close the instance of an episode and forget its calls. Must be called at the end of every episode. The key is
-        not used again, because a restarted episode has the next attempt."""
+        never used again, because an episode that is restarted gets the next attempt number."""
         process = self._homes.pop(key, None)
         self._gone.discard(key)
         if process is None:

@@ -127,8 +127,8 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     step: StepModel
     trained_tokens: float
     train_rate_bound: Floats
-    """[pools] upper bound on the batches per second and GPU of all shapes; used for bounds if the table is
-    incomplete."""
+    """[pools] upper bound, over all shapes, on the batches per second that one GPU trains. If the table is incomplete,
+    bounds use this value."""
     sync_bound_s: float
     """Lower bound on the publication time."""
 

@@ -35,8 +35,8 @@ CACHED_LOGITS = 2**19
 memory reads would take longer than the computation. The limit does not apply to matrix products."""
 
 PRODUCT_ROWS = 8192
-"""In bfloat16, the head's gradient [V, H] is computed in blocks of this number of rows. Each block is stored in a
-separate tensor and then added to the gradient, so a smaller block needs less memory."""
+"""Number of rows of a block, if the head's gradient [V, H] is computed in blocks, as in bfloat16. Each block is stored
+in a separate tensor and then added to the gradient, so a smaller block needs less memory."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Key of a model's configuration with a scale of the logits (Cohere, Falcon-H1, Granite) → 1 if logits are multiplied

@@ -68,7 +68,7 @@ class Prediction(msgspec.Struct, frozen=True):
     length."""
 
     def at(self, tokens: float | None) -> float:
-        """Return the predicted value for a largest microbatch of `tokens` tokens. None: the maximum number."""
+        """Return the value predicted if the largest microbatch has `tokens` tokens. None: the maximum number."""
         if tokens is None or not self.by_tokens:
             return self.value
         places, values = np.array(self.by_tokens).T

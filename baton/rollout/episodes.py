@@ -154,7 +154,7 @@ class ErrorBudget:
         self._failed: dict[int, float] = {}
 
     def begin(self) -> int:
-        """Count an attempt that begins; return the number of its block."""
+        """Count a new attempt, and return the number of the block of `BLOCK` attempts that contains it."""
         self._num_begun += 1
         return (self._num_begun - 1) // self.BLOCK
 

@@ -16,7 +16,7 @@ from baton.stop import StopRequest
 from baton.types import FromPort, Lease, PolicyVersion, SamplingParams, Trajectory, WorkRevoked
 
 SHORT_WAIT_S = 0.02
-"""Maximum seconds of one wait for messages of the worker, if events without a socket may also arrive."""
+"""Maximum seconds of one wait for worker messages while rewards or the end of a train step are also expected."""
 MAX_COUNTED_WAIT_S = 5.0
 """The time between two calls of `receive` counts as time without progress only up to this number of seconds. If more
 time has passed, this process may have been suspended."""

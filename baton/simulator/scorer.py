@@ -59,7 +59,7 @@ class SimulatedScorer:
         """Return the time at which a trajectory that is submitted now has been scored."""
         spec, now_s, seconds = self._spec, self._clock.now_s, self._spec.latency_s
         if self._sigma:
-            # a normal score with mean -sigma² / 2 gives a lognormal factor with mean 1
+            # if x is normal with mean -sigma² / 2, the lognormal factor exp(x) has mean 1
             seconds *= math.exp(self._random.gauss(-(self._sigma**2) / 2, self._sigma))
         begin_s = now_s
         if len(self._free_s) >= spec.concurrency:

@@ -37,7 +37,7 @@ class PromptLengths(msgspec.Struct, frozen=True):
     longest_tokens: int
     """Number of tokens of the longest measured prompt."""
     max_tokens: int
-    """Maximum number of tokens of a prompt that leaves room for a response."""
+    """Maximum length of a prompt in tokens, so that a response still fits into the context."""
     too_long: int
     """Number of measured prompts with more than `max_tokens`, including held-out prompts."""
 

@@ -43,7 +43,7 @@ class PrefixKey:
     """Identifies the keys and values of a piece. They also depend on the pieces before this piece."""
 
     digest: bytes
-    """Digest of the piece, its ids and the digest of the previous piece. Keys of long contexts can therefore be
+    """One digest over the piece, its ids, and the previous piece's digest. Keys of long contexts can therefore be
     compared without reading the ids again."""
     piece: Piece = field(compare=False)
     begin: int = field(compare=False)

@@ -94,7 +94,7 @@ class EnginePool(WorkerTransport):
         self._slots = start.engine_settings().slots
         self._count = count
         self._inbox: list[FromWorker] = []
-        """Reports that `receive` has not returned yet."""
+        """The reports that have arrived, but that `receive` has not returned yet."""
         self._save_tensors = save_tensors
         self.timeout_s = timeout_s
         """Maximum number of seconds until all processes serve a new version."""

@@ -300,8 +300,8 @@ class Calibration:
         for the class's dtype. Afterwards its bounds are calibrated: `logprob` and `draw_gap` differ from the default at
         most by the factor `_MAX_FACTOR`.
 
-        Both are `HEADROOM` times the (1 − `beyond`) quantile of the observed values, within this limit. A draw gap is
-        measured between two bounds that rounding may move in opposite directions, so `draw_gap` is at least twice
+        Both are `HEADROOM` times the (1 − `beyond`) quantile of the observed values, limited by this factor. A draw gap
+        is measured between two bounds that rounding may move in opposite directions, so `draw_gap` is at least twice
         `logprob`.
         """
         default = DEFAULTS.get(worker_class.dtype, DEFAULTS["bfloat16"])
@@ -343,7 +343,7 @@ class Calibration:
 
 def unseen_draws(worker_class: WorkerClass, kind: str) -> str | None:
     """Return the reason why untrusted workers of a class are refused, or None if they are accepted. They are refused if
-    the draws of their engine cannot be checked.
+    their engine's sampling cannot be checked.
 
     kind: the recipe's `engine.kind`. Workers with this engine are accepted even if its draws cannot be checked.
     """

@@ -157,7 +157,7 @@ class RankGroup(SingleRank):
         self._stored: dict[int, StoredTensors] = {}
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
-        """Cut the modules to this stage, then apply tensor parallelism and FSDP. Raises UserError if unsupported."""
+        """Remove other stages' layers, then apply tensor parallelism and FSDP. Raises UserError if unsupported."""
         stored = [self._stored.pop(id(module), None) for module in modules]
         for module, own in zip(modules, stored, strict=True):
             if module is None or id(module) in self._sharded:
