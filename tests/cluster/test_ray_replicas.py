@@ -37,10 +37,12 @@ pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["nodes", "ray"]
 TIMEOUT_S = 5.0
 """Deadline of each phase of a transfer, and of each answer of an actor."""
-SIGNALS = [(STAGES[2], signal.SIGKILL), (STAGES[3], signal.SIGSTOP)]
+SIGNALS = [(STAGES[1], signal.SIGKILL), (STAGES[3], signal.SIGSTOP)]
+TRAINERS = ["two ranks on other nodes"]
 if os.environ.get("BATON_ALL_STAGES"):
     SIGNALS = list(product(STAGES, (signal.SIGKILL, signal.SIGSTOP)))
-"""Two cases, because each takes half a minute. All of them: `BATON_ALL_STAGES=1 pytest
+    TRAINERS.append("in the run's process")
+"""Three cases, because each takes about a minute. All of them: `BATON_ALL_STAGES=1 pytest
 tests/cluster/test_ray_replicas.py`. `tests/rollout/test_replicas.py` tests all of them without Ray."""
 
 
@@ -194,7 +196,7 @@ def test_a_signal_to_an_actor_at_any_stage_delays_no_other(
     one.check_tokens()
 
 
-@pytest.mark.parametrize("trainer", ["in the run's process", "two ranks on other nodes"])
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_run_sends_its_versions_to_actors_and_outlives_one_and_its_machine(
     trainer: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
