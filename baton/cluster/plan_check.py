@@ -14,7 +14,8 @@ from baton.specs.plan import Plan, PlannedWork, RewardStage
 TOLERANCE = 0.15
 """Maximum relative difference between a count or length in the recipe and in the plan."""
 NUMBERS = "num_layers", "hidden", "vocab"
-"""Numbers that differ only between different models. A reward stage has only the first."""
+"""Fields of `ModelSpec` that are compared: if one differs, recipe and plan have different models. Of these fields, a
+`RewardStage` has only `num_layers`."""
 
 
 def check_plan(plan: Plan, recipe: Recipe, file: Path) -> tuple[str, ...]:
@@ -71,8 +72,8 @@ def _differences(plan: Plan, planned: PlannedWork, recipe: Recipe) -> list[tuple
 def _model_difference(
     key: str, name: str, of_plan: str, planned: PlannedWork | RewardStage
 ) -> list[tuple[str, object, object, bool]]:
-    """Compare a model of the recipe with that of the plan. A name on the hub is known if its config.json is in the
-    cache; nothing is downloaded."""
+    """Compare a model of the recipe with a model of the plan. A model given by its name on the Hugging Face hub can
+    be compared only if its config.json is in the local cache; nothing is downloaded."""
     hub_name = split_revision(name)[0]
     try:
         directory = model_directory(name)

@@ -21,15 +21,16 @@ PEAKS = {
     "decode_compute": ("flops", TERA, "TFLOP/s"),
     "decode": ("hbm_bytes_per_s", GB, "GB/s"),
 }
-"""Key of an efficiency that is a share of a peak → (attribute of `Gpu` with this peak, size of the file's unit in SI
-units, name of this unit)."""
+"""Key of an efficiency that is a share of the GPU's peak performance → (attribute of `Gpu` with the peak, SI units per
+unit of `achieved.toml`, name of the unit of `achieved.toml`)."""
 
 
 class AchievedSettings(Settings):
     """A value of the catalogue of achieved rates."""
 
     value: float
-    """The value that plans use. In the section of a GPU type, the efficiencies in `PEAKS` are absolute rates."""
+    """The value that plans use. In the section [default], an efficiency that `PEAKS` lists is a share of the GPU's peak.
+    In the section of a GPU type, it is a rate in the unit of `PEAKS`, such as TFLOP/s."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]

@@ -27,7 +27,8 @@ DRAIN_POINTS = 48
 """Number of points of the numerical integrals over positions."""
 CLASS_VALUES = 2**16
 """On a CPU, the embedded engine may divide the rows of a decode step into classes of similar length. This constant is
-the cost of one more class, about 30 µs per layer, as the number of key values that are scanned in this time."""
+the cost of one more class, about 30 µs per layer, as a number of elements of keys: attention reads this number of
+elements in the same time."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, dict=True):

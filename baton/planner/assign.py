@@ -21,7 +21,7 @@ class GpuAssignment(msgspec.Struct, frozen=True):
     idle: tuple[tuple[int, str], ...]
     """(pool, GPU) of each GPU without a role."""
     is_mixed: bool = False
-    """Whether the stages are the parts of one stage."""
+    """Whether the ranks of all `stages` form one mixed stage, instead of a pipeline of stages."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -95,8 +95,8 @@ def _choose(
     used: Container[int],
     wanted: int,
 ) -> int:
-    """Return the node for the next group of a request. `used`: nodes of the request's other groups. `wanted`: number of
-    GPUs that the request still needs."""
+    """Return the index of the node for the next group of a request. `used`: nodes of the request's other groups.
+    `wanted`: number of GPUs that the request still needs."""
     role = "train" if request.is_training else "rollout"
 
     def rank(node: int) -> tuple[float, ...]:

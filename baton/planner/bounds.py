@@ -1,10 +1,11 @@
-"""Lower bounds of the step time, by which the search orders and excludes hundreds of thousands of candidates.
+"""Lower bounds of the step time. The search orders hundreds of thousands of candidates by these bounds, and excludes
+candidates whose bound is too long.
 
-Allowing fractional replicas can only improve the optimum. A pool of n GPUs therefore generates at most n · φ(T) tokens
-in time T, where φ(T) is the largest number of tokens per GPU that any shape generates in T. The staleness bound limits
-the number of running trajectories to `gate`. This limit is included as a price λ per running trajectory. By weak
-duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least the optimum of the integer program, for every λ ≥
-0.
+With fractional replicas, the optimum is at least as good as with whole replicas. A pool of n GPUs therefore generates
+at most n · φ(T) tokens in time T, where φ(T) is the largest number of tokens per GPU that any shape generates in T. The
+staleness bound limits the number of running trajectories to `gate`. The bounds include this limit as a price λ per
+running trajectory: by weak duality, Σ n·max(0, best(work − λ·batch) per GPU) + λ·gate is at least the optimum of the
+integer program, for every λ ≥ 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from baton.planner.problem import AssignmentProblem, Floats
 
 GRID = 1500
-"""Number of times at which φ is tabulated. φ is convex, so linear interpolation lies above φ and the bound holds."""
+"""Number of values of T at which φ(T) is tabulated. φ is convex, so linear interpolation lies above φ and the bound
+holds."""
 PRICES = 7
 """Number of prices λ to try, including 0."""
 DUALS = 201
@@ -62,7 +64,7 @@ class RolloutBound:
         return least
 
     def work(self, time_s: float) -> list[Floats]:
-        """Return, for each price, an upper bound on the work per GPU in this time, shape [pools]."""
+        """Return φ(`time_s`) minus the price per running trajectory for each price, shape [pools]."""
         return [np.array([np.interp(time_s, self.times, row) for row in table]) for table in self.tables]
 
     def _root(self, gpus: Floats, table: Floats, constant: float) -> Floats:
@@ -81,11 +83,10 @@ class RolloutBound:
 
 
 def division_bound_s(problem: AssignmentProblem) -> float:
-    """Return a lower bound on the step time of every division of the GPUs between trainer and rollout. The computation
-    takes milliseconds.
+    """Return a lower bound on the step time of every division of the GPUs between trainer and rollout.
 
-    In time T, a GPU of pool k either trains ρ_k·T batches or generates the fraction φ_k(T)/tokens of a batch. The sums
-    of trained and of generated batches must both reach 1. For every weight w in [0, 1], it follows that
+    In time T, a GPU of pool k either trains ρ_k·T batches or generates the fraction φ_k(T)/tokens of a batch. All GPUs
+    together must train at least one batch and generate at least one batch. For every weight w in [0, 1], therefore,
     Σ n_k · max(w·ρ_k·T, (1 − w)·φ_k(T)/tokens) ≥ 1.
     """
     bound = RolloutBound(problem)

@@ -1,9 +1,9 @@
 """How certain a plan is: its throughput over the ranges of the calibration, and the parameter that decides which GPU
 types train.
 
-In the cost model, a lower efficiency or a higher overhead never makes a time shorter. The worst case of every plan is
-therefore the calibration with the worst end of every range. The best plan under this calibration has the highest
-worst-case throughput.
+In the cost model, a lower efficiency or a higher overhead makes times longer or leaves them equal. The throughput of
+every plan is therefore lowest under the calibration in which each parameter has the worst value of its range. The best
+plan under this calibration is the plan with the highest worst-case throughput.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Certainty(msgspec.Struct, frozen=True):
     """How certain a plan is."""
 
     tokens_per_s: tuple[float, float, float]
-    """Trained tokens per second of the unchanged plan under three calibrations: the worst ends of all ranges, the
-    calibrated values, the best ends of all ranges."""
+    """Trained tokens per second of the unchanged plan under three calibrations: the worst values of all ranges, the
+    calibrated values, the best values of all ranges."""
     trains: tuple[str, ...]
     change: TrainerChange | None
-    """Among the parameters whose change makes other GPU types train, the one that needs the smallest factor. None if no
-    single parameter does so within its range."""
+    """The parameter whose value must be multiplied or divided by the smallest factor until other GPU types train. None
+    if no single parameter can change the GPU types that train within its range."""
     tried: int
-    """Number of parameters that were moved to the ends of their ranges. The time limit can end the search early."""
+    """Number of parameters that were set to the ends of their ranges. The time limit can end the search early."""
     num_parameters: int
 
 
@@ -147,8 +147,8 @@ def _used(inputs: Inputs, calibration: GpuCalibration) -> list[Parameter]:
 def _nearest(
     inputs: Inputs, calibration: GpuCalibration, parameters: list[Parameter], base: Pick, is_late: Callable[[], bool]
 ) -> tuple[TrainerChange | None, int]:
-    """Return the parameter that needs the smallest factor to make other GPU types train in the best plan, and the
-    number of parameters that were tried."""
+    """Return the parameter that must change by the smallest factor until other GPU types train in the best plan, and
+    the number of parameters that were tried."""
     if len(inputs.cluster.gpu_types) == 1:
         return None, len(parameters)
     best: tuple[float, TrainerChange] | None = None
@@ -159,7 +159,7 @@ def _nearest(
     def at(parameter: Parameter, value: float) -> tuple[str, ...]:
         return found_with(calibration.at(lambda each: value if each is parameter else base(each)))
 
-    # the given plan may train on other types: `replan` limits its moves, or its search took longer
+    # the user's plan may train on other types than this one: `replan` moves few GPUs, or its search ran longer
     now = found_with(inputs.efficiencies)
     for tried, parameter in enumerate(parameters):
         if is_late():

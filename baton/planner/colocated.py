@@ -1,8 +1,9 @@
 """Plans in which trainer and engines use the same GPUs alternately, without overlap.
 
 In each step, all GPUs first generate; then the GPUs of the training shape train. On a GPU, the trainer's state (weights
-and optimiser moments) is in host memory while engines generate, so each step moves it twice. On a CPU it stays in
-memory, which leaves less for the KV cache. A sleeping process keeps a part of the GPU's memory (`_with_sleepers`).
+and optimiser moments) is in host memory while engines generate, so each step moves the state out and back. On a CPU,
+the state stays in memory, which leaves less memory for the KV cache. A sleeping process keeps a part of the GPU's
+memory (`_with_sleepers`).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def make_colocated_plan(inputs: Inputs, *, time_limit_s: float = 0.0) -> Plan:
 
 
 def _with_sleepers(inputs: Inputs) -> Cluster:
-    """Return the cluster without the memory that a sleeping vLLM keeps on each GPU (assumed). It is more than the CUDA
-    context that a sleeping trainer keeps, so engines also fit."""
+    """Return the cluster with less memory on each GPU: without the bytes that a sleeping vLLM is assumed to keep. A
+    sleeping trainer keeps only its CUDA context, which is smaller, so engines also fit beside the trainer."""
     nodes = []
     for node in inputs.cluster.nodes:
         kept = 0.0 if node.gpu.name == "CPU" else SLEEPING_VLLM_BYTES

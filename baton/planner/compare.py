@@ -27,7 +27,8 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 def alternatives(inputs: Inputs, *, reward_per_h: float = 0.0, time_limit_s: float = 60.0) -> list[Alternative]:
-    """Return alternatives to the plan of this cluster. `reward_per_h`: price of the reward stage, which they keep."""
+    """Return alternatives to the plan of this cluster. `reward_per_h`: price of the reward stage, which is added to the
+    price of each alternative."""
     ways: list[tuple[str, Callable[[], Plan]]] = [
         ("the published method (equation 3)", lambda: make_plan(inputs, "paper", time_limit_s=time_limit_s)),
         ("75 % rollout, 25 % training", lambda: split_plan(inputs, 0.25)),

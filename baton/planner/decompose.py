@@ -3,9 +3,9 @@
 A candidate is a structure (stages and tp on each pool of a pipeline) and a split of the layers among the pools. For a
 fixed step time T, the pools of a candidate are independent: each pool needs a minimum number of GPUs for its stages to
 be fast enough. The remaining GPUs must generate a step's tokens in T. A bound excludes candidates whose remaining GPUs
-cannot do this. If it excludes all candidates, T is a lower bound on the step time of pipelines that span GPU types. If
-T is below the best step time so far, the candidates that remain may contain a better plan. The required numbers of GPUs
-are never overestimated, so the bound is valid.
+cannot generate that many tokens. If the bound excludes all candidates, T is a lower bound on the step time of pipelines
+that span GPU types. If candidates remain and T is below the best step time so far, they may contain a better plan. The
+required numbers of GPUs are never overestimated, so the bound is valid.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ MOST_CANDIDATES = 40_000
 MOST_SPLITS = 4000
 """Maximum number of splits of the layers per set of pools. If there are more splits, similar splits are merged."""
 SPARE = (0, 1, 2)
-"""When a candidate is turned into training shapes: numbers of additional tensor-parallel groups per pool to try."""
+"""Each remaining candidate is solved with each of these numbers of additional tensor-parallel groups per pool."""
 PASSES = 4
-"""Number of passes that increase the required numbers of tensor-parallel groups, which depend on each other. Fewer
-passes give a bound that is valid but weaker."""
+"""Number of passes that increase the required numbers of tensor-parallel groups of the pools, because the number of one
+pool depends on the numbers of the others. Fewer passes give a bound that is valid but weaker."""
 
 
 class _Family(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ def improve(
             continue
         found = _realise(inputs, problem, families, passing, solved_s, time_limit_s / 4)
         if found is None:
-            high = middle  # no plan has this time and no bound excludes it, so only a shorter time can raise the bound
+            high = middle  # no plan was found and the bound does not exclude this time: try shorter times
             continue
         problem, best = found
         solved_s = best.step_s
@@ -295,7 +295,8 @@ def _least_groups(
 def _tail_s(
     inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints, groups: Sequence[Floats]
 ) -> Floats:
-    """Return a lower bound on the gradient time of the slowest stage, without vocabulary parameters."""
+    """Return a lower bound on the gradient time of the slowest stage: the time of its layers, without embedding and
+    output head."""
     longest = np.zeros(len(alive))
     for place, k in enumerate(family.order):
         pool = problem.pools.pools[k]
@@ -312,8 +313,8 @@ def _tail_s(
 
 
 def _holds(inputs: Inputs, problem: AssignmentProblem, family: _Family, alive: Ints) -> Bools:
-    """Return whether the layers fit into memory at the largest dp. Vocabulary parameters count only on one-stage
-    pools."""
+    """Return whether the layers fit into memory at the largest dp. Embedding and output head count only on pools with
+    one stage."""
     fits = np.ones(len(alive), dtype=bool)
     depth = np.sum([stage[alive] for stage in family.stages], axis=0)
     widest = np.max([most[alive] for most in family.most], axis=0)

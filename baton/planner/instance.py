@@ -104,8 +104,9 @@ def with_table(inputs: Inputs, problem: AssignmentProblem, table: TrainTable) ->
 
 
 def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
-    """Return the problem of a table of rates. A replica is one GPU, and the training rate is the sum over GPUs. Memory
-    and shapes are not modelled, because the rates were measured with shapes that fit."""
+    """Return the problem for measured rates of each GPU type. Each GPU is a replica, and the training rate is the sum
+    of the rates of the GPUs that train. Memory and shapes are not modelled, because the rates were measured with shapes
+    that fit."""
     rates, work = inputs.rates, inputs.work
     assert rates is not None, "the inputs have no table of rates"
     missing = sorted({pool.gpu for pool in pools.pools} - set(rates.rates))
@@ -119,7 +120,7 @@ def make_rate_problem(inputs: Inputs, pools: Pools) -> AssignmentProblem:
         ReplicaShape(index, ReplicaCost(1, 1, layers, 1, rates.rates[pool.gpu].rollout, 0.0, 0.0))
         for index, pool in enumerate(pools.pools)
     )
-    # with measured rates, layers are divided by speed, but Baton's trainer needs equally many ranks on every stage
+    # measured rates divide layers in proportion to speed, but Baton's trainer needs equally many ranks on every stage
     crosses = inputs.cross_types and work.trainer == "idealised"
     table = _rate_table(pools, train, work.trained_tokens, crosses)
     cross = rates.sync_s if rates.cross_sync_s is None else rates.cross_sync_s

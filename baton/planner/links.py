@@ -1,4 +1,4 @@
-"""Plans on machines of one GPU type that have different links.
+"""Plans for clusters in which machines of the same GPU type have different links.
 
 The search over pools assumes one bandwidth for all links of a kind. After the search, this module exchanges machines to
 give the plan fast links. It then computes the plan's times with the slowest link that the plan uses. A plan uses these
@@ -24,11 +24,12 @@ from baton.planner.problem import Floats, Ints
 from baton.specs.cluster import Cluster
 
 Part = tuple[int, tuple[str, ...]]
-"""Pool, and names of the GPUs of a stage (in the order of its ranks), of a part of a mixed stage, or of a replica."""
+"""(pool, GPU names) of a stage, of one pool's part of a mixed stage, or of a replica. The GPUs of a stage are in the
+order of its ranks."""
 
 POWER = 16
-"""The exchange of machines minimises a sum of 1 / bandwidth to this power. A high power makes the slowest link
-dominate."""
+"""The exchange of machines minimises the sum of (1 / bandwidth) ** POWER over links. A high power makes the slowest
+link dominate."""
 EMPHASES = ((1.0, 1.0), (1.0, 1e-4), (1e-4, 1.0))
 """Pairs (factor of the cost of links in a ring, factor of the cost of links between stages). The search tries every
 pair, because it does not know which kind of link limits the step."""

@@ -25,9 +25,10 @@ from baton.specs.plan import Bound, Breakdown, Idle, Plan, PlannedWork, Replica,
 def describe(
     inputs: Inputs, problem: AssignmentProblem, solution: Solution, method: str, prefer: dict[str, str] | None = None
 ) -> Plan:
-    """Return the plan of a solution. If machines of one GPU type have different links, the plan's times are computed
-    with the links that it uses. In this case, if `prefer` is None, machines are exchanged for machines with faster
-    links."""
+    """Return the plan of a solution. `prefer`: current role of each GPU, which GPUs keep if possible.
+
+    If machines of one GPU type have different links, the plan's times are computed with the links that the plan uses.
+    Without `prefer`, such machines are also exchanged for machines with faster links."""
     seats = seat(problem, inputs.cluster, solution.row, solution.rollout.counts, prefer)
     if problem.pools.view == "alike" or inputs.rates is not None:
         return describe_seated(inputs, problem, solution, method, seats, seats)
@@ -117,8 +118,8 @@ def _cycle_overhead_s(inputs: Inputs, problem: AssignmentProblem, row: int) -> f
 
 
 def needed_s(problem: AssignmentProblem, chosen: Sequence[int]) -> float:
-    """Return the time in which the chosen replicas generate a batch. The solution's rollout time may be longer: the
-    solver stops as soon as a shorter rollout would not shorten the step."""
+    """Return the time in which the chosen replicas generate a batch. It can be shorter than the solution's rollout
+    time: the solver stops as soon as a shorter rollout would not shorten the step."""
     counts = np.array(chosen)
     speed = np.array([column.cost.tokens_per_s for column in problem.columns]) * counts
     pause = np.array([column.cost.pause_s for column in problem.columns])

@@ -1,8 +1,9 @@
 """Pools of interchangeable GPUs of one type. A search over pools only counts GPUs.
 
 Two nodes are alike if they have the same GPU type and link, and the same bandwidth to every other node. A pool may also
-contain all nodes of a type that are not alike, with one assumed link speed. A pessimistic pool has the slowest links,
-so its plans are feasible. An optimistic pool has the fastest links, so the step time of its best plan is a lower bound.
+contain all nodes of a GPU type, even if their links differ; the pool then has one assumed link speed. A pessimistic
+pool has the slowest links, so its plans are feasible. An optimistic pool has the fastest links, so the step time of its
+best plan is a lower bound.
 
 Tensor-parallel groups have 2^i GPUs of one node. Such groups fit into the nodes if and only if, for every size g, the
 groups of size g or larger have at most g · Σ_nodes ⌊GPUs / g⌋ GPUs in total. (Proof: place large groups first; each
@@ -24,8 +25,8 @@ from baton.specs.cluster import Cluster, Node
 
 View = Literal["alike", "pessimistic", "optimistic"]
 MAX_POOLS = 6
-"""Maximum number of pools of nodes that are alike. A cluster with more of them is planned only with pools of whole
-types, because a search over subsets of so many pools takes too long."""
+"""Maximum number of pools whose nodes are alike. If a cluster has more, each pool of the search has all nodes of a GPU
+type, because a search over subsets of so many pools takes too long."""
 
 
 class GpuPool(msgspec.Struct, frozen=True):

@@ -101,7 +101,8 @@ class StepModel(msgspec.Struct, frozen=True):
     """Whether generation continues while the trainer works."""
 
     def step_s(self, sync_s: float, rollout_s: float, train_s: float) -> float:
-        """Return `sync + max(rollout + reward, train)` or, without overlap, the sum of these four times."""
+        """Return `sync + max(rollout + reward, train)` if generation and training overlap, otherwise the sum of the
+        four times."""
         filled = rollout_s + self.reward_s(rollout_s)
         return sync_s + (max(filled, train_s) if self.overlaps else filled + train_s)
 
@@ -127,8 +128,8 @@ class AssignmentProblem(msgspec.Struct, frozen=True):
     step: StepModel
     trained_tokens: float
     train_rate_bound: Floats
-    """[pools] upper bound, over all shapes, on the batches per second that one GPU trains. If the table is incomplete,
-    bounds use this value."""
+    """[pools] upper bound, over all shapes, on the batches per second that one GPU trains. Lower bounds on the step
+    time use this rate for shapes that are not in the table."""
     sync_bound_s: float
     """Lower bound on the publication time."""
 

@@ -1,8 +1,9 @@
 """Chooses machines to rent: the highest throughput for a budget, or the lowest price for a throughput.
 
-An offer is a machine type with a price. A combination of machine counts is a cluster. With fractional GPUs, upper
-bounds on the throughput of all combinations are computed at once. The search visits combinations in the order of these
-bounds, and skips those that a bound excludes.
+An offer is a machine type with a price. A combination has a number of machines of each offer, which form a cluster. An
+upper bound on the throughput of each combination assumes that GPUs can be divided into fractions; the bounds of all
+combinations are computed at once. The search visits combinations in the order of their bounds, and skips combinations
+whose bound is below the best throughput so far.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class RentalChoice(msgspec.Struct, frozen=True):
     inputs: Inputs
     """The planner's inputs, with the chosen cluster."""
     inputs_of_the_rest: Inputs
-    """The inputs without the reward stage of the plan."""
+    """The inputs without the GPUs of the plan's reward stage."""
     spots: list[PricePoint]
     """Price and throughput of each cluster that was planned during the search."""
     num_choices: int

@@ -65,8 +65,8 @@ def without_nodes(cluster: Cluster, names: Sequence[str]) -> Cluster:
 
 
 def replan_with_reward(inputs: Inputs, running: Plan, *, slack: float = 0.02, time_limit_s: float = 30.0) -> Replanned:
-    """Plan the current cluster as `replan` does. The reward stage of the running plan stays on the GPUs that are left,
-    or moves to those of a plan from scratch."""
+    """Plan the current cluster as `replan` does, with a reward stage. The reward stage of the running plan either stays
+    on those of its GPUs that are left, or moves to the GPUs that a plan from scratch would use."""
     found, refusals = list[Replanned](), list[UserError]()
     for stage, own in stage_choices(inputs, running.reward, time_limit_s=time_limit_s):
         try:
@@ -88,8 +88,8 @@ def replan(
     inputs: Inputs, running: Plan, stage: RewardStage | None = None, *, slack: float = 0.02, time_limit_s: float = 30.0
 ) -> Replanned:
     """Plan the current cluster. Of the plans that are slower than the fastest by at most the fraction `slack`, return
-    the one that moves the fewest GPUs. `stage`: the reward stage of these plans; `inputs` has the other GPUs, and the
-    stage's scoring time."""
+    the plan that moves the fewest GPUs. `stage`: the reward stage of these plans. `inputs`: the cluster without the
+    GPUs of this stage, and a workload with its scoring time."""
     check_solver()
     problem = _with_mixed_stage(inputs, make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}

@@ -1,9 +1,10 @@
 """Chooses the GPUs of the reward model: k GPUs of one type, by a search over types and k.
 
 Each GPU holds the whole reward model and scores a trajectory in time t. For each choice, the other GPUs are planned
-with its scoring time. Three rules skip choices that cannot be better. A step takes at least N · t / k, the time to
-score a batch of N trajectories. When scoring no longer lengthens the step, larger k only take GPUs from the other
-roles. The search begins at the smallest k that scores a batch within the step of a plan without scoring.
+with the scoring time of this choice. Three rules skip choices that cannot be better. First, a step takes at least
+N · t / k, the time to score a batch of N trajectories. Second, when scoring no longer lengthens the step, a larger k
+only takes GPUs from the other roles. Third, the search begins at the smallest k that scores a batch within the step
+time of a plan without scoring.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ PlanRest = Callable[..., Plan]
 def plan_with_reward(
     inputs: Inputs, plan_rest: PlanRest = make_plan, *, time_limit_s: float = 60.0
 ) -> tuple[Plan, Inputs]:
-    """Return the best plan, with a reward stage if the workload has a reward model, and the planner's inputs for the
-    other roles: the cluster without the stage's GPUs, and its scoring time. Raises UserError if no plan is feasible."""
+    """Return (plan, inputs). plan: the best plan; if the workload has a reward model, the plan has a reward stage.
+    inputs: the planner's inputs for the other roles, with the cluster without the stage's GPUs and with the stage's
+    scoring time. Raises UserError if no plan is feasible."""
     model = inputs.work.reward_model
     if model is None:
         return plan_rest(inputs, time_limit_s=time_limit_s), inputs
@@ -56,7 +58,7 @@ class _Search:
     """Plans of the other roles for several reward stages."""
 
     def __init__(self, plain: Inputs, model: ModelSpec, plan_rest: PlanRest, least_s: float, left_s: Clock) -> None:
-        """plain: the inputs without the reward model. least_s: step time of their plan."""
+        """plain: the inputs without the reward model. least_s: step time of the best plan for these inputs."""
         self._cluster, self._model, self._plan_rest = plain.cluster, model, plan_rest
         self._plain, self._least_s, self._left_s = plain, least_s, left_s
         self.best: tuple[Plan, Inputs] | None = None
@@ -127,9 +129,10 @@ def _inputs_of_the_rest(inputs: Inputs, rest: Cluster, stage: RewardStage) -> In
 def stage_choices(
     inputs: Inputs, running: RewardStage | None, *, time_limit_s: float
 ) -> list[tuple[RewardStage | None, Inputs]]:
-    """Return the reward stages that a plan after `running` may have, each with the inputs of the other roles: the
-    running stage, reduced to the GPUs that are left, and that of a plan from scratch. If the workload has no reward
-    model, as that of a run's directory, the running stage is kept as it is. Raises UserError if there is no stage."""
+    """Return the reward stages that a new plan may have, each with the planner's inputs for the other roles. There are
+    at most two: the stage `running`, reduced to its GPUs that are left, and the stage of a plan from scratch. The
+    workload of a run directory has no reward model; the stage `running` then keeps its scoring time. Raises UserError
+    if no stage is possible."""
     model, refusals = inputs.work.reward_model, list[UserError]()
     found = dict[tuple[str, ...], tuple[RewardStage | None, Inputs]]()
     if running is not None:
@@ -178,7 +181,7 @@ def beside(cluster: Cluster, stage: RewardStage, machines: Collection[str]) -> t
     UserError if the stage has no GPU there, or if no other GPU is left."""
     own = Counter(gpu_id.rpartition(":")[0] for gpu_id in stage.gpu_ids)
     nodes, gpu_ids = [], list[str]()
-    for node in cluster.nodes:  # the machine of this name may be another one, or have fewer GPUs
+    for node in cluster.nodes:  # this machine may have replaced the stage's machine of the same name, with fewer GPUs
         left = node.num_gpus - min(own[node.name], node.num_gpus if node.gpu.name == stage.gpu else 0)
         gpu_ids += node.gpu_ids[left:]
         nodes.append(msgspec.structs.replace(node, num_gpus=left))

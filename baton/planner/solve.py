@@ -27,7 +27,7 @@ from baton.specs.plan import Bound, Idle, Method, Plan
 MOST_GPUS_IN_PARTS = 128
 """Maximum number of GPUs of a cluster in which plans with a single machine of a GPU type are tried. In larger clusters,
 such a plan would leave most GPUs of that type idle."""
-LEFT_OUT = "the links of its machine would slow the exchange of weights or gradients by more than it would gain"
+LEFT_OUT = "over the links of its machine, exchanging weights or gradients would take more time than the GPU would save"
 
 
 def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float = 60.0) -> Plan:
@@ -35,7 +35,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
 
     A pool of several nodes communicates over the links between these nodes, so a plan that uses only one node of a pool
     can be faster. In clusters of at most `MOST_GPUS_IN_PARTS` GPUs, each pool is therefore also tried with a single
-    node. A bound skips attempts that cannot be better.
+    node. An attempt is skipped if a bound shows that its plan cannot be better.
     """
     check_solver()
     assert inputs.work.reward_model is None, "plan_with_reward plans the reward stage"
@@ -43,7 +43,7 @@ def make_plan(inputs: Inputs, method: Method = "exact", *, time_limit_s: float =
     best: Plan | None = None
     least_s, refusal = float("inf"), None
     for part in _parts(inputs.cluster):
-        # parts are planned even after the time limit, because the largest part is not always the best
+        # the remaining parts are planned even after the time limit, because the first and largest part may be slower
         ceiling_s = best.breakdown.step_s if best is not None else float("inf")
         try:
             plan = _plan(inputs.on(part), method, max(5.0, left_s()), ceiling_s)
@@ -87,7 +87,8 @@ def restricted(cluster: Cluster, places: list[int]) -> Cluster:
 
 
 def _on_whole(plan: Plan, cluster: Cluster) -> Plan:
-    """Return a plan of a part as a plan of the whole cluster. The other GPUs are idle; the price includes them."""
+    """Return a plan of a part as a plan of the whole cluster. The GPUs outside the part are idle, and the price
+    includes them."""
     seated = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     seated |= {gpu for idle in plan.idle for gpu in idle.gpu_ids}
     outside = tuple(gpu for node in cluster.nodes for gpu in node.gpu_ids if gpu not in seated)

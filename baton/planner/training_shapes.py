@@ -82,7 +82,8 @@ class LayerBalance(msgspec.Struct, frozen=True):
     pace_s: Floats
     """Time of the slowest stage for the whole batch; infinite if the model does not fit into memory."""
     stage_layers: tuple[tuple[Ints, Ints, Ints], ...]
-    """For each pool, layers of its first, middle and last stages of the pipeline; 0 without such a stage."""
+    """For each pool: layers of the pipeline's first stage, of its middle stages and of its last stage; 0 if the pool
+    has no such stage."""
     compute_s: Floats
     bubble_s: Floats
     gradients_s: Floats
@@ -144,9 +145,9 @@ def mixed_orders(pools: Pools) -> list[list[int]]:
 def mixed_rows(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], first: Ints, second: Ints
 ) -> Iterator[Rows]:
-    """Yield the mixed stages with these numbers of ranks on two pools: first with one copy of the model, then with as
-    few copies as possible where each copy is within one machine. The number of ranks of a copy is a power of two that
-    divides both numbers.
+    """Yield the mixed stages with these numbers of ranks on two pools: first with one copy of the model, then with one
+    copy in each group of ranks on a machine. The size of these groups is the largest power of two that divides both
+    numbers of ranks and fits into a machine.
     """
     ones = np.ones_like(first)
 
@@ -310,8 +311,8 @@ def _fitting(
     order: Sequence[int],
     shapes: Sequence[Shapes],
 ) -> LayerBalance:
-    """Return the result of `balance` with unsharded gradients. Candidates that fit only with sharded gradients use
-    these."""
+    """Return the result of `balance`. A candidate has sharded gradients if unsharded gradients do not fit into
+    memory."""
     found = balance(model, work, pools, order, shapes)
     if work.trainer == "idealised" or work.shard_gradients or np.isfinite(found.pace_s).all():
         return found
@@ -375,8 +376,9 @@ def _chosen(is_one: NDArray[np.bool_], one: LayerBalance, other: LayerBalance) -
 def _balanced(
     model: ModelSpec, work: Workload, pools: Pools, order: Sequence[int], shapes: Sequence[Shapes]
 ) -> LayerBalance:
-    """Like `balanced`, for the sharding in `work`. The search starts at the pace (time of the slowest stage) that
-    fractional layers would allow. It raises the pace to the next possible value until all layers are placed."""
+    """Do the work of `balanced` for the sharding that `work` gives. The search starts at the pace (time of the slowest
+    stage) that fractional layers would allow, and raises the pace to the next possible value until all layers are
+    placed."""
     widest = np.max([part.dp for part in shapes], axis=0)
     depth = np.sum([part.stages for part in shapes], axis=0)
     count = microbatches(work, widest)

@@ -44,8 +44,8 @@ class PricePoint(msgspec.Struct, frozen=True):
 
 
 def marginals(inputs: Inputs, tokens_per_s: float, *, time_limit_s: float = 60.0) -> list[Marginal]:
-    """Return, for each GPU type, the throughput with one more GPU of this type. The added GPU is in a machine of its
-    own, whose links are those of the other machines of its type."""
+    """Return, for each GPU type, the throughput with one more GPU of this type. The added GPU is alone in a new
+    machine, whose links are those of the other machines with this GPU type."""
     found = []
     for name in inputs.cluster.gpu_types:
         place = next(k for k, node in enumerate(inputs.cluster.nodes) if node.gpu.name == name)
@@ -74,8 +74,8 @@ def with_one_more(cluster: Cluster, place: int) -> Cluster:
 
 
 def price_curve(inputs: Inputs, *, reward_per_h: float = 0.0) -> list[PricePoint]:
-    """Return throughput and price of parts of this cluster. The points that are efficient are marked. `reward_per_h`:
-    price of the reward stage, which all parts have."""
+    """Return throughput and price of parts of this cluster. `is_efficient` is set. `reward_per_h`: price of the reward
+    stage, which is added to the price of each part."""
     left_s = time_left(CURVE_LIMIT_S)
     cluster = inputs.cluster
     by_type = [

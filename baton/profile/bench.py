@@ -74,13 +74,13 @@ class ScriptedLengths:
     mean: float
     longest: int
     between: float
-    """Standard deviation, between groups, of the logarithm of the length."""
+    """Standard deviation of the logarithm of the length between groups (`between` in the formula)."""
     within: float
-    """Standard deviation, between members of one group, of the logarithm of the length."""
+    """Standard deviation of the logarithm of the length between the trajectories of one group."""
     seed: int = 0
 
     def length(self, group_id: int, sample_index: int) -> int:
-        if (group_id, sample_index) not in self._lengths:  # each length is drawn only once, not by each mode
+        if (group_id, sample_index) not in self._lengths:  # cached, because every mode needs the same lengths
             self._lengths[group_id, sample_index] = self._cut(self._median, group_id, sample_index)
         return self._lengths[group_id, sample_index]
 
@@ -112,8 +112,8 @@ class ModeResult(msgspec.Struct, frozen=True):
     mode: str
     steps: int
     tokens: int
-    """Number of response tokens generated for batches: the tokens of the delivered batches, plus the increase of the
-    tokens in open groups. This increase is zero in the long run, but not over a few batches of long responses."""
+    """Number of generated response tokens: the tokens of the delivered batches, plus the increase of the number of
+    tokens in open groups. The increase is zero in the long run, but not over a few batches of long responses."""
     delivered_tokens: int
     seconds: float
     """Seconds that the mode took: processor time if the engine runs on a CPU, otherwise wall time."""
@@ -243,9 +243,8 @@ class ModeBench:
         tensors: Mapping[str, Any],
     ) -> None:
         self.name, self.port, self._tensors = name, port, tensors
-        # the maximum length here is unused: the port sets the length of each trajectory
         self.batch_size = settings.batch_groups * settings.group_size
-        sampling = SeededSampling(SamplingParams(1), noise_seed=1)
+        sampling = SeededSampling(SamplingParams(1), noise_seed=1)  # the port sets the length of each trajectory
         rules = replace(settings.rules(), may_pause=True)  # the engine runs in this process
         self._controller = RolloutController(WorkerClient(port), rules, prompts, NoJudges(), sampling)
         self._version = -1

@@ -20,7 +20,7 @@ processor's caches still contain other data."""
 
 @dataclass(frozen=True)
 class Work:
-    """Generated tokens, and the sum of the numbers of positions that they attend to."""
+    """A number of generated tokens, and the number of positions that these tokens attend to, summed over tokens."""
 
     tokens: int = 0
     positions: int = 0
@@ -39,7 +39,7 @@ class Work:
 
 
 class EngineAlone:
-    """An engine with a queue that is never empty. Groups share their prompts, as in the modes."""
+    """An engine with a queue that is never empty. The trajectories of a group share a prompt, as in the modes."""
 
     def __init__(
         self,

@@ -2,9 +2,9 @@
 run than each of them is alone.
 
 In a run, all processes of the recipe share cores and memory: trainer or ranks, engine processes or workers, controller
-and hub. The run is simulated with the lengths of its own trajectories. The efficiencies are changed until simulation
-and run have equal times of training and generation. In mode `async`, tokens per second and occupied slot replace the
-time of generation, because engines also wait for the trainer.
+and hub. The run is simulated with the recorded lengths of its trajectories. The efficiencies are changed until
+simulation and run have equal times of training and generation. In mode `async`, the fit uses the number of tokens per
+second of an occupied slot instead of the time of generation, because engines also wait for the trainer.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def with_whole_steps(
 
 
 def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
-    """Return the recipe of the measured run. It has another seed than the recipe, so predictions are not fitted to the
-    batches of the run that they predict."""
+    """Return the recipe of the measured run. Its seed differs, so that efficiencies are not fitted to the batches of
+    the run that they later predict."""
     changes = {
         "run": {"name": "run", "seed": recipe.run.seed + 1, "steps": num_steps},
         "eval": {"enabled": False, "task": ()},

@@ -204,7 +204,7 @@ class WorkerPool:
         return self._shared
 
     async def _start_worker_process(self, after: ScorerProcess | None = None) -> ScorerProcess:
-        """after: a process that was killed, whose memory must be free before the new process starts."""
+        """after: a killed process. Its memory must be free before the new process starts."""
         if after is not None:
             await after.ended()
         if self._unloadable:

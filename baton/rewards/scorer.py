@@ -293,8 +293,8 @@ class RewardScorer:
         )
 
     async def _checked_call(self, scorer: _BackgroundScorer, calls: Calls) -> Outcomes:
-        """Call a scorer. After MAX_UNANSWERED calls without an answer, test the scorer as described there. Raises
-        UserError if the scorer does not answer the test."""
+        """Call a scorer. After `MAX_UNANSWERED` calls without an answer, test the scorer with a call that it should
+        answer. Raises UserError if the scorer does not answer the test."""
         if scorer.needs_answer and calls[0].answer is None:
             return (CallValue(0.0),)
         outcomes = await scorer.call(calls)

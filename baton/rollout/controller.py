@@ -110,7 +110,8 @@ class RolloutController:
         self._num_scoring = 0
         self._refusals = 0
         self._most_leases = 0
-        """Maximum number of leases at once. A worker that fails refuses all of them, and its slots are gone."""
+        """Largest number of leases that were active at the same time. A worker that fails refuses all its leases and
+        has no slots any more, so the limit of refusals also counts these leases."""
         self._tensors: Mapping[str, Any] = {}
         self._version: PolicyVersion | None = None
         self._is_interruptible = False
@@ -277,10 +278,10 @@ class RolloutController:
             self._pump(1.0, "generate")
 
     def _pump(self, timeout_s: float, stage: str | None = None) -> None:
-        """Wait at most `timeout_s` for the worker, or for the scorer if no lease is active; process what arrived. The
-        seconds with the worker are added to `stage`."""
+        """Wait at most `timeout_s` for messages of the worker, or of the scorer if no lease is active, and process
+        them. The seconds of waiting for the worker are added to `seconds[stage]`."""
         if self._journal is not None:
-            self._journal.commit()  # otherwise a run resumed after a kill would use ids of new groups again
+            self._journal.commit()  # otherwise, after a kill, a resumed run would give these group ids to other groups
         if not self._slots or (self._num_scoring and (self.scheduler.num_leased or self.scheduler.num_acting)):
             timeout_s = min(timeout_s, SHORT_WAIT_S)  # a reward or a first slot does not end the wait
         begin_s = self._now_s()
@@ -333,12 +334,12 @@ class RolloutController:
             return
         lease_id = self._lease_of.get((revoked.group_id, index))
         if lease_id is not None:
-            self._worker.transport.send(AbortLease(lease_id))  # it continues if it is of another path
+            self._worker.transport.send(AbortLease(lease_id))  # a lease of another path of the episode still runs
             self._end_lease(lease_id)
         group.scored.pop(index, None)
         over = group.episodes.pop(index, None)
         if over is not None and over.episode is not None and self._player is not None:
-            # `begin_again` counts its attempts, because an environment never gets two actions with the same key
+            # restored so that `begin_again` counts a new attempt: an environment gets no two actions with the same key
             self._player.restore(group.issued.prompt, over.trajectory, over.episode)
         if self._journal is not None:
             self._journal.revoked(revoked.group_id, index)

@@ -6,10 +6,10 @@
 | one per replica | leases, aborts, loads | events                | its engine, or messages | deadlines, messages   |
 
 Each replica loads a version by itself. `load_weights` returns when the replicas that served the last version have
-loaded the new one. Once one has, it waits for the others only `first + max(first, GRACE_S)` seconds, where `first` is
-the time of the fastest. A replica that has not loaded the version gets no leases, and its leases are refused, so the
-controller sends them to other replicas. A replica whose engine has failed is started again, and receives the next
-version.
+loaded the new version. If the fastest replica takes `first` seconds, `load_weights` returns at the latest after
+`first + max(first, GRACE_S)` seconds. A replica that has not loaded the version gets no leases, and its leases are
+refused, so the controller sends them to other replicas. A replica whose engine has failed is started again, and
+receives the next version.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class ReplicaTransport(WorkerTransport):
                 self._suspend(replica, "it is loading a version")
                 replica.is_loading = True
                 replica.inbox.put(_Load(loadable, version))
-        left_s, first_s = time_left(0.0), 0.0  # `left_s` is minus the time since the offer
+        left_s, first_s = time_left(0.0), 0.0  # `-left_s()` is the time since the offer
         try:
             while not self.slots or any(replica.is_loading for replica in awaited):
                 self._take(_POLL_S)
@@ -269,7 +269,8 @@ class ReplicaTransport(WorkerTransport):
                 pass  # a load that a newer version has replaced
 
     def _on_reports(self, replica: _Replica, reports: Sequence[FromWorker]) -> None:
-        """Pass on the reports of the replica's leases. Tokens of leases that it has lost are counted."""
+        """Put the reports of the replica's leases into the outbox. Tokens of leases that the replica has lost are
+        counted as lost."""
         own = self._queue.leases[replica.index]
         for report in reports:
             if report.lease_id in own:
@@ -303,7 +304,7 @@ class ReplicaTransport(WorkerTransport):
             self._trace.on_lease(message, replica.name, self._slots[index])
             if replica.is_serving:
                 replica.inbox.put(without_masks(message))
-            else:  # it was sent only to be aborted
+            else:  # the queue sends a waiting lease to a replica only so that it can be aborted
                 self._refuse(replica, message.lease_id)
 
     def _check_any(self) -> None:

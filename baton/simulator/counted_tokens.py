@@ -1,6 +1,6 @@
-"""Tokens of a simulated trajectory: each token is only a position and an origin, so a trajectory of any length takes
-the memory of a few numbers. The values are valid token ids. The leases, reports, messages and journal of a simulated
-run are therefore those of a live run."""
+"""Tokens of a simulated trajectory. Each token is only a position and an origin, so a trajectory of any length takes
+the memory of a few numbers. The values are valid token ids, so that leases, reports, messages and journal of a
+simulated run have the same form as in a live run."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ for_s = 60.0
 ```
 
 Kinds: `crash`; `hang` (no progress and no messages for for_s); `slow` (by factor); `leave` (the worker reports its
-tokens and ends); `join` (a worker like `worker` is added); `wrong` (for for_s, or always if it is 0, the worker
-generates other tokens than correct workers); `restart` (the controller stops, and resumes after for_s); `partition`
-(messages are delayed until its end, and fetches fail). A `storm` causes faults of messages (loss, duplicate, reorder,
-delay_s) and of fetches (corrupt).
+tokens and ends); `join` (a worker like `worker` is added); `wrong` (the worker generates other tokens than correct
+workers, for for_s seconds or, if for_s is 0, until the worker ends); `restart` (the controller stops, and resumes after
+for_s); `partition` (messages are delayed until the end of the partition, and fetches fail). A `storm` causes faults of
+messages (loss, duplicate, reorder, delay_s) and of fetches (corrupt).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ RATED_SLOTS = 64
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """Options from the user, which change or complete the values of a plan or recipe."""
+    """Options from the user, which replace values of a plan or recipe or add values to it."""
 
     overrides: Sequence[str] = ()
     """Changes of recipe keys, in the form `rollout.KEY=VALUE`."""
@@ -75,7 +75,7 @@ class PlanSource:
     work: Workload
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     cluster: Cluster | None = None
-    """The plan's cluster, for the bandwidths of its links. If None, the bandwidths of the catalogue are used."""
+    """The plan's cluster, whose links give the bandwidths. If None, the catalogue of GPU types gives the bandwidths."""
 
     def setting(self, options: SimulationOptions) -> Setting:
         """Return the setting. Each engine is a worker of a swarm, as in a live run of a plan."""

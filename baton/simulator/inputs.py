@@ -21,13 +21,14 @@ class EngineSpec:
     kv_tokens: float = math.inf
     """Number of tokens that fit into the KV cache."""
     weight: float = 1.0
-    """Throughput of a slot according to the plan, relative to the other engines."""
+    """Throughput of one slot according to the plan. Only the ratio to the other engines matters."""
     num_gpus: int = 1
     kind: str = "embedded"
     """Kind of engine. Engines without keyed noise generate other tokens under each lease."""
     class_cost: float | None = None
-    """Cost of one more length class in a decode step, as a number of positions. A row attends over the longest context
-    of its class (`cost/generate.py: scanned_tokens`). None: every row attends over its own context."""
+    """A decode step divides its rows into length classes; each row attends over the longest context of its class
+    (`cost/generate.py: scanned_tokens`). This value is the cost of one more class, as a number of positions. None: no
+    classes; every row attends over its own context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Setting:
     """Seconds per train step after the publication, in which the controller is busy."""
     num_steps: int = 50
     publish_every: int = 1
-    """Number of train steps from one published version to the next."""
+    """A version is published after this number of train steps."""
     checkpoint_every: int = 50
     swarm: SwarmSpec | None = None
     """Hub and workers. None if the engines share one queue and load new weights at the same time."""

@@ -34,7 +34,7 @@ class MessageFault:
 
 @dataclass(slots=True, eq=False)
 class SimulatedConnection:
-    """One of the two directions of a worker's connection."""
+    """One direction of a worker's connection: to the hub or from the hub."""
 
     clock: VirtualClock
     link_s: float
@@ -51,7 +51,7 @@ class SimulatedConnection:
     heard_s: float = field(default=0.0)
     """Time at which the last message arrived, or the connection began."""
     due_s: float = math.inf
-    """Time of the next check whether messages still arrive; infinite without `watch`."""
+    """Time of the next check whether messages still arrive; infinite before the first call of `watch`."""
     silence_s: Callable[[], float] = field(init=False)
     on_silence: Callable[[], None] = field(init=False)
 

@@ -162,7 +162,7 @@ class Simulation(BatchRecords):
         ledger = Ledger()
         if self._steps.has_begun:
             scheduler = self.scheduler
-            # both are nonzero only if a batch has been delivered but not recorded
+            # `consumed` and `masked` are nonzero only if a batch has been delivered but not recorded
             consumed, masked = scheduler.step.consumed_tokens, scheduler.step.masked_tokens
             ledger, self._carried_tokens = scheduler.ledger, scheduler.num_carried_tokens + consumed
             ledger.trained -= consumed - masked

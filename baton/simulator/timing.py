@@ -124,7 +124,8 @@ class TrainSpeed:
 
 
 def train_speed(model: ModelSpec, work: Workload, compute_s: float, fixed_s: float) -> TrainSpeed:
-    """Split the compute time of an average batch into times per token and per squared length, by their FLOPs."""
+    """Return the speed of a trainer that computes an average batch in `compute_s` seconds. The seconds are divided into
+    a time per token and a time per squared length, in proportion to their FLOPs."""
     tokens, squared = work.trained_tokens, work.num_trajectories * work.trajectory_squared
     linear = model.num_layers * model.layer_flops_per_token + model.head_flops_per_token
     both = model.num_layers * layer_flops(model, work) + tokens * model.head_flops_per_token

@@ -84,6 +84,6 @@ class VirtualStep(Pending):
 
 
 def token_counts(groups: Sequence[Group]) -> list[int]:
-    """Return each trajectory's number of tokens, including masked tokens, because the trainer also computes these."""
+    """Return each trajectory's number of tokens. Masked tokens count, because the trainer computes them too."""
     members = [member.trajectory for group in groups for member in group.members]
     return [len(trajectory.prompt_ids) + trajectory.num_tokens for trajectory in members]

@@ -1,5 +1,5 @@
-"""The interface between the controller and simulated engines. It adds methods for simulations to the interface of a
-live run. The messages have counted tokens."""
+"""The interface between the controller and simulated engines: the interface of a live run, with more methods. The
+tokens in messages are `CountedTokens`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SimulatedTransport(WorkerTransport, Protocol):
         raise AssertionError("faults apply to the workers of a swarm")
 
     def stats(self) -> EngineStats:
-        """Return no counts: only messages are progress."""
+        """Return zero counts, so that only messages count as progress."""
         return EngineStats()
 
     def close(self, *, is_over: bool = False) -> None:

@@ -1,7 +1,5 @@
-"""A swarm worker in virtual time: the session of a live worker, with an engine that takes time and a connection.
-
-The engine continues while the connection is cut.
-"""
+"""A swarm worker in virtual time: the session code of a live worker, with a simulated engine and a simulated
+connection. The engine continues while the connection is cut."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from baton.types import Abort, FromWorker, Lease, PolicyVersion
 
 
 class WorkerHost(Protocol):
-    """The hub and the network from a worker's point of view."""
+    """The hub and the network, as a simulated worker calls them."""
 
     def try_connect(self, worker: SimWorker) -> bool:
         """Connect a worker to the hub. Return whether it is connected."""
@@ -34,7 +32,7 @@ class WorkerHost(Protocol):
         """Called when the worker's connection is cut."""
 
     def lost(self, num_tokens: int) -> None:
-        """Called when a worker ends, with the number of tokens that are lost because of this."""
+        """Called when a worker ends, with the number of tokens that are lost with the worker."""
 
 
 class SimWorker:
@@ -164,8 +162,7 @@ class SimWorker:
         if self.is_frozen:
             self._unread.append(message)
             return
-        # a storm may repeat and reorder messages, but the first message of a connection, and only this one, is a
-        # Welcome
+        # a storm may repeat and reorder messages, but a connection has exactly one Welcome, as its first message
         if isinstance(message, Welcome) == self.session.is_welcomed:
             return
         try:

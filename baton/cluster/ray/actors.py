@@ -49,8 +49,8 @@ class WorkerArguments(msgspec.Struct, frozen=True):
     options: tuple[str, ...] = ()
     """Engine options, each passed as `baton worker --engine-option`."""
     gpus: tuple[tuple[str, str | int], ...] = ()
-    """If the worker uses GPUs of ranks, each of its GPUs: the variable that restricts a process to GPUs, and the id of
-    the GPU in this variable, or its index among the GPUs that the actor sees."""
+    """For a worker that uses GPUs of ranks, one pair for each of its GPUs: the name of the environment variable that
+    restricts a process to GPUs, and the GPU's id in this variable or its index among the GPUs that the actor sees."""
     sleeps: bool = False
     """Whether `WorkerActor.use_device` is called."""
 

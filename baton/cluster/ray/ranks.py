@@ -46,7 +46,7 @@ class RayRanks:
         try:
             self._await_group(machines)
             for rank, spec in enumerate(specs):
-                # Ray shows an actor only the GPU that it was granted, but all GPUs if it requested another resource
+                # an actor that requested the resource GPU sees only its own GPU; with another resource, it sees all
                 gpu = None if "GPU" in spec.resources else int(spec.gpu_ids[0].rpartition(":")[2])
                 info = RankInfo(rank=rank, size=len(specs), threads=spec.threads, device_index=gpu)
                 actor = actor_class.options(**cluster.options(self.group, rank, spec.resources, spec.threads))

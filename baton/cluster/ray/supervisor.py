@@ -6,8 +6,8 @@
 | planner    | machines, the current plan       | the next plan           | the solver     | its time limit        |
 
 The threads of the hub and the controller only read worker weights (`WorkerJoined.weight`) and the recorded fault. In a
-colocated run, the controller's thread also lets workers leave their GPUs and return (`sleep`, `wake_up`). `_lock`
-protects the state that both threads change.
+colocated run, the controller's thread also makes workers free the memory of their GPUs and allocate it again (`sleep`,
+`wake_up`). `_lock` protects the state that both this thread and the supervisor's thread change.
 """
 
 from __future__ import annotations
@@ -165,12 +165,12 @@ class RayWorkerSupervisor:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory of the engine that has most."""
+        """Device memory in bytes of the engine that uses most."""
         return max(self._take_turn("held"), default=0)
 
     def _take_turn(self, turn: str) -> list[int]:
-        """Ask the workers on the GPUs of ranks; return the bytes that each holds. A worker that does not answer within
-        `rollout.stall_timeout_s`, or whose process has ended, is ended."""
+        """Send `sleep`, `wake` or `held` to the workers on GPUs of ranks; return the device memory in bytes that each
+        of them then uses. A worker that does not answer within `rollout.stall_timeout_s` is ended."""
         ray, limit_s = self._cluster.ray, self._planner.recipe.rollout.stall_timeout_s
         with self._lock:
             sharing = {name: running for name, running in self._running.items() if running.spec.ranks}
@@ -342,7 +342,7 @@ class RayWorkerSupervisor:
         self._handle(sv.ProcessEnded(time.monotonic(), name, cause))
 
     def _end_processes(self, running: _RunningActor) -> None:
-        """End what is left of a worker that uses a rank's GPU. `sleep` waits for the result."""
+        """End the remaining processes of a worker that uses a rank's GPU. `sleep` waits until they have ended."""
         if not running.process and running.pid is not None:  # its start was not reported yet
             with suppress(Exception):  # the actor may have ended
                 running.process = self._cluster.ray.get(running.pid, timeout=0.1)
@@ -424,15 +424,15 @@ def _engine_options(recipe: Recipe, spec: ProcessSpec, servers: Mapping[tuple[st
 
 
 def _gpus(spec: ProcessSpec, ranks: Sequence[Mapping[str, str]]) -> tuple[tuple[str, str | int], ...]:
-    """Return for each GPU of a worker that uses GPUs of ranks: the variable that restricts a process to GPUs, and its
-    value for the GPU's rank, or the index of another GPU among those that the actor sees."""
+    """Return `WorkerArguments.gpus` of a worker. ranks: for each rank, the environment variable that restricts a
+    process to the rank's GPU."""
     if not ranks or not spec.ranks:
         return ()
     (name,), found, others = ranks[max(spec.ranks)], list[tuple[str, str | int]](), 0
     for gpu, rank in zip(spec.gpu_ids, spec.ranks, strict=True):
         if rank >= 0:
             found.append((name, ranks[rank][name]))
-        else:  # Ray shows an actor only the GPUs that it was granted, but all if it requested them as another resource
+        else:  # an actor that requested the resource GPU sees only its own GPUs; with another resource, it sees all
             found.append((name, others if "GPU" in spec.resources else int(gpu.rpartition(":")[2])))
             others += 1
     return tuple(found)

@@ -79,8 +79,8 @@ class EmbeddedEngine(SlotEngine):
         self._kept = KeptPrefixes()
         self._context_tokens = settings.max_context_tokens
         self._is_in_flight = False
-        """Whether a lease that started since the last load accepts newer versions. It can then use keys and values of
-        older versions, so these are kept."""
+        """Whether a lease that started since the last load of weights accepts newer versions. Such a lease may use keys
+        and values of older versions, so the next load keeps them."""
         self._inputs = np.zeros((3, self.network.widths[-1]), dtype=np.int64)
         """[3, slots] Input id of the next decode step, position of this id, and number of response tokens, per row."""
         self._noise_keys = np.zeros(self.network.widths[-1], dtype=np.uint64)
@@ -182,9 +182,9 @@ class EmbeddedEngine(SlotEngine):
         return found
 
     def _pieces(self, row: RunningLease) -> tuple[PrefixKey, ...]:
-        """Return the pieces of a row's prefix. Normally the current version computes all pieces. Some leases accept
-        newer versions. If more of the pieces that the trajectory's own versions computed are kept, such a lease uses
-        those."""
+        """Return the pieces of a row's prefix, with the version that computes each piece: normally the current version.
+        A lease that accepts newer versions uses the pieces that older versions of its trajectory computed, if more of
+        them are kept."""
         number = self.version.number
         keys = row.prefix_keys(number)
         if not row.lease.is_exact and row.length:
@@ -215,9 +215,9 @@ class EmbeddedEngine(SlotEngine):
 
     @property
     def _kept_limit(self) -> int:
-        """Maximum number of tokens whose keys and values are kept outside the slots. It is `_KEPT_CONTEXTS` contexts of
-        maximum length. On a CPU it is at least one context per free slot, and one per two slots. It falls when new
-        leases take slots."""
+        """Maximum number of tokens whose keys and values are kept outside the slots: those of `_KEPT_CONTEXTS` contexts
+        of maximum length. On a CPU, the number of contexts is also at least half of the number of slots, and at least
+        the number of free slots, so the limit decreases when leases take slots."""
         contexts = _KEPT_CONTEXTS
         if self.network.device.type == "cpu":
             contexts = max(contexts, self.slots // 2, self.slots - self._table.num_running)

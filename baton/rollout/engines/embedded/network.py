@@ -52,8 +52,8 @@ _PREFILL_BUCKETS = ((128, 16), (256, 32))
 _LONG_BUCKET = 64
 """Lengths above those in `_PREFILL_BUCKETS` are rounded up to a multiple of this number."""
 _PAST_TOKENS = 2048
-"""If rows of a prefill follow earlier pieces, a prefill of several rows has at most this number of positions in total,
-including padding. The positions of these pieces count too, because the prefill copies them."""
+"""Maximum number of positions, including padding, of a prefill of several rows that follow earlier pieces. The
+positions of the earlier pieces count, because the prefill copies them."""
 _MASKED_TOKENS = 1024
 """Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. This limits the
 attention mask, which has an entry for each of these tokens and each earlier position."""

@@ -264,11 +264,11 @@ def _filtered_distance(
     """Return the smallest gap of `_distance` over five sets of tokens that top-k and top-p may have kept, and the tail
     mass over that set.
 
-    Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border. The engine may have
-    kept n − 1 tokens, n + 1 tokens, or all tokens up to the target; the mass before the last token that differs must
-    then be within `_BORDER` of top-p, and top-k is never exceeded. The engine may also have kept n tokens with the
-    target (if it is among the n most likely: with token n + 1) in place of token n; the probability of this token must
-    then be at least 1 − `_BORDER` times that of token n.
+    Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border, so four other sets are
+    possible. The first three are n − 1 tokens, n + 1 tokens, and all tokens up to the target. They require that the
+    mass before the last token that differs is within `_BORDER` of top-p, and that top-k allows their number of tokens.
+    In the fourth set, the target replaces token n; if the target is among the n most likely tokens, token n + 1
+    replaces token n. This requires that the new token's probability is at least 1 − `_BORDER` times that of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)

@@ -57,7 +57,7 @@ class DirectVersions:
     """The versions that the trainer sends to the replicas of a run, each over a communicator of its own."""
 
     def __init__(self, direct: DirectTransfer, timeout_s: float) -> None:
-        """client: a `VllmClient`, or a `RemoteReplica`. timeout_s: deadline of each phase of a transfer."""
+        """timeout_s: deadline of each phase of a transfer."""
         self.rules = DirectRules(timeout_s, timeout_s, timeout_s, timeout_s)
         self.sender = DirectSender(_transport(direct).connect, time.monotonic, self.rules, is_sparse=direct.is_sparse)
         self.source = direct.source
@@ -98,8 +98,8 @@ class DirectLoad:
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
         """Load a whole version, named as in a model file, into the paused engine. Raises BatonError if the load fails;
-        the caller must then leave the engine paused. If replicas share the versions, this version must have been
-        offered; raises WeightsFault if a newer one was offered since."""
+        the caller must then leave the engine paused. If replicas share `direct.versions`, the version must have been
+        offered there; raises WeightsFault if a newer version was offered since."""
         sender = self._versions.sender
         if not self._is_shared:
             self._versions.offer(tensors, version)

@@ -71,8 +71,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
     """The version that is being loaded."""
     _sent_bytes = 0
     """`direct.sent_bytes` at the last call of `metrics`."""
-    # vLLM normalises logprobs over the tokens that top-p and top-k keep, but a trajectory without masks needs them over
-    # all
+    # vLLM normalises logprobs over the tokens that top-p and top-k keep. A trajectory without masks needs logprobs over
+    # all tokens.
     _only_temperature = (
         "vLLM returns logprobs after top-p and top-k: only temperature is allowed, or, for training, "
         "engine.vllm.return_sampling_mask = true"
