@@ -1,15 +1,15 @@
 """Assigns the trainer ranks and workers of a plan to the machines of a cluster. Does no I/O.
 
 A machine of the plan is matched with the machine of the same name in the cluster if that machine has the same GPU type
-and enough GPUs. Otherwise it is matched with any free machine that has the GPU type and enough GPUs. Each process gets
-one bundle of resources:
+and enough GPUs. If not, the machine of the plan is matched with any free machine that has the GPU type and enough GPUs.
+Each process gets one bundle of resources:
 
     trainer    one rank per GPU, stage by stage (the parts of a mixed stage are one stage); tensor-parallel ranks are
                adjacent; on machines of type CPU, one rank per stage and machine with one thread per core
     workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
     rewards    one process of the reward model per GPU of the reward stage; on machines of type CPU, one per machine
 
-In a colocated plan, a worker requests only the GPUs that no rank has. It uses the GPUs of ranks alternately with them.
+In a colocated plan, a worker requests only the GPUs that no rank has. Workers and ranks use shared GPUs alternately.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def place(plan: Plan, machines: Sequence[Machine], *, here: str = "", first_work
 
     here: id of the controller's machine; if the first stage uses this machine, rank 0 runs on it. In every stage, the
     ranks are rotated by the same number, so that ranks of neighbouring stages stay paired. first_worker: number in the
-    name of the first worker. It must be larger than all numbers used before, because worker names are not reused.
+    name of the first worker, larger than all numbers used before, because worker names are not reused.
     """
     check_support({"plan": _plan_shape(plan)})
     names = match(plan, machines)

@@ -141,7 +141,7 @@ class Replanner:
 
 
 def workload_of(recipe: Recipe) -> Workload:
-    """Return the workload of a run. It comes from `fleet.workload` if this is set, else from the run's records. Without
+    """Return the workload of a run, from `fleet.workload` if this key is set, else from the run's records. Without
     records, all responses are assumed to have the maximum length."""
     if recipe.fleet.workload is not None:
         return read_workload(Path(recipe.fleet.workload))

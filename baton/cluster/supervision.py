@@ -1,8 +1,8 @@
 """Decides, from events of processes and machines, when to restart a worker process, when to stop restarting it, and
 when to make a new plan.
 
-`Supervision` receives events and returns commands. It uses no clock and does no I/O. The field `at_s` of an event is
-its time on the caller's clock.
+`Supervision` receives events and returns commands, without a clock and without I/O. The field `at_s` of an event is
+the event's time on the caller's clock.
 
     ProcessStarted ─▶ up ──ProcessEnded──▶ wait, doubled each time ──SupervisionTick──▶ StartProcess ─▶ …
                               │ more than max_failures in a row

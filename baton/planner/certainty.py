@@ -94,8 +94,8 @@ def trains(plan: Plan) -> tuple[str, ...]:
 
 
 def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
-    """Return the step time of a plan with other efficiencies. The layers are distributed again for these efficiencies;
-    the replicas and their batches stay the same."""
+    """Return the step time of a plan with other efficiencies. The distribution of the layers over the stages is
+    computed again with these efficiencies. The replicas and their batches stay the same."""
     work, model = inputs.work, inputs.model
     used = {*plan.training.gpu_ids, *(gpu for replica in plan.replicas for gpu in replica.gpu_ids)}
     nodes = [k for k, node in enumerate(inputs.cluster.nodes) if used & set(node.gpu_ids)]

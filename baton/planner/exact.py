@@ -1,5 +1,5 @@
-"""Phase 2, `exact`: best-first search over training shapes, each with its best rollout. It proves that the plan is
-optimal, or reports a gap.
+"""Phase 2, `exact`: best-first search over training shapes, each with its best rollout. The search proves that the plan
+is optimal, or reports a gap.
 
 For each training shape, the GPUs that it leaves free give a lower bound on the step time. Shapes are visited in
 ascending order of this bound. An integer program decides whether a shape gives a better plan than the best so far. The
@@ -30,7 +30,7 @@ class Solution(msgspec.Struct, frozen=True):
 
 
 def solution(problem: AssignmentProblem, row: int, rollout: RolloutAllocation) -> Solution:
-    """Return the solution with this training shape and rollout. Its `bound_s` is set to its own step time."""
+    """Return the solution with this training shape and rollout. `bound_s` is set to the solution's step time."""
     used = {column.pool for column, count in zip(problem.columns, rollout.counts, strict=True) if count}
     sync_s = max(float(problem.sync_s[row, pool]) for pool in used)
     step_s = problem.step.step_s(sync_s, rollout.time_s, float(problem.table.time_s[row]))
@@ -57,7 +57,7 @@ def solve_exact(
     bound on the step time of all divisions, at most `ceiling_s`.
 
     `time_limit_s`: after this time, the search stops as soon as it has found a division, or at once if `ceiling_s` is
-    finite. `bound`: the rollout bound of this problem, or of one that differs only in its training shapes.
+    finite. `bound`: the rollout bound of this problem, or of a problem that differs only in its training shapes.
     """
     left_s = time_left(time_limit_s)
     bound = bound or RolloutBound(problem)

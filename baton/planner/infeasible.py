@@ -1,4 +1,5 @@
-"""Errors for infeasible inputs. They name the binding constraint, with the bytes needed and available."""
+"""Errors for infeasible inputs. Each error names the binding constraint, such as memory with the bytes needed and
+available."""
 
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:
 
 
 def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:
-    """Return the divisions in which at most one pool is split; in each other pool, either all GPUs train or none. These
-    are the basic solutions of the linear program."""
+    """Return the divisions in which at most one pool is split; in each other pool, all GPUs train or all generate. The
+    optimum of the linear program is one of these divisions."""
     rows = set()
     for split in range(len(pools)):
         others = [(0, pool.num_gpus) if k != split else (0,) for k, pool in enumerate(pools)]

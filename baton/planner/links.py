@@ -1,7 +1,7 @@
 """Plans for clusters in which machines of the same GPU type have different links.
 
 The search over pools assumes one bandwidth for all links of a kind. After the search, this module exchanges machines to
-give the plan fast links. It then computes the plan's times with the slowest link that the plan uses. A plan uses these
+give the plan fast links. The plan's times are then computed with the slowest link that the plan uses. A plan uses these
 links between machines:
 
     ring        between neighbouring machines of a stage, which gather layers and reduce gradients around a ring in the
@@ -62,7 +62,7 @@ def used_pools(
     cluster: Cluster, pools: Pools, stages: Sequence[Part], replicas: Sequence[Part], *, is_mixed: bool = False
 ) -> Pools:
     """Return all pools, with the bandwidth of the slowest links that these stages and replicas use.
-    `is_mixed`: whether the stages are the parts of one stage."""
+    `is_mixed`: whether the stages are the parts of one mixed stage."""
     used = _used(cluster, stages, replicas, is_mixed=is_mixed)
     rates = _rates(cluster)
     owner = {node: k for k, pool in enumerate(pools.pools) for node in pool.nodes}
@@ -154,8 +154,9 @@ def _used(cluster: Cluster, stages: Sequence[Part], replicas: Sequence[Part], *,
 def _exchanged(cluster: Cluster, pools: Pools, used: _UsedLinks, emphasis: tuple[float, float]) -> list[int]:
     """Return, for each machine of the assignment, the machine that takes its place.
 
-    Each step exchanges the machine with the slowest links for another machine of the same pool and size, the one that
-    reduces the cost most. The search ends when no exchange of one of the `SLOWEST` machines reduces the cost.
+    Each step exchanges the machine with the slowest links for another machine of the same pool and size. Of these
+    machines, the step chooses the one that reduces the cost most. The search ends when no exchange of one of the
+    `SLOWEST` machines reduces the cost.
     """
     slowness: NDArray[np.float64] = _slowness(cluster, pools)
     links = np.concatenate([used.ring, used.boundary])

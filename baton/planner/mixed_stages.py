@@ -1,10 +1,11 @@
 """Searches mixed stages: one stage whose data-parallel ranks are on two GPU types, with rows in proportion to speed.
 
-A mixed stage is a pair of GPU counts, one for each type. There are too many pairs to compute the times of all. This
-search therefore runs after the search over other shapes, and computes only pairs that pass two tests of the best step
-time so far. First, the stage's GPUs could train a batch in this time, without communication. Second, the other GPUs
-could generate a batch in this time, with fractional replicas. Both tests are linear in the two counts. Every better
-pair passes them, so the bound stays valid.
+A mixed stage is given by two numbers: its GPUs of each type. There are too many such pairs to compute the times of all.
+The search for mixed stages therefore runs after the search over other shapes, whose best step time is then known. Only
+pairs that pass two tests are computed. First, the stage's GPUs could train a batch in the best step time, if
+communication took no time. Second, the other GPUs could generate a batch in the best step time, with fractional
+replicas. Both tests are linear in the two numbers. Every pair with a shorter step passes both tests, so the bound stays
+valid.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ contain all nodes of a GPU type, even if their links differ; the pool then has o
 pool has the slowest links, so its plans are feasible. An optimistic pool has the fastest links, so the step time of its
 best plan is a lower bound.
 
-Tensor-parallel groups have 2^i GPUs of one node. Such groups fit into the nodes if and only if, for every size g, the
-groups of size g or larger have at most g · Σ_nodes ⌊GPUs / g⌋ GPUs in total. (Proof: place large groups first; each
-uses a multiple of g GPUs of a node.) This condition does not depend on the choice of nodes.
+Tensor-parallel groups have 2^i GPUs of one node. Groups of such sizes fit into the nodes if and only if, for every size
+g, the groups of size g or larger have at most g · Σ_nodes ⌊GPUs / g⌋ GPUs in total. (Proof: place large groups first;
+each uses a multiple of g GPUs of a node.) The condition does not depend on the choice of nodes.
 """
 
 from __future__ import annotations

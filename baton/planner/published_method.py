@@ -1,10 +1,10 @@
 """Phase 2, `paper`: equation 3 and bisection on γ, as published in AReaL-Hex (2511.00796), section 4.3 and algorithm 1.
 
-This is a baseline. Equation 3 selects many GPUs with fast links instead of few GPUs that train fast: on the paper's 56
-GPUs, it selects 40 H20 for training instead of 8 H800. The paper leaves three points open, which this module decides.
-First, the training side's share of FLOP/s must be close to γ. To define close, the shares of all divisions are sorted;
-the difference to γ may be at most half of the largest gap between neighbouring shares. Second, training and rollout
-have at least one GPU each. Third, the search returns the best plan that it found.
+The method serves as a baseline. Equation 3 selects many GPUs with fast links instead of few GPUs that train fast: on
+the paper's 56 GPUs, it selects 40 H20 for training instead of 8 H800. The paper leaves three points open, which this
+module decides. First, the training side's share of FLOP/s must be close to γ. To define close, the shares of all
+divisions are sorted; the difference to γ may be at most half of the largest gap between neighbouring shares. Second,
+training and rollout have at least one GPU each. Third, the search returns the best plan that it found.
 """
 
 from __future__ import annotations

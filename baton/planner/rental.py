@@ -223,7 +223,7 @@ def _pool_counts(market: _Market, choices: Ints) -> Floats:
 
 
 def _reaches(market: _Market, choices: Ints, step_s: Floats | float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Mark the choices that may reach `step_s`. This is the test of `division_bound_s`, for many choices at once."""
+    """Mark the choices that may reach `step_s`, with the test of `division_bound_s` for many choices at once."""
     problem, counts = market.problem, _pool_counts(market, choices)
     bound, step = RolloutBound(problem), problem.step
     left = np.broadcast_to(np.asarray(step_s, dtype=float), (len(choices),)) - problem.sync_bound_s

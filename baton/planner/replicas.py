@@ -28,7 +28,7 @@ class RolloutAllocation(msgspec.Struct, frozen=True):
     """Number of replicas of each column of the problem."""
     time_s: float
     least_s: float
-    """Lower bound on the rollout time of any choice of replicas. It equals `time_s` unless the solver timed out."""
+    """Lower bound on the rollout time of any choice of replicas. Unless the solver timed out, equal to `time_s`."""
 
 
 class RolloutProgram:

@@ -101,8 +101,8 @@ def _plan(inputs: Inputs, method: Method, time_limit_s: float, ceiling_s: float)
 
     If the nodes of a GPU type have different links, the search runs with three sets of pools: whole types with their
     slowest links, whole types with their fastest links, and nodes that are alike. Each solution is placed on nodes with
-    fast links, and its step time is computed with the links that it uses. The plan with the shortest step is returned.
-    Its bound is computed with the fastest links.
+    fast links, and its step time is computed with the links that it uses. The plan with the shortest step is returned,
+    with a bound that assumes the fastest links.
     """
     if are_alike(inputs.cluster):
         problem = make_problem(inputs)

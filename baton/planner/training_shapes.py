@@ -207,8 +207,8 @@ def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> Iterator
 
 
 def _combined(alone: Sequence[Shapes], count: float, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield all combinations of the pools' shapes. If there are too many, yield those in which at most one pool trains
-    with only some of its GPUs."""
+    """Yield all combinations of the pools' shapes. If there are too many, yield only the combinations in which at most
+    one pool trains with a part of its GPUs, and every other pool with all."""
     if count <= MAX_SHAPES:
         yield _product(alone)
         return

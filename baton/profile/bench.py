@@ -5,16 +5,16 @@ Only the rollout side is measured: the trainer takes no time, and each version l
 `sync_2x` is mode `sync` with larger batches: a batch has as many groups as `partial` keeps open. The control therefore
 has the concurrency of `partial`, but generates no groups beyond the batch.
 
-The bound is the time that the engine alone needs for the same tokens. This engine's queue is never empty, so its slots
-are always full. It prefills each prompt once and never loads weights. Everything outside the engine takes no time. This
-engine runs between the batches of the modes, so that a change of the machine's speed affects both.
+The bound is the time that an engine alone needs for the same tokens: its queue is never empty, so all slots are always
+in use; it prefills each prompt once and never loads weights; and everything outside the engine takes no time. The
+engine alone and the modes run alternately, one batch each, so that a change of the machine's speed affects all of them.
 
-The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. It is
-the sum of one prefill per prompt and a time for each token. The time for a token is the time of a full decode step,
-divided by the number of slots. In a full step, all slots are in use. The mean position of its rows is the position of
-the token. Full steps are measured at three mean positions, between which their time is assumed to be linear. The mean
-time of a mode's own full steps would not be a bound: while all slots of `sync` are in use, its responses are still
-short, so attention is cheap.
+The bound of decode steps is stricter: it also omits the time in which the engine admits and reports responses. This
+bound is the sum of one prefill per prompt and a time for each token. The time for a token at a position is the time of
+a decode step with all slots in use and rows at this mean position, divided by the number of slots. Such full steps are
+measured at three mean positions, and the time between these positions is assumed to be linear. The mean time of a
+mode's own full steps would not be a bound: while all slots of `sync` are in use, its responses are still short, so
+attention is cheap.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ spread of lengths."""
 
 @dataclass(frozen=True)
 class ScriptedLengths:
-    """Scripted response lengths, equal for every mode. Their distribution is lognormal with a maximum, and they are
-    correlated within groups.
+    """Scripted response lengths, equal for every mode. The lengths are lognormal with a maximum, and correlated within
+    groups.
 
     A length is median · exp(between · z_group + within · z_trajectory), limited to 1 … `longest`. The median is chosen
     so that the mean is `mean`.
@@ -131,8 +131,8 @@ class ModeResult(msgspec.Struct, frozen=True):
     """Time of a decode step with all slots in use; None if this mode had no such step. In each step, every row attends
     over the context length of the longest row."""
     reprefilled_frac: float
-    """Number of tokens prefilled in addition to one prompt per delivered group, divided by the number of generated
-    tokens. These tokens belong to aborted responses and their prompts."""
+    """Number of prefilled tokens of aborted responses and their prompts, divided by the number of generated tokens. One
+    prompt per delivered group does not count."""
     shares: dict[str, float]
     """Shares of the time: decode, prefill (additional time of steps with a prefill), loads, and controller (the
     rest)."""
@@ -378,8 +378,8 @@ def measure(
     """Run the modes alternately until each mode has delivered `steps` batches; return the results.
 
     alone: an engine for the bound, which runs before each round of batches. full_steps: returns (mean position,
-    seconds) of measured full decode steps, for the bound of decode steps. Without these two, both bounds use the mean
-    of the modes' own full steps for every position.
+    seconds) of measured full decode steps, for the bound of decode steps. Without `alone` and `full_steps`, both bounds
+    use the mean time of the modes' full steps for every position.
     """
     points: list[tuple[int, float]] = []
     gc.collect()
@@ -474,8 +474,8 @@ def bench_engine(
 
 
 def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths, *, steps: int) -> BenchResult:
-    """Measure the modes with a fake engine that has a slot for every trajectory. Its step time does not depend on the
-    number of rows, as on a GPU with small batches of a large model. The clock counts decode steps."""
+    """Measure the modes with a fake engine that has a slot for every trajectory. The clock counts decode steps, so the
+    time of a step does not depend on the number of rows, as on a GPU with small batches of a large model."""
     slots = -(-max(_most_in_flight(s.rules()) for s in settings.values()) // 8) * 8
     engine_settings = EngineSettings(slots=slots, max_context_tokens=lengths.longest + 8)
     sides = []

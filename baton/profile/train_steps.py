@@ -1,8 +1,8 @@
 """Measures the times of batches and train steps, alternately as in mode `sync`.
 
 The trajectories of a train step have the lengths of generated trajectories, or multiples of these lengths. Advantages
-are nonzero in all groups or in half of the groups. The other groups need no backward pass, so the fit can separate the
-times of backward and forward passes.
+are nonzero in all groups or in half of the groups. Groups with zero advantages need no backward pass, so the fit can
+separate the times of backward and forward passes.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ DAMPING = 0.6
 """Exponent of the corrections of `engine_beside`. Slower engines also run more trajectories at a time, which slows
 each trajectory further. Full corrections would therefore overshoot and oscillate."""
 IDLE = 0.02
-"""A train step counts as one without generation if trajectories run in at most this share of its time."""
+"""A train step counts as a step without generation if trajectories run in at most this share of the step's time."""
 MOST_SLOWDOWN = 10.0
 LEAST_RUNTIME_BYTES = 5e7
 
@@ -80,7 +80,7 @@ def with_whole_steps(
 
 
 def _measured_recipe(recipe: Recipe, num_steps: int) -> Recipe:
-    """Return the recipe of the measured run. Its seed differs, so that efficiencies are not fitted to the batches of
+    """Return the recipe of the measured run. The seed is changed, so that efficiencies are not fitted to the batches of
     the run that they later predict."""
     changes = {
         "run": {"name": "run", "seed": recipe.run.seed + 1, "steps": num_steps},
@@ -140,9 +140,8 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 
 
 def _train_factors(run: Path, rows: Sequence[Row], speed: TrainSpeed) -> tuple[float, float]:
-    """Return two factors for mode `async`. The first is the training time of the steps without generation, divided by
-    the predicted time; 1 without such steps. The second is the factor by which training is slower while trajectories
-    run."""
+    """Return two factors for mode `async`: the training time of the steps without generation, divided by the predicted
+    time (1 without such steps); and the factor by which training is slower while trajectories run."""
     opened, beside = RunDirectory.open(run), list[tuple[float, float, float]]()
     alone_s = predicted_s = 0.0
     for row in steady_rows(rows):
@@ -170,10 +169,10 @@ def _slot_rate(steps: Sequence[tuple[float, float]]) -> float:
 def fit_run(
     recipe: Recipe, gpu: str, known: Efficiency, run: Path, rows: Sequence[Row]
 ) -> tuple[Efficiency, list[Measurement]]:
-    """Fit the speeds of trainer and engines. In mode `async`, they run at the same time, and the fit finds how much
-    each slows the other down. The speed of the trainer alone is then measured at the end of the run, when all batches
-    have been generated. In other modes, all efficiencies of the trainer are multiplied by one factor, and those of the
-    engines by another."""
+    """Fit the speeds of trainer and engines. In mode `async`, trainer and engines run at the same time, and the fit
+    finds by which factor each of them slows the other down. The speed of the trainer alone is then measured at the end
+    of the run, when all batches have been generated. In other modes, all efficiencies of the trainer are multiplied by
+    one factor, and all efficiencies of the engines by another factor."""
     terms, work, groups = _terms(rows), workload_of_run(run), recorded_groups(run)
 
     def setting(efficiency: Efficiency) -> Setting:

@@ -3,7 +3,7 @@ sandbox for hostile code.
 
       run ══ pipes ══▶ supervisor ──forks──▶ scorer ──starts──▶ processes that a reward function starts
 
-The supervisor process runs no user code. It kills the scorer and all descendants of the scorer when the run sends
+The supervisor process runs no user code. The supervisor kills the scorer and all its descendants when the run sends
 SIGTERM, when the run ends (the pipe closes) and when the scorer ends:
 
 * On Linux with user namespaces, the scorer runs in its own PID namespace. When the namespace's first process ends, the
@@ -36,7 +36,7 @@ _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON\w*|COVERAGE_\w+|"
     r"(OMP|MKL|OPENBLAS|NUMEXPR|CUDA|NVIDIA|TRANSFORMERS|XDG)_\w+|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_\w+)|NLTK_DATA"
 )
-"""Names of the environment variables that every scorer process gets. They hold paths and settings, not secrets."""
+"""Names of the environment variables that every scorer process gets: paths and settings, not secrets."""
 MAX_FILE_BYTES = 2**30
 MAX_OPEN_FILES = 4096
 
@@ -63,9 +63,9 @@ class Isolation:
 
 
 def environment(names: Iterable[str], run: Mapping[str, str], key: str = "judge.env") -> dict[str, str]:
-    """Return the environment variables of a scorer process. They let Python import this package, and limit OpenMP to
-    one thread. They include the variables of `run` (the run's environment) whose names `_ALLOWED` matches or `names`
-    lists.
+    """Return the environment variables of a scorer process: the variables of `run` (the run's environment) whose names
+    `_ALLOWED` matches or `names` lists, the path from which Python imports this package, and a limit of one OpenMP
+    thread.
 
     Raises UserError if a variable of `names` is not set.
     """

@@ -34,11 +34,10 @@ from baton.types import FailureCause
 Calls = tuple[protocol.Call, ...]
 Outcomes = tuple[protocol.Outcome, ...]
 KILL_S = 5.0
-"""Time in seconds in which a supervisor process must kill its scorer and the scorer's children. Afterwards the
-supervisor is killed too."""
+"""Seconds in which a supervisor process must kill its scorer and the scorer's children, before the supervisor is killed
+too."""
 GRACE_S = 1.0
-"""Time in seconds after a call's deadline in which a shared process must report the timeout. Afterwards it is
-killed."""
+"""Seconds after a call's deadline in which a shared process must report the timeout, before the process is killed."""
 
 
 class WorkerExited(Exception):
@@ -70,7 +69,7 @@ class ScorerProcess(Protocol):
 
 
 Launch = Callable[[], Awaitable[ScorerProcess]]
-"""Function that starts a process. It raises UserError if the process cannot start, and MachineGone."""
+"""Function that starts a process. Raises UserError if the process cannot start, and MachineGone."""
 
 
 def _late(calls: Calls, deadline_s: float) -> Outcomes:

@@ -3,7 +3,7 @@ the answer is correct.
 
 Scorers that always return quickly are called inline. All other scorers are called in a background thread while the run
 generates, and each call has a deadline. If a call hangs, crashes or returns an invalid value, the trajectory has no
-reward, and the cause is recorded. Such a trajectory counts neither as reward 0 nor as a wrong answer.
+reward, and the cause is recorded. A trajectory without a reward does not count as reward 0 or as a wrong answer.
 
 A multi-turn episode already has the reward of its environment when it is submitted. The values of reward functions and
 remote scorers are added to this reward. All other kinds of parts score the answer of a single-turn task and do not
@@ -67,9 +67,8 @@ OF_EPISODES = ("function", "http", "model")
 OF_ANSWERS = ("exact", "math", "format")
 """Kinds of reward parts for single-turn tasks. In multi-turn tasks, the environment's reward replaces them."""
 MODEL_DEADLINE_S = 120.0
-"""Default deadline in seconds of a call of a reward model. It begins when the call is sent to a process of the model,
-and includes the wait for earlier calls in that process. Waits for `concurrency` and for the model to load are
-excluded."""
+"""Default deadline of a call of a reward model: seconds from sending the call to a process of the model, including the
+wait for earlier calls in that process. Waits for `concurrency` and for the model to load are excluded."""
 MAX_UNANSWERED = 32
 """After this number of consecutive calls without an answer (timeout, crash, unreachable), the scorer is tested with a
 call that it has answered before, or with the reference answer if there is no such call. If the test succeeds, the
@@ -479,8 +478,8 @@ class RewardScorer:
         return self._thread
 
     def _longest_call_s(self) -> float:
-        """Return the maximum number of seconds between two results. This number does not depend on the length of the
-        queue, because a call is always running."""
+        """Return the maximum number of seconds between two results, which does not depend on the length of the queue,
+        because a call is always running."""
         own = (r.deadline_s or (MODEL_DEADLINE_S if r.kind == "model" else 0.0) for r in self._rewards)
         deadline_s = max(self._settings.deadline_s, *own)
         load_s = SERVER_START_S if any(r.starts_server for r in self._rewards) else LOAD_TIMEOUT_S

@@ -33,8 +33,8 @@ from baton.types import FailureCause
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
-"""Maximum pause before a repeated call. Pauses are random. Their upper limit is 0.2 s for the first repetition, and
-doubles with each further repetition up to this value."""
+"""Maximum pause before a repeated call. Each pause is random; the upper limit of the pause is 0.2 s for the first
+repetition, and doubles with each further repetition up to this value."""
 CLOSE_TIMEOUT_S = 10.0
 
 Result = TypeVar("Result")

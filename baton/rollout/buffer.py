@@ -1,4 +1,5 @@
-"""`Buffer`: forms batches of complete groups and enforces the staleness bound. It stores ids and versions, no tokens.
+"""`Buffer`: forms batches of complete groups and enforces the staleness bound. A buffer has no tokens, only ids and
+versions.
 
     opened ──▶ unfinished ──complete──▶ waiting ──take──▶ a batch
        └──────── closed (filtered, dropped, lost) ◀── too old, stale = "drop"

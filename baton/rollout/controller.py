@@ -84,7 +84,7 @@ class _Group:
     scored: dict[int, ScoredTrajectory]
     """By sample index."""
     episodes: dict[int, ScoredTrajectory] = field(default_factory=dict)
-    """Sample index → finished multi-turn episode. Its reward is that of the environment, without reward functions."""
+    """Sample index → finished multi-turn episode, with the environment's reward but without reward functions."""
 
 
 class RolloutController:
@@ -161,8 +161,8 @@ class RolloutController:
         self, version: int, cursor: StreamCursor, newest_group_id: int = -1, *, num_batches: float = math.inf
     ) -> list[OpenGroup]:
         """Start at `version` with the journal's cursor and open groups; return the open groups. cursor: the
-        checkpoint's cursor. newest_group_id: largest id in a recorded batch. Both replace the journal's last entries if
-        these are lost, or if there is no journal."""
+        checkpoint's cursor. newest_group_id: largest id in a recorded batch. Without a journal, or if its last entries
+        are lost, the run continues from `cursor` and after `newest_group_id`."""
         place = None if self._journal is None else self._journal.place()
         if place is None or place.next_group_id < cursor.next_group_id:
             place = cursor
@@ -327,8 +327,8 @@ class RolloutController:
                 self._on_lease_message(message)
 
     def _on_revoked(self, revoked: WorkRevoked) -> None:
-        """Restart a trajectory whose tokens are not trusted. If it is a path of an episode, restart the episode. Ignore
-        the message if the group is already in a batch, or if the noise seed is that of an evaluation."""
+        """Restart a trajectory whose tokens are not trusted. If the trajectory is a path of an episode, restart the
+        episode. Ignore the message if the group is already in a batch, or if an evaluation uses this noise seed."""
         group, index = self._groups.get(revoked.group_id), revoked.sample_index
         if group is None or revoked.noise_seed not in self._noise_seeds(group, index):
             return
@@ -448,7 +448,7 @@ class RolloutController:
                 self._dispatch(ev.Observed(self._now_s(), grown.group_id, grown.sample_index))
 
     def _end_episode(self, over: ScoredTrajectory) -> None:
-        """Record a finished episode. Its reward is that of the environment; it has none if the environment failed."""
+        """Record a finished episode with the environment's reward, or without a reward if the environment failed."""
         trajectory = over.trajectory
         group = self._groups[trajectory.group_id]
         group.members[trajectory.sample_index] = trajectory

@@ -5,9 +5,9 @@
         │                      └─ terminated, truncated, max_turns, no room ─▶ episode over, rewarded
         └─ budget of tokens used up ─▶ episode over, rewarded
 
-The controller and evaluations use `EpisodePlayer`. They own the trajectories and the leases; the player owns the
-actions and observations of open episodes. Environments are slow and may fail, so they run elsewhere; see
-`EnvironmentClient`.
+The controller and evaluations use `EpisodePlayer`. They own the trajectories and the leases; an `EpisodePlayer` owns
+the actions and observations of open episodes. Environments are slow and may fail, so they run in other processes
+(`EnvironmentClient`).
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class _Open:
 class ErrorBudget:
     """Limits the share of episode attempts whose environment fails, over training and evaluations of a run.
 
-    Consecutive attempts form blocks of `BLOCK` attempts. A failure belongs to the block in which its attempt began. The
-    share therefore depends neither on how late environments fail, nor on how many are open. The end of an environment
-    process is one failure, even if several calls were running in the process.
+    Consecutive attempts form blocks of `BLOCK` attempts. A failure belongs to the block in which its attempt began, so
+    the share depends neither on the time from the start of an attempt to its failure nor on the number of open
+    episodes. The end of an environment process is one failure, even if several calls were running in the process.
     """
 
     BLOCK = 100

@@ -1,6 +1,6 @@
 """`EvalRollout`: generates responses to a list of prompts under one version, for evaluations.
 
-It leases all trajectories at once, and yields each trajectory when it finishes, so scoring overlaps with generation.
+All trajectories are leased at once, and each is yielded when it finishes, so scoring overlaps with generation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Events that the scheduler receives, and commands that it returns. They contain counts and versions, no token ids.
+"""Events that the scheduler receives, and commands that it returns. Both contain counts and versions, but no token ids.
 
 (group_id, sample_index) identifies a trajectory.
 """
@@ -36,7 +36,7 @@ class TokensLost(TimedEvent, frozen=True, tag="Lost"):
 
 
 class Revoked(TrajectoryEvent, frozen=True, tag="Revoked"):
-    """The tokens of a trajectory are not trusted, so it must be generated again. Its group is in no batch yet."""
+    """The tokens of a trajectory, whose group is not in a batch yet, are not trusted: it must be generated again."""
 
     cause: str
 

@@ -140,8 +140,8 @@ class ReplicaTransport(WorkerTransport):
         trace: LeaseTrace | None = None,
         restart: RestartRule | None = None,
     ) -> None:
-        """build: starts the engine of a replica, which serves `version` at the start of the run. It is called again
-        after a failure. Raises the errors of `build`."""
+        """build: starts the engine of a replica, at the start of the run (then serving `version`) and after a failure.
+        Raises the errors of `build`."""
         self._build, self._versions, self._version = build, versions, version
         self._trace, self._rule = trace or LeaseTrace(TraceWriter()), restart or RestartRule()
         self._events: SimpleQueue[tuple[_Replica, Any]] = SimpleQueue()

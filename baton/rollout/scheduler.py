@@ -1,8 +1,8 @@
 """The state machine of rollouts: it receives events and returns commands.
 
-The scheduler decides which trajectory is leased, which lease is aborted, and which groups form a batch. It uses no
-clock, no I/O, no torch and no token ids, so the live run and the simulator share it. Every trajectory is in exactly one
-state, and the `Ledger` counts each of its tokens in exactly one account:
+The scheduler decides which trajectory is leased, which lease is aborted, and which groups form a batch. The scheduler
+uses no clock, no I/O, no torch and no token ids, so live runs and simulations share its code. Every trajectory is in
+exactly one state, and the `Ledger` counts each of its tokens in exactly one account:
 
     Open ─▶ pending ──Assign──▶ leased ──Finished──▶ scoring ──Rewarded──▶ scored ─▶ (group complete) ─▶ buffer
               ▲  ▲                │  │                  ▲                  │                         │
@@ -228,7 +228,7 @@ class RolloutScheduler:
 
     def _on_reward(self, event: ev.Rewarded) -> Iterator[ev.Command]:
         trajectory = self._trajectory(event.group_id, event.sample_index)
-        # a scorer that compares the members of a group scores all of them again after one was revoked
+        # a scorer that compares the members of a group scores all members again after one of them was revoked
         if trajectory.state is TrajectoryState.SCORED:
             trajectory.reward = event.reward
             return

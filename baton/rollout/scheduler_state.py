@@ -36,7 +36,7 @@ class TrackedTrajectory:
     """Tokens that the policy wrote."""
     reward: float | None = None
     begins_turn: bool = False
-    """True if the trajectory waits for its next turn. Its next lease then does not count as a resume."""
+    """True if the trajectory waits for its next turn, so that its next lease does not count as a resume."""
 
     @property
     def name(self) -> str:

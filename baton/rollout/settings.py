@@ -57,8 +57,7 @@ class Rules:
 
     @property
     def pauses(self) -> bool:
-        """Whether trajectories stay leased in mode `partial` while no batch is requested. They then generate no
-        tokens."""
+        """Whether trajectories stay leased in mode `partial` while no batch is requested, without generating tokens."""
         return self.may_pause and self.mode == "partial" and self.on_new_version == "keep"
 
     def max_outstanding(self, overprovision: float) -> float:

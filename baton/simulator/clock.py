@@ -15,7 +15,7 @@ class NoProgress(Exception):
 
 
 class VirtualClock:
-    """The clock of one simulation. It uses no random numbers and no real time."""
+    """The clock of one simulation. The clock uses no random numbers and no real time."""
 
     __slots__ = ("_heap", "_sequence", "now_s", "num_fired")
 

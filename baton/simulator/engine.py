@@ -73,7 +73,7 @@ class EngineOwner(Protocol):
     """The receiver of an engine's reports."""
 
     def on_reports(self, engine: SimEngine, reports: list[FromWorker]) -> None:
-        """Receive reports of the engine. This method may call the engine's submit, abort and switch."""
+        """Receive reports of the engine. `on_reports` may call the engine's submit, abort and switch."""
 
 
 class SimEngine:
@@ -180,7 +180,7 @@ class SimEngine:
                 row.since_s = math.inf
 
     def abandon(self) -> None:
-        """Discard the running trajectories after a permanent `stop`. Their tokens are lost."""
+        """Discard the running trajectories after a permanent `stop`. The trajectories' unreported tokens are lost."""
         for _, _, row in self._heap if self._tracer is not None else ():
             self._count(row)
             self._leave(row, "lost")
@@ -459,7 +459,7 @@ class SimEngine:
         self._set_wake(self._since_s + self._duration_s(steps), steps)
 
     def _read_tokens(self) -> float:
-        """Return the mean number of positions that a running row reads in the next step. It grows by one per step."""
+        """Return the mean number of positions that a running row reads in the next step."""
         if self._class_cost is None:
             return self._context / self._width
         contexts = sorted(self._step - row.end_step + row.prompt + row.length for _, _, row in self._heap)

@@ -1,4 +1,4 @@
-"""Faults of a simulated run. They come from a TOML file or from a trace of preemptions, or are drawn at random.
+"""Faults of a simulated run, which come from a TOML file or from a trace of preemptions, or are drawn at random.
 
 ```toml
 [[fault]]
@@ -31,7 +31,7 @@ from baton.simulator.seeds import choices
 Kind = Literal["crash", "hang", "slow", "join", "leave", "restart", "partition", "storm", "wrong"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DRAWN = tuple(kind for kind in KINDS if kind != "wrong")
-"""Kinds from which random faults are drawn by default: those that can happen to a correct worker."""
+"""Kinds from which random faults are drawn by default: all kinds that can happen to a correct worker."""
 
 
 class FaultSettings(Settings):

@@ -20,7 +20,7 @@ from baton.types import FromHub, FromWorker, Lease, PolicyVersion
 
 
 class SimulatedEnginePool(SimulatedTransport):
-    """A `SimulatedTransport` over engines of one machine. It corresponds to `EnginePool` for engine processes."""
+    """A `SimulatedTransport` over engines of one machine: the simulated counterpart of `EnginePool`."""
 
     name = "the simulated pool"
 

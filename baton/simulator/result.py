@@ -45,7 +45,7 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class RunRecord(Ledger):
-    """Record of one run. Its token counts are sums over all starts of the controller."""
+    """Record of one run. Token counts are sums over all starts of the controller."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""The reward scorer in virtual time. It scores at most `concurrency` trajectories at the same time; further
+"""The reward scorer in virtual time, which scores at most `concurrency` trajectories at the same time. Further
 trajectories wait in a queue."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Prompt lengths, response lengths and rewards of trajectories. They depend only on the seed and on the trajectory's
-ids, so two runs with different decisions of the scheduler have the same work.
+"""Prompt lengths, response lengths and rewards of trajectories. Lengths and rewards depend only on the seed and on the
+trajectory's ids, so two runs with different decisions of the scheduler have the same work.
 
 Lengths follow a `Lengths` distribution. Lengths within a group are correlated (`correlation`), because all responses to
-a hard prompt tend to be long. `drift` changes the lengths during training. Alternatively, the lengths are those of a
-recorded run's groups, in the same order; they include correlation and drift.
+a hard prompt tend to be long. `drift` changes the lengths during training. Alternatively, the lengths are taken from
+the groups of a recorded run, in the same order, and then include the run's correlation and drift.
 """
 
 from __future__ import annotations

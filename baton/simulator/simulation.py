@@ -84,7 +84,7 @@ class ObservedController(RolloutController):
 
 
 class Simulation(BatchRecords):
-    """One simulated run. It keeps the recorded batches in memory."""
+    """One simulated run. The recorded batches are kept in memory."""
 
     def __init__(
         self,

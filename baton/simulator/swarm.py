@@ -77,7 +77,7 @@ class ObservedLeaseBroker(LeaseBroker):
 
 
 class Swarm(SimulatedTransport):
-    """A `SimulatedTransport` that runs the live hub's decision code. Its simulated workers may join and leave."""
+    """A `SimulatedTransport` that runs the live hub's decision code. Simulated workers may join and leave."""
 
     name = "the simulated swarm"
 

@@ -38,7 +38,7 @@ class EngineTime:
 
 
 class SimulatedTransport(WorkerTransport, Protocol):
-    """A pool of engines or a swarm. Its waits advance the virtual clock."""
+    """A pool of engines or a swarm. Waits in `receive` and `load_weights` advance the virtual clock."""
 
     def begin(self) -> None:
         """Start the engines, at the first start and whenever the controller resumes after `restart`."""

@@ -253,7 +253,7 @@ class RewardActor:
         return protocol.encode(protocol.ScorerReady(error))
 
     async def _start_server(self, setup: Any) -> Any:
-        """Start a child process that starts a vLLM server. Both end with this actor."""
+        """Start a child process that starts a vLLM server. Child process and server end with this actor."""
         from baton.rewards.pool import LocalProcess
         from baton.rewards.settings import JudgeSettings
 

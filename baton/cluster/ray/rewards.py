@@ -1,7 +1,7 @@
 """Starts the reward model of a plan: one actor on each GPU of the reward stage.
 
-The run's scoring thread starts an actor (`launch`), sends calls to it, and restarts it if it ends or hangs. It handles
-local processes in the same way (`baton/rewards/pool.py`). The resources stay reserved during a restart.
+The run's scoring thread starts an actor, sends calls to it, and restarts it if it ends or hangs, as it does with local
+processes (`baton/rewards/pool.py`). The resources stay reserved during a restart.
 """
 
 from __future__ import annotations

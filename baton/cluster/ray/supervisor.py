@@ -89,7 +89,7 @@ class RayWorkerSupervisor:
         set before `begin`, if the plan is colocated."""
         self._lock = RLock()
         self._is_trainers_turn = False
-        """Whether ranks use the GPUs that they share with workers. Such workers are then not started."""
+        """Whether ranks use the GPUs that they share with workers. Meanwhile, no worker on these GPUs is started."""
         self._waiting: dict[str, ProcessSpec] = {}
         """Workers to start when the engines' turn begins."""
         self._ending: dict[Any, _RunningActor] = {}
@@ -132,7 +132,7 @@ class RayWorkerSupervisor:
 
     def sleep(self) -> None:
         """Return when no worker uses a rank's GPU: each has freed its memory, or its processes have ended. Raises
-        EngineFault if neither is certain."""
+        EngineFault if a worker may still use memory."""
         with self._lock:
             if self._is_trainers_turn:
                 return

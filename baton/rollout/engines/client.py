@@ -25,7 +25,7 @@ from baton.errors import BatonError, DeadlineExceeded, EngineFault, first_line
 
 T = TypeVar("T")
 START_TIMEOUT_S = 1800.0
-"""Maximum number of seconds from the start of the program until it responds. It may compile the model meanwhile."""
+"""Maximum seconds from the start of the program, which may compile the model, until the program responds."""
 _HEARTBEAT_S = 0.5
 """Seconds between two checks, during a call, that the program is still running."""
 
@@ -60,7 +60,7 @@ class GeneratedTokens:
     finish: str | None
     """Finish reason that the engine's program gave; None if the request has not ended."""
     prefilled: int
-    """Number of prompt tokens that the program prefilled. It is 0 in all messages of a request except the first."""
+    """Number of prompt tokens that the program prefilled; 0 in all messages of a request except the first."""
     weights: str | None = None
     """Label of the weights that generated the tokens; None if the program does not report it."""
     by_weights: Mapping[str, int] | None = None

@@ -3,7 +3,7 @@
     submit ─▶ SlotTable ─▶ slot ═ EngineRequest ═▶ program ═ GeneratedTokens ═▶ SlotTable ─▶ Report
 
 As in every engine, `SlotTable` decides which leases run, when they end, and what is reported. The program returns only
-token ids and logprobs. It can run as many requests as there are slots, so leases wait only in the queue of `SlotTable`.
+token ids and logprobs. The program can run as many requests as there are slots, so leases wait only in `SlotTable`.
 The program streams tokens, and `ExternalEngine` discards tokens after a stop string.
 """
 

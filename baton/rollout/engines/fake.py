@@ -53,7 +53,7 @@ class FakeEngine(SlotEngine):
 
 
 def fake_token(group_id: int, sample_index: int, position: int, version: int, *, length: int) -> int:
-    """Return the token of a `FakeEngine` at a position after the prompt. Its logprob is -(1 + token % 8) / 8."""
+    """Return the token of a `FakeEngine` at a position after the prompt. A token's logprob is -(1 + token % 8) / 8."""
     if position >= length - 1:
         return END_ID
     mixed = group_id * 1_000_003 + sample_index * 10_007 + position * 101 + version * 31

@@ -49,8 +49,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """The sampling parameters of W rows as tensors. They are built when the rows change, and used in each step until
-    then."""
+    """The sampling parameters of W rows as tensors, which are built again only when the rows have changed."""
 
     num_rows: int
     temperature_W1: Tensor | None
@@ -124,8 +123,8 @@ def sample(
     """Draw one token per row. Return the ids [W], the behavior logprobs [W], and the sampling masks [W]. The masks are
     None if no row reports one; a row without a mask has empty bytes.
 
-    Logprobs are at the row's temperature (1 for greedy rows). They are normalised over the row's sampling mask or,
-    without a mask, over the whole vocabulary before top-p and top-k. If the logits of a row are not finite, the row's
+    Logprobs are at the row's temperature (1 for greedy rows), and normalised over the row's sampling mask or, without a
+    mask, over the whole vocabulary before top-p and top-k. If the logits of a row are not finite, the row's
     logprob is nan and its id is arbitrary.
     """
     width, vocabulary = logits_WV.shape

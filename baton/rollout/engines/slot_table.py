@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:
-    """Identifies the keys and values of a piece. They also depend on the pieces before this piece."""
+    """Identifies the keys and values of a piece, which also depend on the pieces before it."""
 
     digest: bytes
     """One digest over the piece, its ids, and the previous piece's digest. Keys of long contexts can therefore be
@@ -334,7 +334,7 @@ class SlotTable:
 
 
 def pieces_of(trajectory: Trajectory) -> tuple[Piece, ...]:
-    """Divide the ids before the last one into pieces, at the start of each turn. This is a pure function of the
+    """Divide all ids except the last one into pieces, at the start of each turn. The result depends only on the
     trajectory.
 
     The first piece is the prompt. Each further piece has the tokens of a turn and of the observation after the turn;

@@ -2,9 +2,9 @@
 the same class.
 
 A lease is sent to an engine only when the engine has a free slot, so engines whose responses are short receive more
-leases. Further turns and resumed trajectories are sent before new trajectories. Such a trajectory returns to its last
-engine, because that engine may have kept the trajectory's keys and values. If that engine is much busier than another
-engine, the trajectory is sent to the least busy engine instead (`returns_home`).
+leases. Trajectories that already have tokens (further turns, resumed trajectories) are sent before new trajectories. A
+trajectory with tokens returns to its last engine, because that engine may have kept its keys and values. If the last
+engine is much busier than another engine, the trajectory is sent to the least busy engine instead (`returns_home`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Handover = tuple[int, FromHub]
 
 
 def returns_home(num_home: int, num_least: int, slots: int) -> bool:
-    """Return whether a trajectory is sent back to its last engine. This requires that the engine has a free slot, and
-    that its `num_home` leases exceed those of the least busy engine (`num_least`) by at most `slots / 4`."""
+    """Return whether a trajectory is sent back to its last engine, which has `num_home` leases. The engine must have a
+    free slot, and at most `slots / 4` leases more than the least busy engine, which has `num_least` leases."""
     return num_home < slots and num_home - num_least <= slots // 4
 
 
@@ -76,7 +76,7 @@ class LeaseQueue:
         return home
 
     def _num_free(self, engine: int) -> int:
-        """Return the number of free slots. It is negative if a waiting lease was sent only to be aborted."""
+        """Return the number of free slots, which is negative if a waiting lease was sent only to be aborted."""
         return self._slots[engine] - len(self.leases[engine])
 
     def _hand_over(self, engine: int, lease: Lease) -> Handover:

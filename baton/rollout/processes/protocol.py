@@ -1,5 +1,5 @@
-"""Messages between the controller's process and its engine processes. They are msgpack frames on a socket pair; pickle
-is not used."""
+"""Messages between the controller's process and its engine processes: msgpack frames on a socket pair, without
+pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 
 class Start(msgspec.Struct, frozen=True, tag="Start"):
-    """The first message to a process. It describes the engine to build."""
+    """The first message to a process, which describes the engine to build."""
 
     model_path: str
     device: str
@@ -49,7 +49,7 @@ class Progress(msgspec.Struct, frozen=True, tag="Progress"):
 
 
 class Serving(msgspec.Struct, frozen=True, tag="Serving"):
-    """Confirmation that the engine serves a version. It is sent after the engine's start and after each LoadWeights."""
+    """Confirmation, after the engine's start and after each LoadWeights, that the engine serves a version."""
 
     version: PolicyVersion
 

@@ -6,9 +6,9 @@
 is the first input of decode. A new prompt, the shared prompt of a group, and a resume from ids use the same code.
 
 **Keys and values are kept** for later turns and resumes, in pieces (`slot_table.py: pieces_of`). A piece that ends
-where a turn begins is always computed by one prefill, which reads the pieces before it. Its keys and values therefore
-have the same bits if they are computed again, on this or another engine. Only the last piece of a trajectory that is
-resumed within a turn may have keys and values that decode computed.
+where a turn begins is always computed by one prefill, which reads the pieces before it. If such a piece is computed
+again, on this or another engine, its keys and values therefore have the same bits. Only the last piece of a trajectory
+that is resumed within a turn may have keys and values that decode computed.
 
 **A row does not depend on other rows.** On a CPU with one torch thread, the tokens and logprobs of a trajectory are
 bit-identical in any slot and any batch, which tests verify. `network.py` chooses shapes that guarantee bit-identical
@@ -321,8 +321,9 @@ def embedded_engine(
 def skeleton_engine(
     directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
 ) -> EmbeddedEngine:
-    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded. base:
-    tensors of the base model if versions are adapters, else None. Raises UserError for an unsupported model."""
+    """Build an engine from a model's configuration and tokenizer. The engine serves no version until weights are
+    loaded. base: tensors of the base model if versions are adapters, else None. Raises UserError for an unsupported
+    model."""
     place = torch_device(device)
     model = load_skeleton(directory, dtype=torch_dtype(settings.dtype, place), device=place, attention=attention)
     if base is not None:

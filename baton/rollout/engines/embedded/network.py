@@ -55,8 +55,8 @@ _PAST_TOKENS = 2048
 """Maximum number of positions, including padding, of a prefill of several rows that follow earlier pieces. The
 positions of the earlier pieces count, because the prefill copies them."""
 _MASKED_TOKENS = 1024
-"""Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. This limits the
-attention mask, which has an entry for each of these tokens and each earlier position."""
+"""Maximum tokens of a row that one forward of a prefill computes; longer rows take several forwards. The maximum limits
+the size of the attention mask, which has an entry for each computed token and each earlier position."""
 _NOWHERE = 2**62
 """Position assigned to padded keys, so that no query attends to them."""
 MIN_WIDTH = 16

@@ -1,6 +1,6 @@
 """Packs the bfloat16 weights of linear layers in the memory layout of the CPU's matrix units.
 
-Without packing, oneDNN reorders the weights in each call. In a decode step, this costs as much as the product itself.
+Without packing, oneDNN reorders the weights in each call, which in a decode step takes as long as the product itself.
 On a CPU with AMX, packed weights are 1.3 to 1.9 times faster at 64 rows, with bit-identical results. Packing float32
 weights saves nothing. This module calls the operators that torch's compiler emits for a frozen model.
 """
@@ -21,7 +21,7 @@ class PackedLinears:
     """Packed copies of the weights of a model's linear layers. The original weights stay in the model."""
 
     def __init__(self, model: Module) -> None:
-        """Pack all layers with a supported dtype and device, and replace their forward. Others stay unchanged."""
+        """Pack all layers with a supported dtype and device, and replace their forward. Other layers do not change."""
         self._layers = [m for m in model.modules() if type(m) is Linear and "forward" not in vars(m) and _can_pack(m)]
         self.held_bytes = 0
         """Number of bytes of the packed copies."""

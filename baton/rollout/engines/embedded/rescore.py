@@ -3,7 +3,7 @@ tokens.
 
 A draw is a pure function of the logits and of (noise seed, group, sample, position) (`rollout/engines/sampling.py`).
 The weights therefore determine both the logprob of a reported token and the token that must be drawn. One prefill of
-the whole response computes both for all tokens of the response.
+the whole response computes the logprobs and the draws of all its tokens.
 
 **The draw gap.** Token t is drawn if the uniform number u lies in its interval [F(t−1), F(t)) of the distribution
 function F. Rounding moves the bounds of the interval. If no logit moves by more than δ, the log-odds log F/(1−F) of a
@@ -265,10 +265,11 @@ def _filtered_distance(
     mass over that set.
 
     Exact arithmetic keeps the n most likely tokens. Rounding may change the set near its border, so four other sets are
-    possible. The first three are n − 1 tokens, n + 1 tokens, and all tokens up to the target. They require that the
-    mass before the last token that differs is within `_BORDER` of top-p, and that top-k allows their number of tokens.
-    In the fourth set, the target replaces token n; if the target is among the n most likely tokens, token n + 1
-    replaces token n. This requires that the new token's probability is at least 1 − `_BORDER` times that of token n.
+    possible. The first three are n − 1 tokens, n + 1 tokens, and all tokens up to the target. These three sets require
+    that the mass before the last token that differs is within `_BORDER` of top-p, and that top-k allows their number of
+    tokens. In the fourth set, the target replaces token n; if the target is among the n most likely tokens, token n + 1
+    replaces token n. The fourth set requires that the new token's probability is at least 1 − `_BORDER` times the
+    probability of token n.
     """
     sorted_FV, order_FV = torch.sort(mass_FV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(mass_FV.shape[-1], device=mass_FV.device)

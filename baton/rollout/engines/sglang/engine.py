@@ -48,7 +48,7 @@ class SglangEngine(ExternalEngine[SglangClient]):
     """Whether all requests are aborted to load weights, so that aborted streams are expected."""
 
     def abort(self, lease_id: int) -> None:
-        """End a lease. It is reported when the server has ended its request. Has no effect on an unknown lease."""
+        """End a lease. The lease is reported when the server has ended its request. Has no effect if it is unknown."""
         keys = [key for key, running in self.running.items() if running.row.lease.lease_id == lease_id]
         for key in keys:
             self.running[key].is_ending = True
@@ -136,8 +136,8 @@ def api_key(settings: SglangSettings) -> str | None:
 
 
 def sglang_from_skeleton(directory: Path, read_base: ReadBase | None, settings: EngineSettings) -> SglangEngine:
-    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
-    read_base: reads the tensors of the base model; required if versions are adapters."""
+    """Build an engine from a model's configuration and tokenizer. The engine serves no version until weights are
+    loaded. read_base: reads the tensors of the base model; required if versions are adapters."""
     own = settings.sglang
     if own.url is None:
         raise UserError(

@@ -260,8 +260,8 @@ def vllm_of_model(
 def vllm_from_skeleton(
     directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str, sleeps: bool = False
 ) -> VllmEngine:
-    """Build an engine from a model's configuration and tokenizer. It serves no version until weights are loaded.
-    read_base: reads the tensors of the base model; required if versions are adapters."""
+    """Build an engine from a model's configuration and tokenizer. The engine serves no version until weights are
+    loaded. read_base: reads the tensors of the base model; required if versions are adapters."""
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy", sleeps=sleeps)
 
