@@ -80,8 +80,8 @@ def are_alike(cluster: Cluster) -> bool:
 
 def make_pools(cluster: Cluster, efficiencies: Efficiencies, view: View = "alike") -> Pools:
     """Return the pools of a cluster. With `view = "alike"`, a pool contains only nodes that are alike (see the module).
-    With other views, it contains all nodes of a GPU type, with the slowest links (`pessimistic`) or the fastest
-    (`optimistic`)."""
+    With other views, a pool contains all nodes of a GPU type, with the slowest links (`pessimistic`) or the fastest
+    links (`optimistic`)."""
     if view == "alike":
         groups = _alike(cluster)
     else:

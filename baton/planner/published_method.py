@@ -21,7 +21,8 @@ from baton.planner.replicas import CLOSE, RolloutProgram
 STABLE = 20
 """The search stops after this number of iterations without improvement (K in the paper)."""
 MAX_DIVISIONS = 50_000
-"""Maximum number of divisions by single GPUs. Above it, the cluster is divided by nodes or groups of nodes."""
+"""Maximum number of divisions. If divisions by single GPUs are more, the cluster is divided by nodes or groups of
+nodes."""
 
 
 def objectives(problem: AssignmentProblem, rows: Ints) -> Floats:

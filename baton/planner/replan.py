@@ -182,7 +182,7 @@ def _with_mixed_stage(inputs: Inputs, problem: AssignmentProblem, running: Plan)
 
 
 def _same_shape(problem: AssignmentProblem, running: Plan, there: set[str]) -> int | None:
-    """Return the row of the running plan's training shape; None if it lost a GPU or is not in the table."""
+    """Return the row of the running plan's training shape; None if the shape lost a GPU or is not in the table."""
     if not set(running.training.gpu_ids) <= there:
         return None
     wanted = np.zeros((3, len(problem.pools.pools)), dtype=np.int64)

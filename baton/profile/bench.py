@@ -58,8 +58,8 @@ WARM_UP_STEPS = 2
 _NORMAL = NormalDist()
 _SAMPLE = 4000
 _GOLDEN, _SILVER = 0.6180339887498949, 0.7548776662466927
-"""Step sizes of two low-discrepancy sequences. Unlike random numbers, they give even a few groups nearly the requested
-spread of lengths."""
+"""Step sizes of two low-discrepancy sequences. Unlike random numbers, such sequences give even a few groups nearly the
+requested spread of lengths."""
 
 
 @dataclass(frozen=True)

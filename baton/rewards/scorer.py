@@ -104,8 +104,8 @@ _Scorer = _BackgroundScorer | _InlineScorer
 
 
 class RewardScorer:
-    """Scores the responses to all tasks of a recipe. `start` starts the thread and one worker process. If it is not
-    called, both start when a call first needs them."""
+    """Scores the responses to all tasks of a recipe. `start` starts the thread and one worker process. Without `start`,
+    thread and processes start when a call first needs them."""
 
     def __init__(
         self,

@@ -158,8 +158,8 @@ class RewardSettings(Settings):
 
 
 class JudgeSettings(Settings):
-    """[judge] Calls of reward scorers. One worker process starts with the run, the others when a call first needs
-    them."""
+    """[judge] Calls of reward scorers. One worker process starts with the run; further worker processes start when a
+    call needs them."""
 
     workers: int = Field(default=2, ge=1)
     """Maximum number of worker processes that each execute one scorer call at a time. Async functions share one further

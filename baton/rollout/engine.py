@@ -112,9 +112,9 @@ class EngineSettings(Settings):
     report_every_tokens: int = 256
     """Maximum tokens between two reports of a trajectory. If its worker dies, at most this number is lost."""
     report_routing: bool = False
-    """In a mixture of experts, report which experts the routers selected for each token. trainer.moe_replay = "engine"
-    uses these reports. They have one byte per token, router and selected expert. Kind `vllm` requires rollout.mode =
-    "sync" and vLLM's Model Runner V2, and is not tested on a GPU."""
+    """In a mixture of experts, report which experts the routers selected for each token, for trainer.moe_replay =
+    "engine". A report has one byte per token, router and selected expert. Kind `vllm` requires rollout.mode = "sync"
+    and vLLM's Model Runner V2, and is not tested on a GPU."""
     row_attention: bool = False
     """Let each row of a decode step attend only over its own length. By default, all rows attend over the length of the
     longest row; on a CPU, of the longest of similar rows. Only for kind `embedded` in bfloat16. Requires a C compiler

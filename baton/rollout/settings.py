@@ -106,7 +106,7 @@ class RolloutSettings(Settings):
     """What happens to running trajectories when a new version is loaded. `drain` (only `sync`): the trajectories finish
     first. `resume` (default of `partial` and `async`): they are aborted, and resume from their token ids under the new
     weights. `keep` (`partial` and `async`): they continue with the keys and values of the old weights. In `partial`,
-    only an embedded engine in the trainer's process then keeps them running; others abort and resume them."""
+    only an embedded engine in the trainer's process lets them continue; other engines abort and resume them."""
     consume: Consume | None = None
     """Order in which complete groups enter batches: `completion` (default of `partial`), `submission` (`sync`), or
     `stalest` first (default of `async`)."""

@@ -312,5 +312,5 @@ def masks_for(config: object, max_context_tokens: int, dtype: torch.dtype) -> Ma
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the smallest positive multiple of `multiple` that is not below `count`."""
+    """Return the smallest positive multiple of `multiple` that is at least `count`."""
     return max(1, -(-count // multiple)) * multiple
