@@ -64,7 +64,6 @@ class ProcessSpec(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Description of the process for the user."""
         what = f"{len(self.gpu_ids)} {'core' if self.gpu == CPU else self.gpu}{'s' if len(self.gpu_ids) > 1 else ''}"
         share = f", {self.slots} slots, {100 * self.share:.0f} % of the work" if self.role == "worker" else ""
         ranks = sorted({rank for rank in self.ranks if rank >= 0})

@@ -155,7 +155,6 @@ class Supervision:
         self._is_planning = False
 
     def start(self) -> list[Command]:
-        """Return the commands that start all workers."""
         return [StartProcess(watched.spec) for watched in self._specs.values()]
 
     def handle(self, event: Event) -> list[Command]:

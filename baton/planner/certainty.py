@@ -128,7 +128,6 @@ def step_s(inputs: Inputs, plan: Plan, efficiencies: Efficiencies) -> float:
 
 
 def _owners(cluster: Cluster, pools: Pools) -> dict[str, int]:
-    """Return the pool of each GPU."""
     return {gpu: k for k, pool in enumerate(pools.pools) for n in pool.nodes for gpu in cluster.nodes[n].gpu_ids}
 
 

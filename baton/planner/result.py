@@ -38,7 +38,6 @@ class PlanResult(msgspec.Struct, frozen=True):
 
     @property
     def reward_per_h(self) -> float:
-        """Price of the GPUs of the reward stage per hour."""
         return self.plan.price_per_h - self.inputs.cluster.price_per_h
 
     def public(self) -> dict[str, Any]:

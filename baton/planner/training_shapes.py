@@ -66,7 +66,6 @@ class Shapes(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, stages: int, tp: int, dp: int) -> Shapes:
-        """Return a single shape."""
         return cls(*(np.array([value], dtype=np.int64) for value in (stages, tp, dp)))
 
     def take(self, rows: Ints | NDArray[np.bool_]) -> Shapes:
@@ -192,7 +191,6 @@ def trained_widths(model: ModelSpec, work: Workload, pool: GpuPool) -> Iterator[
 
 
 def _equal_ranks(work: Workload, pools: Pools, order: Sequence[int]) -> Iterator[list[Shapes]]:
-    """Yield the shapes of Baton's trainer over several pools."""
     used = [pools.pools[k] for k in order]
     if not can_train(len(order), 1, has_critic=work.has_critic) or any(pool.gpu == "CPU" for pool in used):
         return

@@ -323,7 +323,6 @@ class ModeBench:
 
     @property
     def work(self) -> Work:
-        """Tokens that were generated for batches."""
         return self.delivered + self.opened
 
     @property
@@ -486,7 +485,6 @@ def bench_flat(settings: Mapping[str, RolloutSettings], lengths: ScriptedLengths
 
 
 def _most_in_flight(rules: Rules) -> int:
-    """Return the maximum number of trajectories that a mode runs at the same time."""
     if rules.max_concurrency is not None:
         return rules.max_concurrency
     groups = rules.max_outstanding(rules.overprovision) if rules.mode == "partial" else rules.batch_groups

@@ -164,7 +164,6 @@ class RewardScorer:
         return self._scoring_thread().run(self._scoring_thread().start_workers()).result(self.timeout_s)
 
     def score(self, prompt: Prompt, response: str) -> RewardResult:
-        """Score one response and wait for the result."""
         pending = self._submit_calls((Call(prompt, response, self._parsed(prompt, response)),))
         try:
             return (pending if isinstance(pending, list) else pending.result(self.timeout_s))[0]

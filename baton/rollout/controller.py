@@ -246,7 +246,6 @@ class RolloutController:
             self._journal.commit()
 
     def take_seconds(self) -> dict[str, float]:
-        """Return `seconds` since the last call, and reset them."""
         taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
         return taken
 

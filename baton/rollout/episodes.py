@@ -129,8 +129,6 @@ class BeginAgain:
 
 @dataclass(slots=True)
 class _Open:
-    """An open episode."""
-
     prompt: Prompt
     trajectory: Trajectory
     episode: Episode = field(default_factory=Episode)
@@ -213,7 +211,6 @@ class EpisodePlayer:
         return self._setup.inbox.sockets(self._stream)
 
     def plays(self, prompt: Prompt) -> bool:
-        """Whether a prompt belongs to a multi-turn task."""
         return self._setup.plays(prompt)
 
     def is_acting(self, key: tuple[int, int]) -> bool:

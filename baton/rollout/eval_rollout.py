@@ -100,7 +100,6 @@ class _EvalLeases:
         return 0 if self._player is None else self._player.num_acting
 
     def on_message(self, message: FromPort) -> Iterator[Trajectory | ScoredTrajectory]:
-        """Apply a message; yield the trajectory if it is finished."""
         if isinstance(message, WorkLost):
             return  # the message concerns training
         if isinstance(message, WorkRevoked):

@@ -119,7 +119,6 @@ class _Replica:
     thread: Future[None] | None = None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the replica's metrics since the last call."""
         now = float(self.stats.decoded_tokens + self.before.decoded_tokens), self.busy_s, self.lease_s
         tokens, busy_s, lease_s = (new - old for new, old in zip(now, self.counted, strict=True))
         self.counted, name = now, f"replicas/{self.index}"

@@ -132,14 +132,12 @@ class RolloutScheduler:
 
     @property
     def num_carried_tokens(self) -> int:
-        """Number of tokens in open groups."""
         return sum(t.num_tokens for g in self._groups.values() for t in g.members)
 
     def groups(self) -> Iterable[TrackedGroup]:
         return self._groups.values()
 
     def take_step_counts(self) -> StepCounts:
-        """Return the counters since the last call, and reset them."""
         taken, self.step = self.step, StepCounts()
         return taken
 
@@ -333,7 +331,6 @@ class RolloutScheduler:
             self._buffer.completed(group.group_id, group.oldest_version(default=self.version))
 
     def _deliver(self) -> Iterator[ev.Command]:
-        """Deliver the requested batch if enough groups are complete."""
         if not self._is_requested or self._buffer.num_complete < self.rules.batch_groups:
             return
         take = self._buffer.take(self.version)

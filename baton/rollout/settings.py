@@ -203,7 +203,6 @@ class RolloutSettings(Settings):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether engine and trainer share one device."""
         return self.placement == "colocated"
 
     @property
@@ -212,7 +211,6 @@ class RolloutSettings(Settings):
         return self.top_k or (MAX_KEPT if self.top_p < 1 else 0)
 
     def sampling(self) -> SamplingParams:
-        """Return the sampling parameters of training rollouts."""
         return SamplingParams(
             self.max_new_tokens,
             temperature=self.temperature,

@@ -54,7 +54,6 @@ class WorkerClient:
 
     @property
     def name(self) -> str:
-        """Name of the worker in error messages."""
         return self.transport.name
 
     def check_room(self, group_id: int, prompt_ids: Sequence[int]) -> None:

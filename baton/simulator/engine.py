@@ -149,7 +149,6 @@ class SimEngine:
             self._poke()
 
     def drop(self, lease: int) -> None:
-        """Drop a lease without a report."""
         if lease in self._rows:
             self._dropping[lease] = None
             self._poke()
@@ -368,7 +367,6 @@ class SimEngine:
             row.grown.append((self.version, fresh))
 
     def _leave(self, row: SimulatedLease, ended: str = "abort") -> None:
-        """Remove a row from the batch."""
         if self._tracer is not None:
             trace_row(self._tracer, self.name, row, self._since_s, ended)
         self._width -= 1

@@ -158,7 +158,6 @@ class NetworkFaults:
         return ""
 
     def _over(self, worker: str) -> list[FaultSettings]:
-        """Return the network faults that affect a worker at the current time."""
         now_s = self._clock.now_s
         return [s for s in self._storms if s.at_s <= now_s < s.at_s + s.for_s and s.worker in ("", worker)]
 

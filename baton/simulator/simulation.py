@@ -118,7 +118,6 @@ class Simulation(BatchRecords):
 
     @property
     def version(self) -> int:
-        """Number of the trainer's version."""
         return self._steps.trainer.version.number
 
     @property
@@ -153,7 +152,6 @@ class Simulation(BatchRecords):
         return record
 
     def _on_stopped(self) -> None:
-        """Discard the state of the controller."""
         self.port.restart()
         self._scorer.restart()
         assert self._journal is not None, "a fault restarts the controller, but the simulation has no journal"
@@ -224,7 +222,6 @@ class Simulation(BatchRecords):
         )
 
     def _save(self) -> None:
-        """Write a checkpoint of the current step."""
         step = self._steps.step
         self._checkpoint = step, self._steps.cursor
         self._recorded = {later: groups for later, groups in self._recorded.items() if later > step}

@@ -44,8 +44,6 @@ START_DEADLINE_S: Final = 120.0
 
 @dataclass(slots=True)
 class _RunningActor:
-    """The actor of a worker."""
-
     spec: ProcessSpec
     node: str
     group: Any
@@ -308,7 +306,6 @@ class RayWorkerSupervisor:
             self._end_late(now_s)
 
     def _end_late(self, now_s: float) -> None:
-        """End the workers that Ray has not started in time."""
         for name, running in list(self._running.items()):
             if running.pid is not None and now_s - running.since_s > START_DEADLINE_S:
                 requested = ", ".join(f"{amount:g} {unit}" for unit, amount in running.spec.resources.items())

@@ -239,7 +239,6 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return reports
 
     def _fill_slots(self) -> None:
-        """Move waiting leases into free slots and start requests for them."""
         self._submit_rows(
             [RunningRequest(slot, row, [*row.prefix_ids, row.last_id]) for slot, row in self._table.admit()]
         )

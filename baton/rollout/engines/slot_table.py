@@ -276,7 +276,6 @@ class SlotTable:
         self.rows[: len(order)] = [self.rows[slot] for slot in order]
 
     def running(self) -> list[tuple[int, RunningLease]]:
-        """Return the occupied slots and their rows."""
         return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
 
     def commit(
@@ -318,7 +317,6 @@ class SlotTable:
         return row.report(number) if row.num_unreported >= self._settings.report_every_tokens else None
 
     def flush(self) -> list[FromWorker]:
-        """Return reports of all tokens that have not been reported yet."""
         number = self.version.number
         return [row.report(number) for _, row in self.running() if row.num_unreported]
 

@@ -37,7 +37,6 @@ class LeaseQueue:
         """Name of a trajectory → index of its last engine, in the order in which the trajectories were last sent."""
 
     def add(self, lease: Lease) -> None:
-        """Add a lease, which waits until `assign` returns it."""
         (self._begun if lease.trajectory.num_tokens else self._new)[lease.lease_id] = lease
 
     def abort(self, abort: Abort) -> list[Handover]:

@@ -160,7 +160,6 @@ class EnginePool(WorkerTransport):
         return EngineStats(*(sum(getattr(p.stats, field) for p in self.processes) for field in fields))
 
     def close(self, *, is_over: bool = False) -> None:
-        """Stop all processes. May be called twice."""
         sockets, processes = [one.socket for one in self.processes], [one.process for one in self.processes]
         end_children(sockets, processes, grace_s=CLOSE_GRACE_S)
         self.processes = []

@@ -58,7 +58,6 @@ class KeptPrefixes:
         return next((i for i, key in enumerate(keys) if key not in self._pieces), len(keys))
 
     def use(self, keys: Sequence[PrefixKey]) -> None:
-        """Mark a lease's pieces as the most recently used."""
         for key in reversed(keys):
             if key in self._pieces:
                 self._pieces.move_to_end(key)

@@ -220,7 +220,6 @@ class VllmClient(EngineClient):
             await asyncio.sleep(0.001)
 
     def _states(self) -> list[Any]:
-        """Return vLLM's states of the running requests."""
         states = self._llm.output_processor.request_states.values()
         return [state for state in states if state.external_req_id in self._tasks]
 
