@@ -17,7 +17,6 @@ from baton.errors import UserError
 
 Floats = NDArray[np.float64]
 TIME_LIMIT_S = 20.0
-"""Time limit of one integer program."""
 
 
 class IntegerSolution(msgspec.Struct, frozen=True):

@@ -27,7 +27,6 @@ from baton.specs.cluster import ClusterSettings, GpuSettings, LinkSettings, Mach
 from baton.specs.plan import Plan
 
 MOST_CHOICES = 200_000
-"""Maximum number of combinations of machines."""
 BOUND_STEPS = 24
 """Number of bisection steps for the bound of each combination; enough to rank the combinations."""
 BOUND_WEIGHTS = 41

@@ -29,7 +29,6 @@ class Marginal(msgspec.Struct, frozen=True):
     gain: float
     """Relative increase of the throughput."""
     price_per_h: float
-    """Price of the added GPU."""
 
 
 class PricePoint(msgspec.Struct, frozen=True):

@@ -176,7 +176,6 @@ class TimedTransport(LocalTransport):
         self.steps: list[tuple[int, int, float]] = []
         """(number of decoded rows, number of prefilled tokens, seconds) of each step."""
         self.load_s = 0.0
-        """Seconds spent loading weights."""
         self.prompt_tokens: dict[int, int] = {}
         """Number of prompt tokens of each leased group."""
         self._before = self.stats()

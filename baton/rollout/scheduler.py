@@ -56,7 +56,6 @@ class RolloutScheduler:
         self.step = StepCounts()
         """Counters since the last call of `take_step_counts`."""
         self.next_group_id = next_group_id
-        """Id that the next opened group gets."""
         self._delivered = version
         self._groups: dict[int, TrackedGroup] = {}
         self._buffer = Buffer(rules.batch_groups, rules.max_staleness, consume=rules.consume, stale=rules.stale)

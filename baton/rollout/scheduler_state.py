@@ -117,7 +117,6 @@ class Ledger:
     filtered: int = 0
     dropped: int = 0
     lost: Counter[str] = field(default_factory=Counter)
-    """Number of lost tokens by cause."""
 
     def lose(self, cause: str, num_tokens: int) -> None:
         self.lost[cause] += num_tokens

@@ -34,7 +34,6 @@ class Rules:
     is_adaptive: bool = False
     """Whether `overprovision` is only the initial value, which measurements then change."""
     most_overprovision: float = MAX_AUTO_OVERPROVISION
-    """Upper bound of an adaptive `overprovision`."""
     max_concurrency: int | None = None
     max_staleness: int = 0
     on_new_version: OnNewVersion = "drain"

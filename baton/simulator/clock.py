@@ -22,7 +22,6 @@ class VirtualClock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.num_fired = 0
-        """Number of actions that have run."""
         self._sequence = 0
         self._heap: list[tuple[float, int, Action, tuple[Any, ...]]] = []
 

@@ -64,7 +64,6 @@ class SimulatedLease:
     """Sequence number of the lease's admission to a slot."""
     lane: int = 0
     since_s: float = 0.0
-    """Time when the lease was admitted to a slot."""
     traced: dict[int, int] = field(default_factory=dict)
     """Version → number of tokens generated since the admission, for the trace."""
 

@@ -28,9 +28,7 @@ class SimulatedStep:
     wait_s: float
     """Time from the request for the batch until the batch was complete."""
     begin_s: float
-    """Time at which training began."""
     end_s: float
-    """Time at which training ended."""
     tokens: int
     """Number of prompt and response tokens of the batch."""
     counts: StepCounts
@@ -79,7 +77,6 @@ class Shares(msgspec.Struct, frozen=True):
 
     name: str
     num: int
-    """Number of engines."""
     gpus: int
     """Total number of GPUs of these engines."""
     decode: float
@@ -98,7 +95,6 @@ class Result(msgspec.Struct, frozen=True):
     mode: str
     steps: int
     seconds: float
-    """Virtual time of the whole run."""
     warm_steps: int
     """Number of train steps at the start that steady-state figures exclude."""
     step_s: float
@@ -139,7 +135,6 @@ class Result(msgspec.Struct, frozen=True):
     `lost: CAUSE`.
     """
     price: float
-    """Price of the whole run."""
     price_per_million_tokens: float
     """Price of 10⁶ trained tokens in the steady state."""
     currency: str

@@ -61,7 +61,6 @@ class RunOptions:
     seed: int = 0
     faults: Sequence[FaultSettings] = ()
     log: EventLog | None = None
-    """Log of every event and command."""
     tracer: Tracer | None = None
     make_scheduler: Callable[..., RolloutScheduler] = field(default=RolloutScheduler)
     make_table: Callable[..., LeaseTable] = field(default=LeaseTable)

@@ -99,7 +99,6 @@ class Swarm(SimulatedTransport):
         self.workers: list[SimWorker] = []
         self.incarnation = -1
         self.is_down = True
-        """Whether the controller is stopped."""
         self._tracer, self._make_table, self._watches = tracer, make_table, watches
         self._published_s = 0.0
         self._weights = {spec.name: spec.weight for spec in setting.engines}

@@ -81,7 +81,6 @@ class RayWorkerSupervisor:
         self._leaving: list[tuple[_RunningActor, Any, float]] = []
         """Actors that are leaving: (actor, Ray future of its `leave`, deadline)."""
         self.pids: dict[str, int] = {}
-        """Worker name → process id."""
         self.ranks: tuple[Any, Sequence[dict[str, str]]] = None, ()
         """Placement group of the ranks, and for each rank on a GPU the variable that restricts a process to this GPU;
         set before `begin`, if the plan is colocated."""

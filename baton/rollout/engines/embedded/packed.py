@@ -24,7 +24,6 @@ class PackedLinears:
         """Pack all layers with a supported dtype and device, and replace their forward. Other layers do not change."""
         self._layers = [m for m in model.modules() if type(m) is Linear and "forward" not in vars(m) and _can_pack(m)]
         self.held_bytes = 0
-        """Number of bytes of the packed copies."""
         self.refresh()
 
     def refresh(self) -> None:

@@ -11,7 +11,6 @@ from baton.errors import EngineFault
 from baton.rollout.engines.sglang import wire
 
 _LONGEST_ANSWER = 1 << 20
-"""Maximum bytes of a response."""
 
 
 def ask_servers(urls: Sequence[str], *, key: str | None, timeout_s: float) -> list[wire.ServerInfo | str]:
