@@ -193,8 +193,8 @@ def match(plan: Plan, machines: Sequence[Machine]) -> dict[str, str]:
         if not fitting:
             left = ", ".join(f"{m.name} with {m.num_gpus} {m.gpu or 'of unknown type'}" for m in free.values())
             raise UserError(
-                f"the plan needs a machine {name} with {num} {gpu}, but the cluster has no free one; free machines: "
-                f"{left or 'none'}"
+                f"the plan needs a machine {name} with {num} {gpu}, but no such machine of the cluster is free; free "
+                f"machines: {left or 'none'}"
             )
         chosen = min(fitting, key=lambda m: (m.num_gpus, m.name in wanted, m.name))
         found[free.pop(chosen.name).id] = name

@@ -124,7 +124,7 @@ def _described(
     plan = describe_seated(inputs, problem, solution, "exact", training_seats, engine_seats)
     used = {*plan.training.gpu_ids, *(gpu for _, gpus in engine_seats.replicas for gpu in gpus)}
     outside = tuple(gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids if gpu not in used)
-    idle = (Idle(outside, "it would make neither training nor generation faster"),) if outside else ()
+    idle = (Idle(outside, "more GPUs would make neither training nor generation faster"),) if outside else ()
     total = plan.breakdown.step_s
     bound = Bound.of(total, min(total, least_s), _swap_note(swap_s))
     return msgspec.structs.replace(plan, idle=idle, bound=bound, is_colocated=True)

@@ -88,8 +88,8 @@ def refuse_division(problem: AssignmentProblem, model: ModelSpec, work: Workload
     smallest = min(column.cost.batch for column in problem.columns)
     if smallest > problem.step.max_running:
         raise UserError(
-            f"infeasible: staleness bound. It allows {problem.step.max_running:.1f} running trajectories, fewer than "
-            f"the smallest replica's {smallest}. A larger batch or a larger max_staleness would help"
+            f"infeasible: staleness bound. max_staleness allows {problem.step.max_running:.1f} running trajectories, "
+            f"but the smallest replica runs {smallest}. A larger batch or a larger max_staleness would help"
         )
     if not len(table):
         refuse_without_shapes(model, work, problem.pools)

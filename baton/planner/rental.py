@@ -167,8 +167,8 @@ def rent_for_target(
     best = max((spot.tokens_per_s for spot in spots), default=0.0)
     late = "; the search reached its time limit, which --time-limit raises" if np.isfinite(open_price) else ""
     raise UserError(
-        f"--target-throughput {target:g}: no choice of the offers reaches it; the best one planned gives "
-        f"{best:,.0f} tokens/s{late}"
+        f"--target-throughput {target:g}: no combination of offers reaches this throughput; the best planned "
+        f"combination gives {best:,.0f} tokens/s{late}"
     )
 
 
@@ -188,7 +188,7 @@ def _choices(most: Sequence[int], prices: Floats, budget: float, *, only_full: b
     total = float(np.prod([count + 1.0 for count in most]))
     if total > MOST_CHOICES:
         raise UserError(
-            f"offers: {total:,.0f} choices of machines are too many; allowed are {MOST_CHOICES:,}: give max_nodes"
+            f"offers: got {total:,.0f} combinations of machines, allowed are at most {MOST_CHOICES:,}; set max_nodes"
         )
     rows = np.array(list(product(*(range(count + 1) for count in most))), dtype=np.int64)[1:]
     cost = rows @ prices

@@ -35,7 +35,7 @@ class AnswerSettings(Settings):
     @model_validator(mode="after")
     def _has_its_pattern(self) -> AnswerSettings:
         if (self.format == "regex") != bool(self.pattern):
-            raise ValueError('pattern belongs to format = "regex" and is required there')
+            raise ValueError('pattern belongs to format = "regex", which requires it')
         check_pattern(self.pattern)
         return self
 
@@ -120,11 +120,11 @@ class RewardSettings(Settings):
     @model_validator(mode="after")
     def _fits_its_kind(self) -> RewardSettings:
         if (self.kind == "function") != (self.function is not None):
-            raise ValueError('function = "module:name" belongs to kind = "function" and is required there')
+            raise ValueError('function = "module:name" belongs to kind = "function", which requires it')
         if (self.kind == "http") != (self.url is not None):
-            raise ValueError('url = "http://…" belongs to kind = "http" and is required there')
+            raise ValueError('url = "http://…" belongs to kind = "http", which requires it')
         if (self.kind == "model" or bool(self.template)) != (self.model is not None):
-            raise ValueError('model = "name" belongs to kind = "model" or to template, and is required there')
+            raise ValueError('model = "name" belongs to kind = "model" or to template, which require it')
         if self.template and self.kind not in ("http", "model"):
             raise ValueError('template belongs to kind = "http" or "model"')
         if not check_pattern(self.pattern):

@@ -464,7 +464,7 @@ class RolloutController:
         if self._refusals > MAX_REFUSALS * max(1, self._worker.transport.slots, self._most_leases):
             raise EngineFault(
                 f"{self._worker.name} has refused {self._refusals} leases in a row, the last one for trajectory "
-                f"{trajectory.name}: it serves version {retry.has_version}, not the requested one; "
+                f"{trajectory.name}: it serves version {retry.has_version}, not the requested version; "
                 "look for errors in the log of the engine, then continue with --resume"
             )
         self._end_lease(retry.lease_id)

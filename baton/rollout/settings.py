@@ -138,7 +138,7 @@ class RolloutSettings(Settings):
         rules, mode = self.rules(), self.mode
         found = []
         if mode != "partial" and self.overprovision not in (None, 1.0):
-            instead = "max_staleness bounds how far it runs ahead" if mode == "async" else 'use mode = "partial"'
+            instead = "in async, use max_staleness" if mode == "async" else 'use mode = "partial"'
             found.append(f'overprovision: got {self.overprovision!r}, but only mode = "partial" uses it; {instead}')
         allowed = {"sync": ("drain",), "partial": ("resume", "keep"), "async": ("resume", "keep")}[mode]
         if rules.on_new_version not in allowed:

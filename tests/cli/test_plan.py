@@ -136,7 +136,7 @@ def test_the_cheapest_that_reaches_a_throughput(files: Path) -> None:
     assert found["plan"]["tokens_per_s"] >= target * (1 - 1e-9)
     assert found["plan"]["price_per_h"] <= rented["plan"]["price_per_h"]
     refused = mistake(files, "--offers", files / "offers.toml", "--target-throughput", 1e9, cluster=False)
-    assert "no choice of the offers reaches it" in refused
+    assert "no combination of offers reaches this throughput" in refused
 
 
 def test_a_lost_machine_moves_as_little_as_may_be(files: Path) -> None:

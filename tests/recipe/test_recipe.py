@@ -145,7 +145,7 @@ def test_an_override_that_fits_nowhere_is_named(base: Path, override: str) -> No
             "answer.format=xml",
             "answer.format: got 'xml', input should be 'tags', 'boxed', 'last_line', 'last_number', ",
         ),
-        ("answer.format=regex", 'answer: pattern belongs to format = "regex" and is required there'),
+        ("answer.format=regex", 'answer: pattern belongs to format = "regex", which requires it'),
         ("engine.dtype=float16", "engine.dtype: got 'float16', input should be 'auto', 'float32' or 'bfloat16'"),
         ("run.name=a/b", "run.name: got 'a/b', string should match pattern"),
         ("run.steps=0", "run.steps: got 0, input should be greater than or equal to 1"),

@@ -22,7 +22,7 @@ REFUSED = [
         'rollout.overprovision: got 0.5, allowed is "auto" or a number',
     ),
     (["rollout.overprovision=2.0"], 'only mode = "partial" uses it; use mode = "partial"'),
-    (["rollout.mode=async", "rollout.overprovision=2.0"], "max_staleness bounds how far it runs ahead"),
+    (["rollout.mode=async", "rollout.overprovision=2.0"], "in async, use max_staleness"),
     (["rollout.mode=async", "rollout.on_new_version=drain"], "got 'drain', but mode = \"async\" allows resume or keep"),
     (["rollout.mode=partial", "rollout.on_new_version=drain"], 'mode = "partial" allows resume or keep'),
     (["rollout.max_staleness=2"], 'max_staleness: got 2, but mode = "sync" allows only 0'),

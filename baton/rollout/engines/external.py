@@ -210,7 +210,7 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         if len(masks) != len(said.token_ids) or not all(map(contains, masks, said.token_ids)):
             raise EngineFault(
                 f"trajectory {running.row.lease.trajectory.name}: {self._client.name} reported {len(masks)} sampling "
-                f"masks for {len(said.token_ids)} tokens, or one without its token"
+                f"masks for {len(said.token_ids)} tokens, or a mask without the generated token"
             )
         return [np.array(mask, dtype=self.mask_dtype).tobytes() for mask in masks]
 

@@ -218,8 +218,8 @@ class VllmEngine(ExternalEngine[VllmClient]):
             return  # there is nothing to compare, or vLLM has generated tokens after the end of the trajectory
         if account != running.by_weights:
             raise EngineFault(
-                f"trajectory {running.row.lease.trajectory.name}: tokens by weights: this engine counted "
-                f"{running.by_weights}, but vLLM counted {said.by_weights}"
+                f"trajectory {running.row.lease.trajectory.name}: for the weights that generated its tokens, this "
+                f"engine counted {running.by_weights}, but vLLM counted {said.by_weights}"
             )
 
 
