@@ -74,8 +74,8 @@ class _Family(msgspec.Struct, frozen=True):
 def improve(
     inputs: Inputs, problem: AssignmentProblem, best: Solution, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution]:
-    """Return the given solution or a better one with a pipeline that spans GPU types. The returned bound covers all
-    such pipelines. The row of the solution refers to the table of the returned problem."""
+    """Return the given solution or a better solution with a pipeline that spans GPU types. The returned bound covers
+    all such pipelines. The row of the solution refers to the table of the returned problem."""
     left_s = time_left(time_limit_s)
     bound = RolloutBound(problem)
     families = list(_families(inputs, problem))

@@ -25,8 +25,8 @@ from baton.planner.training_shapes import MAX_MIXED, merged_table, mixed_rows
 def with_mixed_stages(
     inputs: Inputs, problem: AssignmentProblem, best: Solution | None, bound: RolloutBound, *, time_limit_s: float
 ) -> tuple[AssignmentProblem, Solution | None]:
-    """Return the given solution or a better one with a mixed stage. The returned bound covers all mixed stages. The row
-    of the solution refers to the table of the returned problem. `bound`: the rollout bound of the problem."""
+    """Return the given solution or a better solution with a mixed stage. The returned bound covers all mixed stages.
+    The row of the solution refers to the table of the returned problem. `bound`: the rollout bound of the problem."""
     ceiling_s = np.inf if best is None else best.step_s
     pairs = list(_pairs(inputs, problem, bound, ceiling_s))
     count = sum(len(first) for _, first, _ in pairs)

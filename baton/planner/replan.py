@@ -87,9 +87,8 @@ def replan_with_reward(inputs: Inputs, running: Plan, *, slack: float = 0.02, ti
 def replan(
     inputs: Inputs, running: Plan, stage: RewardStage | None = None, *, slack: float = 0.02, time_limit_s: float = 30.0
 ) -> Replanned:
-    """Plan the current cluster. Of the plans that are slower than the fastest by at most the fraction `slack`, return
-    the plan that moves the fewest GPUs. `stage`: the reward stage of these plans. `inputs`: the cluster without the
-    GPUs of this stage, and a workload with its scoring time."""
+    """Plan the current cluster, as the module describes. `stage`: the reward stage of the plans. `inputs`: the cluster
+    without the GPUs of this stage, and a workload with its scoring time."""
     check_solver()
     problem = _with_mixed_stage(inputs, make_problem(inputs), running)
     there = {gpu for node in inputs.cluster.nodes for gpu in node.gpu_ids}
@@ -123,8 +122,7 @@ def replan(
 
 
 def least_moves(options: Sequence[ReplanOption], slack: float) -> ReplanOption:
-    """Of the options that are slower than the fastest by at most the fraction `slack`, return the one with the fewest
-    moves."""
+    """Return the acceptable option with the fewest moves (see the module)."""
     fastest = min(option.plan.breakdown.step_s for option in options)
     near = [option for option in options if option.plan.breakdown.step_s <= fastest * (1 + slack)]
     return min(near, key=lambda option: (len(option.moved), option.plan.breakdown.step_s))

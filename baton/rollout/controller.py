@@ -259,7 +259,6 @@ class RolloutController:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a worker, an environment or the scorer is active."""
         return bool(self.scheduler.num_leased or self.scheduler.num_acting or self._num_scoring)
 
     # ---- the pump ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ class SlotUse:
     useful_tokens: int = 0
     """Number of generated tokens, without tokens that were masked, dropped or lost."""
     busy_slot_s: float = 0.0
-    """Slot-seconds of occupied slots."""
     slot_s: float = 0.0
     """Slot-seconds of all slots while at least one trajectory was leased."""
 

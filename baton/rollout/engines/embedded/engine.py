@@ -91,12 +91,9 @@ class EmbeddedEngine(SlotEngine):
         """Whether the engine has slept since the last load of weights."""
 
     def load_weights(self, tensors: Mapping[str, Any], version: PolicyVersion) -> None:
-        """Switch to new weights immediately. Running leases keep their KV cache and continue under the new version.
-
-        Keys and values outside the slots are kept only if a lease that started since the last load accepts newer
-        versions. A lease that accepts only an older version (`is_exact`) is aborted if it is running, and refused
-        with `Retry` if it is waiting. Raises EngineFault, without changing any weight, for tensors that do not fit.
-        """
+        """Switch to new weights as `Engine.load_weights` describes; running leases keep their KV cache. Keys and values
+        outside the slots are kept only if a lease that started since the last load accepts newer versions. Raises
+        EngineFault, without changing any weight, for tensors that do not fit."""
         assert not self.network.is_resting, "weights cannot be loaded into a sleeping engine: call wake_up first"
         self.network.load(tensors)
         self._needs_version = False
@@ -124,7 +121,6 @@ class EmbeddedEngine(SlotEngine):
         self.network.wake_up()
 
     def step(self) -> list[FromWorker]:
-        """Admit waiting leases to free slots, decode one token per row, and return reports and refusals."""
         running = self._table.num_running
         self._keep_aborted()
         reports = self._table.open_step()
@@ -321,9 +317,7 @@ def embedded_engine(
 def skeleton_engine(
     directory: Path, base: Mapping[str, Any] | None, settings: EngineSettings, *, device: str, attention: str
 ) -> EmbeddedEngine:
-    """Build an engine from a model's configuration and tokenizer. The engine serves no version until weights are
-    loaded. base: tensors of the base model if versions are adapters, else None. Raises UserError for an unsupported
-    model."""
+    """Build an engine as `factory.engine_from_skeleton` does."""
     place = torch_device(device)
     model = load_skeleton(directory, dtype=torch_dtype(settings.dtype, place), device=place, attention=attention)
     if base is not None:

@@ -234,9 +234,8 @@ def vllm_of_model(
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine that serves the model of a directory, which may be an adapter, as `version`. direct: how later
-    versions are transferred from the trainer's memory. With None, later versions are transferred as files. sleeps:
-    whether the engine can free its device memory; a CPU build of vLLM cannot."""
+    """Build an engine as `factory.engine_of_model` does. The directory may contain an adapter. A CPU build of vLLM
+    cannot free its memory, so `sleeps` has no effect there."""
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
     if files.base_path != path and settings.vllm.lora_rank:
@@ -260,8 +259,8 @@ def vllm_of_model(
 def vllm_from_skeleton(
     directory: Path, read_base: ReadBase | None, settings: EngineSettings, *, device: str, sleeps: bool = False
 ) -> VllmEngine:
-    """Build an engine from a model's configuration and tokenizer. The engine serves no version until weights are
-    loaded. read_base: reads the tensors of the base model; required if versions are adapters."""
+    """Build an engine as `factory.engine_from_skeleton` does. read_base: reads the tensors of the base model; required
+    if versions are adapters."""
     _check_vllm(settings, device)
     return _engine(directory, settings, PolicyVersion("", -1), read_base, "dummy", sleeps=sleeps)
 
@@ -332,7 +331,6 @@ def _engine(
 
 
 def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, Any]:
-    """Return the arguments of vLLM's `AsyncEngineArgs` by name."""
     own = settings.vllm
     return {
         "skip_tokenizer_init": True,
