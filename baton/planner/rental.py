@@ -1,9 +1,9 @@
 """Chooses machines to rent: the highest throughput for a budget, or the lowest price for a throughput.
 
-An offer is a machine type with a price. A combination has a number of machines of each offer, which form a cluster. An
-upper bound on the throughput of each combination assumes that GPUs can be divided into fractions; the bounds of all
-combinations are computed at once. The search visits combinations in the order of their bounds, and skips combinations
-whose bound is below the best throughput so far.
+An offer is a machine type with a price. A combination gives the number of machines of each offer, and thereby a
+cluster. An upper bound on the throughput of each combination assumes that GPUs can be divided into fractions; the
+bounds of all combinations are computed at once. The search visits combinations in the order of their bounds, and skips
+combinations whose bound is below the best throughput so far.
 """
 
 from __future__ import annotations

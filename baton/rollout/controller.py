@@ -119,9 +119,9 @@ class RolloutController:
         self._on_scored: Callable[[int], None] = lambda count: None
         self.make_scheduler: Callable[..., RolloutScheduler] = RolloutScheduler
         self.seconds: dict[str, float] = {"generate": 0.0, "judge": 0.0, "hidden": 0.0}
-        """Seconds since the last `take_seconds`: of waits for the worker between train steps (`generate`), for the
-        scorer (`judge`), and, while nothing is leased, for environments (`environment`); and seconds of train steps
-        in which trajectories were running (`hidden`)."""
+        """Seconds since the last `take_seconds`. `generate`: waits for the worker between train steps. `judge`: waits
+        for the scorer. `environment`: waits for environments while nothing is leased. `hidden`: time of train steps in
+        which trajectories were running."""
         if player is not None:
             self.seconds["environment"] = 0.0
 

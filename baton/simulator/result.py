@@ -208,8 +208,7 @@ def _too_few(num_steps: int, rules: Rules) -> list[str]:
 
 
 def _first_full(rules: Rules) -> int:
-    """Return the number of train steps at the start of a run whose batches do not yet have the steady-state
-    staleness."""
+    """Return the number of train steps at the start of a run before batches have the staleness of the steady state."""
     return rules.max_staleness + 1 if rules.mode == "async" else 2
 
 

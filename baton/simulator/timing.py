@@ -36,7 +36,7 @@ class Speed(Protocol):
 
     @property
     def prefill_overhead_s(self) -> float:
-        """Seconds that each prefill takes, independent of its number of sequences."""
+        """Fixed time of a prefill in seconds, independent of the number of sequences."""
 
     def step_s(self, rows: int, context: float) -> float:
         """Return the time of a decode step of `rows` trajectories with this mean context."""

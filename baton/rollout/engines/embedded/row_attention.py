@@ -1,4 +1,5 @@
-"""Decode attention in which short rows scan fewer positions than the longest row: by row, or on a CPU by class of rows.
+"""Decode attention in which short rows scan fewer positions than the longest row. Each row scans its own length or, on
+a CPU, each class of rows scans the length of its longest row.
 
 Masked attention scans the length of the longest row for every row. On a CPU, attention is instead computed once per
 class of rows of similar length (`length_classes.py`), or by row with a kernel that the machine's C compiler makes

@@ -1,8 +1,8 @@
 """Code that runs in vLLM's worker processes and loads differences of versions in place.
 
 A difference changes single elements of the model's parameters. vLLM's CPU build packs the weight of a linear layer when
-it is loaded, and deletes the parameter. Importing this module, before the model is loaded, replaces this step on a CPU,
-so linear layers keep their parameters and use torch's product.
+the layer is loaded, and deletes the parameter. On a CPU, importing this module before the model is loaded prevents the
+packing, so linear layers keep their parameters and use torch's product.
 """
 
 from __future__ import annotations
