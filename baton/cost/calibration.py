@@ -29,8 +29,8 @@ class AchievedSettings(Settings):
     """A value of the catalogue of achieved rates."""
 
     value: float
-    """The value that plans use. In the section [default], an efficiency that `PEAKS` lists is a share of the GPU's peak.
-    In the section of a GPU type, it is a rate in the unit of `PEAKS`, such as TFLOP/s."""
+    """The value that plans use. In the section [default], an efficiency that `PEAKS` lists is a share of the GPU's
+    peak. In the section of a GPU type, it is a rate in the unit of `PEAKS`, such as TFLOP/s."""
     range: tuple[float, float]
     """Lowest and highest value that the sources allow."""
     origin: Literal["measured", "derived", "assumed"]

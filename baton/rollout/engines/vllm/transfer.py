@@ -8,8 +8,8 @@
 | `baton_nccl`  | vLLM's engine `nccl`                       | CUDA, GPUs of a cluster; never run          |
 | `baton_ipc`   | vLLM's engine `ipc`                        | CUDA, the trainer's own GPU; never run      |
 
-All three engines use the model's own loader, and compare a checksum of each tensor that the loader receives. If a transfer
-fails, the model's weights are incomplete. The next transfer starts from a clean state.
+All three engines use the model's own loader, and compare a checksum of each tensor that the loader receives. If a
+transfer fails, the model's weights are incomplete. The next transfer starts from a clean state.
 
 A whole version is reloaded layer by layer. A difference changes the model's parameters in place
 (`load_checkpoint_weight_patches` of vLLM), over gloo or NCCL.
