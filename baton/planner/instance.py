@@ -144,7 +144,8 @@ def _rate_table(pools: Pools, train: Floats, tokens: float, cross_types: bool) -
     counts = [pool.num_gpus for pool in pools.pools]
     total = float(np.prod([count + 1.0 for count in counts]))
     if not cross_types:
-        rows = [_only(k, n, len(counts)) for k, count in enumerate(counts) for n in range(1, count + 1)]
+        alone = np.eye(len(counts), dtype=np.int64)
+        rows = [tuple(n * alone[k]) for k, count in enumerate(counts) for n in range(1, count + 1)]
     elif total <= MAX_SHAPES:
         rows = list(product(*(range(count + 1) for count in counts)))[1:]
     else:
@@ -157,10 +158,6 @@ def _rate_table(pools: Pools, train: Floats, tokens: float, cross_types: bool) -
     is_complete = not cross_types or total <= MAX_SHAPES
     nothing = np.zeros(len(gpus), dtype=np.int64)
     return TrainTable(ones, ones, gpus, tokens / rate, shares, is_complete, nothing, nothing > 0)
-
-
-def _only(pool: int, count: int, num_pools: int) -> tuple[int, ...]:
-    return tuple(count if k == pool else 0 for k in range(num_pools))
 
 
 def _one_split(pools: tuple[GpuPool, ...]) -> list[tuple[int, ...]]:

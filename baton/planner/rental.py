@@ -55,12 +55,9 @@ class OffersSettings(Settings):
     def cluster_settings(self, counts: Sequence[int]) -> ClusterSettings:
         nodes = tuple(
             NodeSettings(
-                gpu=offer.gpu,
-                gpus=offer.gpus,
+                **offer.model_dump(exclude={"max_nodes"}),
                 count=count,
                 name=f"{offer.gpu.lower()}x{offer.gpus}-{index}",
-                link_gb_per_s=offer.link_gb_per_s,
-                price_per_gpu_hour=offer.price_per_gpu_hour,
             )
             for index, (offer, count) in enumerate(zip(self.offers, counts, strict=True))
             if count

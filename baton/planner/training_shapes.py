@@ -401,12 +401,7 @@ def _balanced(
             can = (kind.count > 0) & (own < kind.most)
             following = np.where(can, np.minimum(following, kind.base_s + (own + 1) * kind.per_layer_s), following)
         pace = np.where(short, following, pace)
-    finished = _finish(model, terms, kinds, layers, pace, depth, count)
-    return msgspec.structs.replace(
-        finished,
-        shard_gradients=np.full(len(pace), work.shard_gradients),
-        shard_size=np.full(len(pace), work.shard_size, dtype=np.int64),
-    )
+    return _finish(model, work, terms, kinds, layers, pace, depth, count)
 
 
 def _held(kind: _Kind, pace: Floats) -> Floats:
@@ -474,6 +469,7 @@ def stage_link(pools: Pools, order: Sequence[int], place: int, stages: Ints) -> 
 
 def _finish(
     model: ModelSpec,
+    work: Workload,
     terms: Sequence[StageTerms],
     kinds: Sequence[Sequence[_Kind]],
     layers: Sequence[Floats],
@@ -505,6 +501,6 @@ def _finish(
         gradients_s=gradients,
         optimizer_s=optimizer,
         microbatches=count,
-        shard_gradients=np.zeros(len(pace), dtype=bool),
-        shard_size=np.zeros(len(pace), dtype=np.int64),
+        shard_gradients=np.full(len(pace), work.shard_gradients),
+        shard_size=np.full(len(pace), work.shard_size, dtype=np.int64),
     )

@@ -312,38 +312,26 @@ class WorkloadSettings(Settings):
     """Engine that generates."""
 
     def build(self) -> Workload:
-        algorithm, engine = self.algorithm, self.engine
-        if algorithm.minibatches > self.groups:
-            raise UserError(
-                f"algorithm.minibatches: got {algorithm.minibatches}, but a batch has only groups = {self.groups}"
-            )
+        most = self.algorithm.minibatches
+        if most > self.groups:
+            raise UserError(f"algorithm.minibatches: got {most}, but a batch has only groups = {self.groups}")
+        algorithm, reward, engine = (part.model_dump() for part in (self.algorithm, self.reward, self.engine))
+        model = reward.pop("model")
         return Workload(
             name=self.name,
             groups=self.groups,
             group_size=self.group_size,
             prompt=self.prompt_tokens.build(),
             output=self.output_tokens.build(),
-            max_staleness=self.max_staleness,
-            epochs=algorithm.epochs,
-            minibatches=algorithm.minibatches,
-            trained_share=algorithm.trained_share,
-            has_proximal_forward=algorithm.proximal_forward,
-            has_reference=algorithm.reference_model,
-            has_critic=algorithm.critic,
-            recompute=algorithm.recompute,
-            microbatch_tokens=algorithm.microbatch_tokens,
-            reward_latency_s=self.reward.latency_s,
-            reward_concurrency=self.reward.concurrency,
-            reward_model=None if self.reward.model is None else read_model(Path(self.reward.model)),
-            reward_batch_tokens=self.reward.batch_tokens,
-            reward_reply_tokens=self.reward.reply_tokens,
-            reward_calls=self.reward.calls,
-            reward_context_tokens=self.reward.context_tokens,
-            shared_prefill=engine.shared_prefill,
-            reprefills=engine.reprefill,
-            weight_bytes=engine.weight_bytes,
-            kv_bytes=engine.kv_bytes,
-            max_batch=engine.max_batch,
-            engine_context_tokens=engine.context_tokens,
             max_output_tokens=int(self.output_tokens.max or 0),
+            max_staleness=self.max_staleness,
+            has_proximal_forward=algorithm.pop("proximal_forward"),
+            has_reference=algorithm.pop("reference_model"),
+            has_critic=algorithm.pop("critic"),
+            reward_model=None if model is None else read_model(Path(model)),
+            reprefills=engine.pop("reprefill"),
+            engine_context_tokens=engine.pop("context_tokens"),
+            **algorithm,
+            **{f"reward_{name}": value for name, value in reward.items()},
+            **engine,
         )
