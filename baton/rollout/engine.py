@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -166,6 +166,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     decode_steps: int = 0
     decode_rows: int = 0
     """Rows that all decode steps computed, with or without lease. Occupancy: `decoded_tokens / decode_rows`."""
+
+    @classmethod
+    def total(cls, parts: Iterable[EngineStats]) -> EngineStats:
+        """Return the sum of each counter."""
+        return cls(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
 @runtime_checkable

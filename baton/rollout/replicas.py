@@ -212,8 +212,7 @@ class ReplicaTransport(WorkerTransport):
                 self._release(replica)
 
     def stats(self) -> EngineStats:
-        parts = [stats for replica in self.replicas for stats in (replica.stats, replica.before)]
-        return _sum(parts)
+        return EngineStats.total(stats for replica in self.replicas for stats in (replica.stats, replica.before))
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         before, self._sent_bytes = self._sent_bytes, self._versions.sent_bytes
@@ -260,7 +259,7 @@ class ReplicaTransport(WorkerTransport):
                 self._suspend(replica, cause)
                 replica.is_running = replica.is_loading = False
                 self._release(replica)
-                replica.before, replica.stats = _sum((replica.before, replica.stats)), EngineStats()
+                replica.before, replica.stats = EngineStats.total((replica.before, replica.stats)), EngineStats()
             case _Restarted(inbox=inbox):
                 replica.inbox, replica.is_running = inbox, True
                 replica.cause = "it has started again and has not received a version"
@@ -378,7 +377,3 @@ class ReplicaTransport(WorkerTransport):
             if reports:
                 self._events.put((replica, list(reports)))
                 running.difference_update(report.lease_id for report in reports if ends_lease(report))
-
-
-def _sum(parts: Sequence[EngineStats]) -> EngineStats:
-    return EngineStats(*(sum(getattr(part, name) for part in parts) for name in EngineStats.__struct_fields__))

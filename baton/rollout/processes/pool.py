@@ -156,8 +156,7 @@ class EnginePool(WorkerTransport):
 
     def stats(self) -> EngineStats:
         """Return the sums, over all processes, of the counters that each process reported last."""
-        fields = EngineStats.__struct_fields__
-        return EngineStats(*(sum(getattr(p.stats, field) for p in self.processes) for field in fields))
+        return EngineStats.total(process.stats for process in self.processes)
 
     def close(self, *, is_over: bool = False) -> None:
         sockets, processes = [one.socket for one in self.processes], [one.process for one in self.processes]
