@@ -117,10 +117,6 @@ class SimEngine:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     @property
-    def num_leases(self) -> int:
-        return len(self._rows)
-
-    @property
     def leases(self) -> Collection[int]:
         return self._rows.keys()
 

@@ -10,15 +10,7 @@ from typing import Literal
 from numpy.random import PCG64, Generator, SeedSequence
 
 Concern = Literal[
-    "day",
-    "faults",
-    "judges",
-    "length of groups",
-    "length of trajectories",
-    "messages",
-    "prompts",
-    "rewards",
-    "victims",
+    "day", "faults", "judges", "length of groups", "length of trajectories", "messages", "prompts", "rewards", "victims"
 ]
 """Subject of random draws. The text is part of the seed and must never change."""
 

@@ -297,13 +297,8 @@ class FaultInjector:
             name = fault.worker or self._random.choice([*self._specs])
             swarm.join(self._specs[name])
             return
-        worker = self._victim(fault)
-        if worker is not None:
-            self._strike(worker, fault)
-
-    def _victim(self, fault: FaultSettings) -> SimWorker | None:
-        alive = [w for w in self._swarm.alive() if fault.worker in ("", w.spec.name)]
-        return self._random.choice(alive) if alive else None
+        if alive := [worker for worker in swarm.alive() if fault.worker in ("", worker.spec.name)]:
+            self._strike(self._random.choice(alive), fault)
 
     def _strike(self, worker: SimWorker, fault: FaultSettings) -> None:
         clock = self._swarm.clock
@@ -322,12 +317,9 @@ class FaultInjector:
             case "crash" | "leave":
                 worker.die() if fault.kind == "crash" else worker.leave()
                 if fault.for_s:
-                    clock.after(fault.for_s, self._replace, worker)
+                    clock.after(fault.for_s, self._swarm.join, worker.spec)
             case _:
                 raise AssertionError(f"{fault.kind} is not a fault of one worker")
-
-    def _replace(self, worker: SimWorker) -> None:
-        self._swarm.join(worker.spec)
 
     def _slow(self, worker: SimWorker, factor: float) -> None:
         worker.slowness = factor

@@ -116,7 +116,7 @@ def test_an_abort_is_answered_after_the_current_step_with_all_that_there_is() ->
     clock.at(3.5, made.abort, 1)
     run(clock)
     assert heard.said == [(pytest.approx(4.0), 1, "put_down", [(0, 4)])]
-    assert made.num_leases == 0
+    assert not made.leases
 
 
 def test_a_version_begins_between_two_tokens_and_each_token_knows_its_own() -> None:
