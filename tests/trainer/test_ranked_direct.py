@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from baton.types import PolicyVersion
 from baton.weights.direct.protocol import DirectRules
 from baton.weights.direct.remote import RemoteTensors, RemoteTransport
 from baton.weights.direct.sender import DirectSender
+from tests.all_cases import ALL
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
 
@@ -103,11 +105,17 @@ def test_each_replica_gets_the_tensors_of_the_published_file(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    list(product(STAGES, (signal.SIGKILL, signal.SIGSTOP)))
+    if ALL
+    else [(STAGES[0], signal.SIGSTOP), (STAGES[2], signal.SIGKILL)],
+)
 def test_a_signal_to_a_replica_delays_no_other_and_leaves_the_ranks_intact(
     stage: str, number: int, model_path: str, pool: RankPool, replicas: dict[str, ProcessLink]
 ) -> None:
+    """In CI: while a communicator is built, and between two buckets. `tests/weights/direct/test_sender.py` has all
+    stages, without ranks."""
     sending, victim = Sending(pool, model_path, 2, ranks=2), ProcessLink()
     try:
         victim.ask("signal_at", (stage, number), DEADLINE_S)
