@@ -21,6 +21,7 @@ from baton.trainer.parallel.local_ranks import LocalRanks
 from baton.trainer.parallel.messages import TrainStep
 from baton.trainer.parallel.ranked_trainer import RankedTrainer
 from baton.trainer.trainer import Trainer
+from tests.all_cases import chosen
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
 
@@ -89,21 +90,26 @@ def test_eight_ranks_compute_the_gradients_of_one_process(grouped_path: str, exp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["FSDP", "HSDP", "FSDP x TP"])
+@pytest.mark.parametrize(
+    ("shape", "number"),
+    chosen(
+        [("FSDP x TP", signal.SIGKILL), ("HSDP", signal.SIGSTOP)],
+        [("FSDP", signal.SIGKILL), ("FSDP", signal.SIGSTOP), ("FSDP x TP", signal.SIGSTOP), ("HSDP", signal.SIGKILL)],
+    ),
+)
 def test_a_rank_that_is_killed_or_stopped_in_a_step_ends_every_shape_within_its_deadline(
-    shape: str, grouped_path: str, expert_path: str
+    shape: str, number: int, grouped_path: str, expert_path: str
 ) -> None:
     """It is stopped before the step, so that the others wait for it in a collective. A killed rank is named at once, a
-    stopped one when the request's time is over."""
-    size = SHAPES[shape]["ranks"]
+    stopped one when the request's time is over. For FSDP, `test_ranks.py` kills one of two ranks."""
+    ranks = LocalRanks(SHAPES[shape]["ranks"])
     setup = setup_of(expert_path if shape == "HSDP" else grouped_path, name="grpo", **SHAPES[shape])
-    for is_killed in (True, False):
-        ranks = LocalRanks(size)
-        RankedTrainer(ranks, setup, 10 * TIMEOUT_S)
-        os.kill(ranks.pids[1], signal.SIGSTOP)
-        if is_killed:
-            threading.Timer(0.5, os.kill, (ranks.pids[1], signal.SIGKILL)).start()
-        message = r"trainer rank 1 \(pid \d+\) ended by SIGKILL" if is_killed else r"trainer rank .*1.* did not answer"
-        with pytest.raises(RankLost, match=message):
-            ranks.ask(TrainStep(random_batch(1)), TIMEOUT_S if is_killed else 5.0)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
+    RankedTrainer(ranks, setup, 10 * TIMEOUT_S)
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    is_killed = number == signal.SIGKILL
+    if is_killed:
+        threading.Timer(0.5, os.kill, (ranks.pids[1], signal.SIGKILL)).start()
+    message = r"trainer rank 1 \(pid \d+\) ended by SIGKILL" if is_killed else r"trainer rank .*1.* did not answer"
+    with pytest.raises(RankLost, match=message):
+        ranks.ask(TrainStep(random_batch(1)), TIMEOUT_S if is_killed else 5.0)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
