@@ -19,45 +19,27 @@ from baton.records.metrics import read_metrics
 from baton.records.run_directory import RunDirectory
 from baton.run.dry_run import footprint
 from baton.trainer.checkpoint import list_checkpoints
-from baton.types import Author, Episode, EpisodeFinish, Segment
+from baton.types import Author, EpisodeFinish, Segment
 from tests.api_cases import CONFIG
 from tests.run.stopping import StopWhen
 from tests.run.test_loop import documented_names
 from tests.run.test_resume import recipe, tiny_model, train
+from tests.small_environment import Evenness, played
 
 __all__ = ["tiny_model"]
 
 pytestmark = pytest.mark.numerics
 
 
-class Evenness:
-    """Three turns; a turn is worth its length modulo 5, so a random model gets unequal rewards."""
-
-    def reset(self, *, seed: int) -> str:
-        self._turn, self._seed = 0, seed
-        return f"{seed % 40} + 1"
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self._turn += 1
-        reward = (len(action) + self._seed) % 5 / 5
-        return f"{self._turn} + {self._turn} <|end|>", reward, self._turn == 3, False, {"success": reward > 0.5}
-
-
-def played(response: str, episode: Episode) -> float:
-    """A reward function: the share of turns that were played."""
-    assert all(exchange.action in response for exchange in episode.exchanges)
-    return len(episode.exchanges) / 3
-
-
 def episodes(model: Path, directory: Path, **changes: Any) -> Recipe:
     given = recipe(model, directory, **changes).model_dump()
     task = {
-        "name": "evenness", "environment": "tests.run.test_episodes_run:Evenness", "max_turns": 5, "max_turn_tokens": 4,
+        "name": "evenness", "environment": "tests.small_environment:Evenness", "max_turns": 5, "max_turn_tokens": 4,
     }  # fmt: skip
     given["rollout"] |= {"max_new_tokens": 16}
     given["engine"] |= {"max_context_tokens": 128}
     given["environments"] |= {"processes": 1}
-    function = {"kind": "function", "function": f"{__name__}:played", "isolate": False, "weight": 0.5}
+    function = {"kind": "function", "function": "tests.small_environment:played", "isolate": False, "weight": 0.5}
     return Recipe.model_validate({**given, "task": [task], "reward": [{"kind": "correct"}, function]})
 
 
@@ -115,7 +97,7 @@ def test_a_class_and_a_function_from_python(tiny_model: Path, tmp_path: Path, mo
     assert [len(sample.turns) in (1, 2, 3) for sample in first] == [True] * 4
     run = baton.train(tiny_model, None, played, environment=Evenness, steps=2, name="r", config=config)
     assert [row["step"] for row in run.metrics()] == [0, 1, 2]
-    assert run.recipe.task[0].environment == f"{__name__}:Evenness"
+    assert run.recipe.task[0].environment == "tests.small_environment:Evenness"
     for sample in run.samples(2):
         assert sample.parts["played"] == pytest.approx(len([t for t in sample.turns if t.reward is not None]) / 3)
         assert sample.reward == pytest.approx(sample.parts["environment"] + sample.parts["played"])

@@ -135,7 +135,7 @@ def test_a_test_set_may_be_a_multi_turn_environment(recipe: Path) -> None:
     text = (
         recipe.read_text().replace("max_context_tokens = 64", "max_context_tokens = 128").partition("[[eval.task]]")[0]
     )
-    environment = "tests.run.test_episodes_run:Evenness"
+    environment = "tests.small_environment:Evenness"
     recipe.write_text(
         f'{text}\n[[eval.task]]\nname = "turns"\nenvironment = "{environment}"\nnum_prompts = 3\nmax_turns = 3\n'
         '[[eval.task]]\nname = "test"\npath = "test.jsonl"\n[environments]\nprocesses = 1\n'

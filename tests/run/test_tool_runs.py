@@ -30,35 +30,11 @@ from baton.trainer.sft import Demonstration, fine_tune
 from baton.types import Author, Message
 from tests.environments.bridge_cases import SPECIAL, TEMPLATES, trained_tokenizer
 from tests.run.test_resume import train
+from tests.small_environment import distance, right, weather
 
 pytestmark = [pytest.mark.numerics, pytest.mark.timing]
 
 NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal", "Ivy", "Jo", "Kim", "Lee", "Max", "Nan", "Oz", "Pam")
-
-
-def weather(city: str) -> str:
-    """
-    Look up.
-
-    Args:
-        city: A city.
-    """
-    return "sunny" if city == "Rome" else "unknown"
-
-
-def distance(city: str) -> int:
-    """
-    Look up.
-
-    Args:
-        city: A city.
-    """
-    return len(city)
-
-
-def right(response: str, answer: str) -> float:
-    """Score the last turn."""
-    return float(answer in response)
 
 
 TOOLS_PY = "\n\n".join(map(inspect.getsource, (weather, distance, right)))
@@ -169,8 +145,12 @@ def test_functions_from_python(place: Path, tmp_path: Path, monkeypatch: pytest.
         "model", "questions.jsonl", right, eval_data=tests, tools=[weather, distance], steps=2, name="r", config=config
     )
     task = run.recipe.task[0]
-    assert task.tools == run.recipe.eval.task[0].tools == (f"{__name__}:weather", f"{__name__}:distance")
-    assert task.params == {"reward": f"{__name__}:right"}, "the recorded recipe has the paths"
+    assert (
+        task.tools
+        == run.recipe.eval.task[0].tools
+        == ("tests.small_environment:weather", "tests.small_environment:distance")
+    )
+    assert task.params == {"reward": "tests.small_environment:right"}, "the recorded recipe has the paths"
     assert {each.num_prompts for each in run.evaluations()} == {1}
     check_run(RunDirectory.open(run.path), place / "model")
 

@@ -84,9 +84,7 @@ def test_sampling_masks_of_workers_train_as_those_of_an_engine_beside_the_traine
 
 
 EPISODES = {
-    "task": [
-        {"name": "t", "environment": "tests.run.test_episodes_run:Evenness", "max_turns": 5, "max_turn_tokens": 5}
-    ],
+    "task": [{"name": "t", "environment": "tests.small_environment:Evenness", "max_turns": 5, "max_turn_tokens": 5}],
     "reward": [{"kind": "correct"}],
     "environments__processes": 1,
     "engine__max_context_tokens": 128,
