@@ -168,16 +168,17 @@ def test_a_template_that_fails_for_a_conversation_gives_no_reward(tmp_path: Path
     assert "no system" in (found.failure or "")
 
 
-def refusal(model: Path, **keys: Any) -> str:
-    with scorer_of(model, **keys) as scorer, pytest.raises(UserError) as error:
-        scorer.start()
+def refusal(model: Path, device: str = "cpu") -> str:
+    with pytest.raises(UserError) as error:
+        RewardModel(str(model), device, "float32", 1024)
     return str(error.value)
 
 
 def test_unusable_models_are_refused_with_a_sentence(tmp_path: Path, small: Any, model: Path) -> None:
-    assert "with 3 labels, but a reward model has 1 label" in refusal(
-        make_reward_model(tmp_path / "three", small.model, labels=3)
-    )
+    three = make_reward_model(tmp_path / "three", small.model, labels=3)
+    assert "with 3 labels, but a reward model has 1 label" in refusal(three)
+    with scorer_of(three) as scorer, pytest.raises(UserError, match="with 3 labels, but a reward model has 1 label"):
+        scorer.start()  # the sentence of the model's process
     assert "Qwen3ForCausalLM, allowed is a Hugging Face model for sequence classification" in refusal(small.model)
     bare = make_reward_model(tmp_path / "bare", small.model)
     (bare / "chat_template.jinja").unlink()
@@ -193,7 +194,7 @@ def test_unusable_models_are_refused_with_a_sentence(tmp_path: Path, small: Any,
     (pickled / "model.safetensors").unlink()
     assert "no reward model could be loaded" in refusal(pickled)
     assert "there is no directory" in refusal(tmp_path / "nothing")
-    assert "[[reward]] devices: got 'cuda:0'" in refusal(model, devices=("cuda:0",)) or torch.cuda.is_available()
+    assert torch.cuda.is_available() or "[[reward]] devices: got 'cuda:0'" in refusal(model, "cuda:0")
 
 
 @pytest.mark.parametrize(
