@@ -32,6 +32,7 @@ from baton.rollout.replicas import ReplicaTransport
 from baton.stop import StopRequest
 from baton.types import Abort
 from baton.weights.direct.settings import DirectTransfer
+from tests.all_cases import ALL
 
 pytestmark = [pytest.mark.timing, pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["nodes", "ray"]
@@ -39,7 +40,7 @@ TIMEOUT_S = 5.0
 """Deadline of each phase of a transfer, and of each answer of an actor."""
 SIGNALS = [(STAGES[1], signal.SIGKILL), (STAGES[3], signal.SIGSTOP)]
 TRAINERS = ["two ranks on other nodes"]
-if os.environ.get("BATON_ALL_STAGES"):
+if ALL:
     SIGNALS = list(product(STAGES, (signal.SIGKILL, signal.SIGSTOP)))
     TRAINERS.append("in the run's process")
 """Three cases, because each takes about a minute. All of them: `BATON_ALL_STAGES=1 pytest
