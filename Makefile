@@ -35,12 +35,16 @@ $(VENV)/.installed-llm: $(VENV)/.installed
 	$(PIP) -e '.[gguf,report]'
 	touch $@
 
-test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+# neighbouring tests stay in one process, which makes their fixtures once, until the other process has nothing left to do
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# tests that start real processes and wait for them: kills and resumes, workers, clusters
+test: $(VENV)/.installed-dev
+	$(PYTEST) -m "not slow"
+
+# tests that start real processes and wait for them: kills and resumes, workers, clusters. BATON_ALL_STAGES=1 adds cases
+# that differ only in the stage, the shape or the signal
 test-slow: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+	$(PYTEST) -m slow
 
 # tests under the conditions of other machines: other instruction sets, thread counts, and beside busy processes; takes hours
 test-machines: $(VENV)/.installed-dev
