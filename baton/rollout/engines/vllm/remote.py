@@ -100,7 +100,7 @@ class ReplicaServer:
     def build(self, start: Start) -> VllmEngine:
         """Start vLLM. Raises the errors of `vllm_of_model`."""
         direct = DirectTransfer("nccl" if start.device == "cuda" else "gloo", start.is_sparse, is_remote=True)
-        return vllm_of_model(
+        engine = vllm_of_model(
             start.model_path,
             start.engine_settings(),
             start.version,
@@ -109,6 +109,8 @@ class ReplicaServer:
             head_dtype=start.head_dtype,
             direct=direct,
         )
+        engine.client.detect_stops()
+        return engine
 
     def _step(self, message: Step) -> Progress:
         engine, left_s = self._engine, time_left(_STEP_S)
