@@ -6,7 +6,8 @@ Each process gets one bundle of resources:
 
     trainer    one rank per GPU, stage by stage (the parts of a mixed stage are one stage); tensor-parallel ranks are
                adjacent; on machines of type CPU, one rank per stage and machine with one thread per core
-    workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core
+    workers    one worker per replica with all GPUs of the replica; on machines of type CPU, with one thread per core;
+               a replica on several machines has one more process on each further machine
     rewards    one process of the reward model per GPU of the reward stage; on machines of type CPU, one per machine
 
 In a colocated plan, a worker requests only the GPUs that no rank has. Workers and ranks use shared GPUs alternately.
@@ -37,6 +38,15 @@ MIN_SLOTS = 8
 """Minimum number of slots of a worker (`baton worker --slots`)."""
 
 
+class ProcessPart(msgspec.Struct, frozen=True):
+    """The part of a process on a further machine: a process of its own. The fields are those of `ProcessSpec`."""
+
+    machine: str
+    gpu_ids: tuple[str, ...]
+    resources: dict[str, float]
+    threads: int
+
+
 class ProcessSpec(msgspec.Struct, frozen=True):
     """The specification of a process, with its role, machine and resources."""
 
@@ -61,6 +71,13 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
     """For each GPU of a colocated worker, the rank with which it alternates, or -1. A rank requests the GPU, so it is
     not part of the worker's `resources`. Empty if the worker uses no GPU of a rank."""
+    further: tuple[ProcessPart, ...] = ()
+    """Parts of the worker on further machines, in the order of the GPUs. `gpu_ids` includes their GPUs, `resources` and
+    `threads` do not."""
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        return (self.machine, *(each.machine for each in self.further))
 
     @property
     def words(self) -> str:
@@ -68,7 +85,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
         share = f", {self.slots} slots, {100 * self.share:.0f} % of the work" if self.role == "worker" else ""
         ranks = sorted({rank for rank in self.ranks if rank >= 0})
         turns = f", alternating with rank {', '.join(map(str, ranks))}" if ranks else ""
-        return f"{self.name} on {self.machine}: {what}{share}{turns}"
+        return f"{self.name} on {' and '.join(self.machines)}: {what}{share}{turns}"
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -165,6 +182,7 @@ def _plan_shape(plan: Plan) -> tuple[str, ...]:
         has_shape = all(can_train(len(stages), width) for width in widths) and len({stage.dp for stage in stages}) == 1
     shapes = {
         "colocated": plan.is_colocated,
+        "replica_on_machines": any(len(_by_machine(replica.gpu_ids)) > 1 for replica in plan.replicas),
         "reward_stage": plan.reward is not None and not plan.reward.context_tokens,
         "generative_reward_stage": plan.reward is not None and plan.reward.context_tokens > 0,
         "idealised": plan.trainer == "idealised" or not has_shape or (CPU in types and len(types) > 1),
@@ -237,12 +255,10 @@ def _wanted(plan: Plan) -> dict[str, tuple[str, int]]:
 
 def _by_process(stage: Stage | RewardStage) -> list[tuple[str, list[str]]]:
     """Return the GPU type and the GPUs of each process of a stage. The processes of one machine are consecutive."""
-    by_machine: dict[str, list[str]] = {}
-    for gpu_id in stage.gpu_ids:
-        by_machine.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
+    parts = _by_machine(stage.gpu_ids)
     if stage.gpu == CPU:
-        return [(CPU, own) for own in by_machine.values()]
-    return [(stage.gpu, [gpu_id]) for own in by_machine.values() for gpu_id in own]
+        return [(CPU, own) for own in parts]
+    return [(stage.gpu, [gpu_id]) for own in parts for gpu_id in own]
 
 
 def _workers(
@@ -254,18 +270,46 @@ def _workers(
     mean = sum(rates) / max(1, len(rates)) or 1.0
     specs = []
     for index, (replica, num, rate) in enumerate(zip(plan.replicas, slots, rates, strict=True)):
-        spread = sorted({gpu_id.rpartition(":")[0] for gpu_id in replica.gpu_ids})
-        if len(spread) > 1:
-            raise UserError(
-                f"--plan: replica {index} uses the machines {' and '.join(spread)}, but a worker runs on one machine: "
-                "plan for machines with more GPUs, or for a smaller model"
-            )
-        spec = _process_spec(f"worker-{first + index}", "worker", replica.gpu, replica.gpu_ids, machines, owners)
+        name = f"worker-{first + index}"
+        parts = _by_machine(replica.gpu_ids)
+        if len(parts) > 1:
+            _check_parts(f"--plan: replica {index}", replica, parts, machines)
+        spec, *others = (_process_spec(name, "worker", replica.gpu, own, machines, owners) for own in parts)
+        further = tuple(ProcessPart(each.machine, each.gpu_ids, each.resources, each.threads) for each in others)
+        spec = msgspec.structs.replace(spec, gpu_ids=replica.gpu_ids, further=further)
         ranks = tuple(owners.get(gpu, -1) for gpu in replica.gpu_ids)
         shape = {"tp": replica.tp, "pp": replica.pp, "ranks": ranks if max(ranks) >= 0 else ()}
         weight = max(rate / mean, 1e-3)
         specs.append(msgspec.structs.replace(spec, slots=num, share=replica.share, weight=weight, **shape))
     return tuple(specs)
+
+
+def _by_machine(gpu_ids: Sequence[str]) -> list[list[str]]:
+    """Return the GPUs of each machine, in order of the first GPU of each machine."""
+    found: dict[str, list[str]] = {}
+    for gpu_id in gpu_ids:
+        found.setdefault(gpu_id.rpartition(":")[0], []).append(gpu_id)
+    return list(found.values())
+
+
+def _check_parts(who: str, replica: Replica, parts: Sequence[Sequence[str]], machines: Mapping[str, Machine]) -> None:
+    """Raise UserError if vLLM cannot run a replica with these GPUs on each machine. It gives each machine the same
+    number of consecutive workers. Its build for CPUs takes workers of one machine for workers of several machines."""
+    units = [machines[own[0].rpartition(":")[0]].units for own in parts]
+    if len({len(own) for own in parts}) > 1 or [gpu for own in parts for gpu in own] != list(replica.gpu_ids):
+        why = "the same number of consecutive GPUs on each machine"
+    elif replica.tp * replica.pp != len(replica.gpu_ids):
+        why = f"tp × pp GPUs, which is {replica.tp * replica.pp}"
+    elif replica.gpu == CPU and len(parts[0]) > 1:
+        why = "one core on each machine"
+    elif any(CPU not in own and "GPU" not in own for own in units):
+        why = "machines with Ray's resource GPU, so that each process sees only its own GPUs"
+    else:
+        return
+    raise UserError(
+        f"{who} uses {', '.join(replica.gpu_ids)}, but a replica on several machines needs {why}: change the plan, or "
+        "use machines with more GPUs"
+    )
 
 
 def _process_spec(
@@ -288,8 +332,17 @@ def _process_spec(
     return ProcessSpec(name, role, where, gpu, tuple(gpu_ids), resources, threads)
 
 
-def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec]) -> None:
-    """Raise UserError if workers with these engines cannot execute the replicas of the plan."""
+def check_engines(engine: EngineSettings, workers: Sequence[ProcessSpec], transport: str = "store") -> None:
+    """Raise UserError if workers with these engines cannot execute the replicas of the plan. transport:
+    `weights.transport`."""
+    if (spread := next((spec for spec in workers if spec.further), None)) and (
+        engine.kind != "vllm" or transport == "store"
+    ):
+        raise UserError(
+            f"--plan: {spread.name} uses the machines {' and '.join(spread.machines)}, but engine.kind is "
+            f'"{engine.kind}" and weights.transport is "{transport}"; a replica on several machines needs engine.kind '
+            '= "vllm" and weights.transport = "direct" or "sparse"; change them, or plan for machines with more GPUs'
+        )
     if engine.kind == "embedded" and any(spec.gpu != CPU and spec.tp * spec.pp > 1 for spec in workers):
         raise UserError(
             '--plan: a replica has several GPUs, but engine.kind = "embedded" uses one; allowed is '

@@ -37,6 +37,9 @@ METHODS: dict[tuple[str, str], tuple[str, ...]] = {
     ("inputs/engine.py", "tokens_input"): ("prompt_token_ids", "cache_salt"),
     ("platforms/interface.py", "Platform.is_cpu"): (),
     ("platforms/interface.py", "Platform.is_cuda_alike"): (),
+    # further.py
+    ("engine/arg_utils.py", "EngineArgs.create_engine_config"): ("headless",),
+    ("v1/executor/multiproc_executor.py", "MultiprocExecutor.__init__"): ("vllm_config",),
     # worker.py; both model runners
     ("v1/worker/gpu_worker.py", "Worker.reload_weights"): (),
     ("v1/worker/gpu_model_runner.py", "GPUModelRunner.reload_weights"): ("weights_iterator",),
@@ -95,7 +98,9 @@ FIELDS: dict[tuple[str, str], tuple[str, ...]] = {
         *("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching", "logprobs_mode", "skip_tokenizer_init"),
         *("generation_config", "worker_extension_cls", "disable_log_stats", "hf_overrides", "load_format"),
         *("kv_cache_memory_bytes", "weight_transfer_config", "enable_sleep_mode", "enable_return_routed_experts"),
+        *("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"),
     ),
+    ("v1/executor/multiproc_executor.py", "WorkerProcHandle"): ("proc",),
     ("sampling_params.py", "SamplingParams"): (
         *("max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs", "detokenize", "output_kind"),
         *("stream_interval", "routed_experts_prompt_start"),
@@ -127,6 +132,10 @@ TEXTS: dict[str, tuple[str, ...]] = {
     f"{_TRANSFER}/factory.py": ('"nccl"', '"ipc"', '"sparse_nccl"', '"nccl_m2n"', '"sharded_rdt"'),
     "v1/worker/gpu_worker.py": (r"WeightTransferEngineFactory\.create_engine",),
     "v1/worker/worker_base.py": ("worker_extension_cls",),
+    "v1/executor/multiproc_executor.py": (
+        *(r"self\.is_failed = True", r"self\.workers = WorkerProc", r"node_rank_within_dp == 0"),
+    ),
+    "distributed/parallel_state.py": (r"port = parallel_config\.master_port",),
     "v1/engine/async_llm.py": (
         *(r"self\.output_handler", r"self\.output_processor = OutputProcessor", r"self\.engine_core = "),
     ),

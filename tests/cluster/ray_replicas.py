@@ -6,13 +6,18 @@ from __future__ import annotations
 import os
 import sys
 import time
+from multiprocessing.connection import Client as Connection
+from multiprocessing.connection import Listener
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights" / "direct"))
 
 from replica_process import Model
 
+from baton.clock import time_left
+from baton.errors import BatonError
 from baton.rollout.engine import EngineStats
 from baton.rollout.engines.embedded.engine import embedded_engine
 from baton.rollout.engines.vllm.remote import ReplicaServer
@@ -25,21 +30,46 @@ LOGPROB = -1.0
 class Process(Model):
     """The actor's own process, which sends itself signals."""
 
+    def __init__(self, rank: int = 1) -> None:
+        super().__init__()
+        self.rank = rank
+
     def pid(self, info: None) -> None:
-        Path(os.environ["BATON_TEST_PIDS"], str(os.getpid())).touch()
+        Path(os.environ["BATON_TEST_PIDS"], str(os.getpid())).write_text(str(self.rank))
 
     def signal_at(self, info: list[Any]) -> None:
-        super().signal_at((info[0], info[1]))
+        """info: a stage, the signal, and optionally the only rank that is meant."""
+        if self.rank in (info[2:] or [self.rank]):
+            super().signal_at((info[0], info[1]))
+
+    def holds(self, value: float) -> None:
+        served = self.served(None)
+        assert served is not None
+        assert {each for name, tensor in served.items() if name != "same" for each in tensor} == {value}
 
 
 class Client:
-    """The part of `VllmClient` that direct transfers use."""
+    """The part of `VllmClient` that direct transfers use. On several machines, it calls the workers of all."""
 
-    def __init__(self) -> None:
-        self.model = Process()
+    def __init__(self, arguments: dict[str, Any] | None = None) -> None:
+        own = arguments or {}
+        self.model, self.lock, self.number, self.links = Process(), Lock(), 0, list[Any]()
+        if own:
+            with Listener((own["master_addr"], own["master_port"])) as listener:
+                self.links = [listener.accept() for _ in range(1, own["nnodes"])]
 
     def call_workers(self, method: str, info: Any, timeout_s: float) -> None:
-        self.model.call(method, info)
+        with self.lock:
+            self.number += 1
+            for link in self.links:
+                link.send((self.number, method, info))
+            self.model.call(method, info)
+            for link in self.links:
+                number = 0
+                while number != self.number:  # answers of calls that have failed here
+                    assert link.poll(timeout_s), f"no answer to {method}"
+                    number, error = link.recv()
+                assert not error, error
 
     def set_label(self, label: str) -> None:
         assert label
@@ -48,11 +78,39 @@ class Client:
         pass
 
 
+class ValueWorkers:
+    """The part of a replica on a further machine: the workers' side of `Client`."""
+
+    def __init__(self, start: Start) -> None:
+        own, left_s = start.settings["vllm"]["arguments"], time_left(60.0)
+        self.model, link = Process(1 + own["node_rank"]), None
+        while link is None:
+            try:
+                link = Connection((own["master_addr"], own["master_port"]))
+            except ConnectionRefusedError:
+                assert left_s() > 0
+                time.sleep(0.05)
+        Thread(target=self.serve, args=(link,), daemon=True).start()
+
+    def serve(self, link: Any) -> None:
+        while True:
+            number, method, info = link.recv()
+            try:
+                self.model.call(method, info)
+                link.send((number, ""))
+            except (AssertionError, BatonError, RuntimeError) as error:
+                link.send((number, repr(error)))
+
+    def check(self) -> None:
+        pass
+
+
 class ValueEngine:
     """Its tokens are the values of its weights, so a token shows which weights sampled it."""
 
-    def __init__(self, version: PolicyVersion, slots: int) -> None:
-        self.client, self.version, self.slots = Client(), version, slots
+    def __init__(self, start: Start) -> None:
+        settings = start.engine_settings()
+        self.client, self.version, self.slots = Client(settings.vllm.arguments), start.version, settings.slots
         self.leases: dict[int, tuple[Lease, int]] = {}
         self.outbox: list[FromWorker] = []
         self.is_paused = False
@@ -104,7 +162,10 @@ class ValueEngine:
 
 class ValueServer(ReplicaServer):
     def build(self, start: Start) -> Any:
-        return ValueEngine(start.version, start.engine_settings().slots)
+        return ValueEngine(start)
+
+    def build_workers(self, start: Start) -> Any:
+        return ValueWorkers(start)
 
 
 class ModelEngine:

@@ -109,9 +109,13 @@ def test_machines_are_found_by_name_and_else_by_type() -> None:
         (plan_of([stage("L20", "b:0"), stage("H100", "a:0", "a:1")], []), "different numbers of ranks"),
         (plan_of([stage("L20", "b:0", "b:1", tp=2), stage("H100", "a:0", "a:1", tp=2)], []), "tensor parallelism"),
         (plan_of([stage("CPU", "x:0"), stage("H100", "a:0")], []), "on GPUs and CPUs together"),
-        (
-            plan_of([stage("H100", "a:0")], [replica("L20", "b:0", "c:0", share=1.0)]),
-            "replica 0 uses the machines b and c",
+        *(
+            (plan_of([stage("H100", "a:0")], [replica("L20", *ids, share=1.0)]), f"replica 0 uses {ids[0]}, .* {why}")
+            for ids, why in [
+                (("b:0", "c:0"), "Ray's resource GPU"),
+                (("b:0", "b:1", "c:0"), "same number of consecutive GPUs"),
+                (("b:0", "c:0", "b:1", "c:1"), "same number of consecutive GPUs"),
+            ]
         ),
         (plan_of([stage("H100", "a:0")], [replica("H100", "a:0", share=1.0)]), "is used twice"),
         (plan_of([stage("H100", "a0")], []), "'a0'; allowed is MACHINE:INDEX"),
@@ -168,6 +172,32 @@ def test_engines_that_cannot_execute_the_replicas_are_refused_in_a_sentence() ->
     check_engines(local, workers)
     with pytest.raises(UserError, match="machine b has 2 replicas, but all its workers would use one SGLang server"):
         check_engines(local, two.workers)
+
+
+def test_a_replica_on_several_machines_has_a_process_on_each_if_all_its_engines_are_vllms_with_direct_weights() -> None:
+    gpus = machines([row(name, CPU=4, gpu_type_L20=2, GPU=2) for name in "abc"])
+    ids = ("c:0", "c:1", "b:1", "b:0")
+    plan = plan_of([stage("L20", "a:0")], [replica("L20", *ids, share=1.0, tp=2)])
+    (spec,) = workers = place(plan, gpus).workers
+    own = {"gpu_type_L20": 2, "GPU": 2, "CPU": 1}
+    assert (spec.machine, spec.gpu_ids, spec.resources, spec.tp, spec.pp) == ("c", ids, own, 2, 2)
+    assert [(each.machine, each.gpu_ids, each.resources) for each in spec.further] == [("b", ids[2:], own)]
+    assert spec.words.startswith("worker-0 on c and b: 4 L20s")
+    check_engines(EngineSettings(kind="vllm"), workers, "direct")
+    check_engines(EngineSettings(kind="vllm"), workers, "sparse")
+    for kind, transport in (("vllm", "store"), ("embedded", "store"), ("sglang", "store")):
+        with pytest.raises(UserError, match=f'uses the machines c and b, but .* is "{transport}"'):
+            check_engines(EngineSettings(kind=kind), workers, transport)
+    assert without(plan, frozenset({"b"})) is None, "a replica without one of its machines cannot continue"
+    cores = machines([row(name, CPU=2) for name in "abc"])
+    (spec,) = place(plan_of([stage("CPU", "a:0")], [replica("CPU", "b:0", "c:0", share=1.0)]), cores).workers
+    assert (spec.threads, spec.further[0].threads) == (1, 1)
+    for shape, why in [
+        (replica("CPU", *ids, share=1.0), "one core on each machine"),
+        (msgspec.structs.replace(replica("CPU", "b:0", "c:0", share=1.0), pp=1), "tp × pp GPUs, which is 1"),
+    ]:
+        with pytest.raises(UserError, match=why):
+            place(plan_of([stage("CPU", "a:0")], [shape]), cores)
 
 
 def test_each_replica_of_the_plan_has_an_sglang_server_of_its_shape() -> None:

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from plans import plan_of, replica, stage
 from ray_replicas import ModelServer, ValueServer
@@ -21,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from test_replicas import LIMIT_S, LONG, STAGES, Run, tensors, version
 
 from baton.clock import RestartRule
-from baton.cluster.inventory import CPU
-from baton.cluster.placement import ProcessSpec
+from baton.cluster.inventory import CPU, Machine
+from baton.cluster.placement import ProcessPart, ProcessSpec
 from baton.errors import UserError
 from baton.records.metrics import read_metrics
 from baton.rollout.engine import EngineSettings, VllmSettings
@@ -40,10 +41,12 @@ TIMEOUT_S = 5.0
 """Deadline of each phase of a transfer, and of each answer of an actor."""
 SIGNALS = [(STAGES[1], signal.SIGKILL), (STAGES[3], signal.SIGSTOP)]
 TRAINERS = ["two ranks on other nodes"]
+SIGNALS_TO_MACHINES = [(2, signal.SIGKILL, STAGES[2])]
 if ALL:
+    SIGNALS_TO_MACHINES += [(rank, number, "") for rank in (1, 2) for number in (signal.SIGKILL, signal.SIGSTOP)]
     SIGNALS = list(product(STAGES, (signal.SIGKILL, signal.SIGSTOP)))
     TRAINERS.append("in the run's process")
-"""Three cases, because each takes about a minute. All of them: `BATON_ALL_STAGES=1 pytest
+"""Four cases, because each takes about a minute. All of them: `BATON_ALL_STAGES=1 pytest
 tests/cluster/test_ray_replicas.py`. `tests/rollout/test_replicas.py` tests all of them without Ray."""
 
 
@@ -71,7 +74,8 @@ def two(pids: Path) -> Iterator[tuple[Nodes, list[str], Path]]:
 class RayRun(Run):
     """A transport over two replicas on different nodes, and the loop of a controller."""
 
-    def __init__(self, made: Nodes, names: list[str], *, is_sparse: bool = False) -> None:
+    def __init__(self, made: Nodes, names: list[str], *, is_sparse: bool = False, further: str = "") -> None:
+        """further: another machine for the second replica."""
         from baton.cluster.ray.connection import RayCluster
         from baton.cluster.ray.replicas import RayReplicas
 
@@ -82,10 +86,14 @@ class RayRun(Run):
             ProcessSpec(f"worker-{i}", "worker", name, CPU, (f"{name}:0",), {"CPU": 1.0}, 1, slots=8)
             for i, name in enumerate(names)
         ]
+        if further:
+            part = ProcessPart(further, (f"{further}:0",), {"CPU": 1.0}, 1)
+            ids = (*specs[1].gpu_ids, *part.gpu_ids)
+            specs[1] = msgspec.structs.replace(specs[1], gpu_ids=ids, tp=2, further=(part,))
         self.lines: list[str] = []
 
-        def machines() -> dict[str, str]:
-            return {machine.name: machine.id for machine in made.machines()}
+        def machines() -> dict[str, Machine]:
+            return {machine.name: machine for machine in made.machines()}
 
         self.replicas = RayReplicas(self.cluster, specs, machines, direct, self.lines.append)
         self.replicas.server = ValueServer
@@ -133,13 +141,16 @@ def run(two: tuple[Nodes, list[str], Path]) -> Iterator[Callable[..., RayRun]]:
         one.close()
 
 
-def pid_of(one: RayRun, index: int, directory: Path) -> int:
-    before = set(directory.iterdir())
-    for each in before:
+def pids_of(one: RayRun, index: int, directory: Path) -> dict[int, int]:
+    """Rank in the replica's communicator → process."""
+    for each in directory.iterdir():
         each.unlink()
     one.call(index, "pid", None)
-    (found,) = directory.iterdir()
-    return int(found.name)
+    return {int(each.read_text()): int(each.name) for each in directory.iterdir()}
+
+
+def pid_of(one: RayRun, index: int, directory: Path) -> int:
+    return pids_of(one, index, directory)[1]
 
 
 def test_actors_on_two_nodes_share_the_leases_and_each_loads_every_version(
@@ -190,6 +201,46 @@ def test_a_signal_to_an_actor_at_any_stage_delays_no_other(
     one.load(held + 2)
     assert pid_of(one, 1, two[2]) != victim
     wait_until(lambda: not Path(f"/proc/{victim}").exists(), "the actor that was hit to end")
+    assert one.refused, "trajectories have moved"
+    for lease_id in list(one.leases):
+        one.port.send(Abort(lease_id))
+    one.until(lambda: not one.leases)
+    one.check_tokens()
+
+
+@pytest.mark.parametrize(("rank", "number", "stage_of_load"), SIGNALS_TO_MACHINES)
+def test_a_signal_to_one_machine_of_a_replica_fails_it_as_a_whole_and_delays_no_other(
+    rank: int,
+    number: int,
+    stage_of_load: str,
+    run: Callable[..., RayRun],
+    two: tuple[Nodes, list[str], Path],
+) -> None:
+    """The second replica has an actor on each of two machines, and the workers of both receive each version. If one is
+    hit, both actors are replaced."""
+    (head,) = {machine.name for machine in two[0].machines()} - set(two[1])
+    one = run(further=head)
+    assert f"worker-1 on {two[1][1]} and {head}: 2 cores" in one.lines[1]
+    held = one.load(1)
+    one.call(1, "holds", held)
+    victims = pids_of(one, 1, two[2])
+    assert sorted(victims) == [1, 2]
+    for group in range(12):
+        one.lease(group, LONG)
+    one.until(lambda: all(one.tokens.values()))
+    if stage_of_load:
+        one.call(1, "signal_at", [stage_of_load, int(number), rank])
+        one.port.load_weights(tensors(held + 1), version(held + 1))
+    else:
+        os.kill(victims[rank], number)
+    one.until(lambda: one.port.replicas[1].cause != "")
+    assert one.serving == [0]
+    counts = {lease_id: len(tokens) for lease_id, tokens in one.tokens.items()}
+    one.until(lambda: any(len(tokens) > counts.get(lease_id, 0) for lease_id, tokens in one.tokens.items()))
+    last = one.load(held + 2)
+    one.call(1, "holds", last)
+    assert not set(victims.values()) & set(pids_of(one, 1, two[2]).values())
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victims.values()), "both actors to end")
     assert one.refused, "trajectories have moved"
     for lease_id in list(one.leases):
         one.port.send(Abort(lease_id))

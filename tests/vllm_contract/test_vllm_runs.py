@@ -62,10 +62,11 @@ def written(tmp_path: Path, **changes: object) -> Path:
     return recipe
 
 
-def assert_trained_on_its_own_tokens(tmp_path: Path, num_steps: int = 3) -> None:
+def assert_trained_on_its_own_tokens(tmp_path: Path, num_steps: int | None = 3) -> None:
     """The trainer's probabilities of what it trains are those that the engine reported."""
     rows = [row for row in read_metrics(tmp_path / "r") if "policy/logprob_diff_max" in row]
-    assert len(rows) == num_steps
+    assert rows
+    assert num_steps in (None, len(rows))
     assert max(row["policy/logprob_diff_max"] for row in rows) < 1e-3
 
 

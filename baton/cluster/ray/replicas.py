@@ -1,21 +1,25 @@
-"""vLLM replicas as actors on a Ray cluster, which receive versions directly from the trainer (`weights.transport`)."""
+"""vLLM replicas as actors on a Ray cluster, which receive versions directly from the trainer (`weights.transport`).
+
+A replica on several machines has an actor on each of them (`rollout/engines/vllm/further.py`). It fails as a whole:
+each call of the first actor also checks the others, and `close` ends all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from threading import Condition, Event
+from threading import Condition, Event, Lock
 from typing import Any, Final
 
 import msgspec
 
 from baton.clock import time_left
-from baton.cluster.inventory import CPU
-from baton.cluster.placement import ProcessSpec
+from baton.cluster.inventory import CPU, Machine
+from baton.cluster.placement import ProcessPart, ProcessSpec
 from baton.cluster.ray.connection import GET_S, RayCluster
 from baton.errors import DeadlineExceeded, EngineFault, first_line
 from baton.rollout.engines.client import START_TIMEOUT_S
-from baton.rollout.engines.vllm.remote import Done, RemoteReplica, ReplicaServer, encode
+from baton.rollout.engines.vllm.remote import CHECK, Done, RemoteReplica, ReplicaServer, encode
 from baton.rollout.processes.protocol import Start
 from baton.weights.direct.settings import DirectTransfer
 
@@ -24,6 +28,8 @@ START_DEADLINE_S: Final = 120.0
 RETURN_S: Final = 600.0
 """Maximum seconds that a replica waits for its machine, which has left the cluster, to join again."""
 _POLL_S: Final = 0.5
+_CHECK_S: Final = 1.0
+"""Minimum seconds between two checks of an actor on a further machine."""
 _CALLS: Final = 16
 """Maximum number of messages that an actor processes at once. Calls of vLLM's workers may hang until their deadline."""
 
@@ -39,11 +45,11 @@ class RayReplicas:
         self,
         cluster: RayCluster,
         specs: Sequence[ProcessSpec],
-        machines: Callable[[], Mapping[str, str]],
+        machines: Callable[[], Mapping[str, Machine]],
         direct: DirectTransfer,
         log: Callable[[str], None],
     ) -> None:
-        """machines: returns name in the plan → node id, for the machines that are now in the cluster."""
+        """machines: returns name in the plan → machine, for the machines that are now in the cluster."""
         self.direct = direct
         self._cluster, self._specs, self._machines, self._log = cluster, specs, machines, log
         self._begun: dict[int, _RayReplica] = {}
@@ -76,35 +82,69 @@ class RayReplicas:
 
     def _begin(self, index: int, start: Start) -> _RayReplica:
         spec, vllm, left_s = self._specs[index], start.settings["vllm"], time_left(RETURN_S)
-        if spec.gpu != CPU and spec.tp * spec.pp > 1:
+        if (spec.gpu != CPU or spec.further) and spec.tp * spec.pp > 1:
             # by default, vLLM would start the processes of the devices as actors in bundles of this actor's group
             arguments = {"distributed_executor_backend": "mp", **vllm["arguments"]}
             vllm = {**vllm, "tensor_parallel": spec.tp, "pipeline_parallel": spec.pp, "arguments": arguments}
         settings = {**start.settings, "slots": -(-spec.slots // 8) * 8, "vllm": {**vllm, "replicas": 1}}
-        while (node := self._machines().get(spec.machine)) is None or self._closed.is_set():
+        while (lost := {*spec.machines} - (found := self._machines()).keys()) or self._closed.is_set():
             if left_s() < 0 or self._closed.wait(1.0):
-                raise EngineFault(f"{spec.name}: its machine {spec.machine} has left the cluster")
+                raise EngineFault(
+                    f"{spec.name}: its machine {' and '.join(sorted(lost or spec.machines))} has left the cluster"
+                )
         self._log(f"{spec.words}; receives weights directly")
         start = msgspec.structs.replace(start, settings=settings)
-        self._actors.append(_RayReplica(self._cluster, spec, node, self.server, start))
+        machines = [found[name] for name in spec.machines]
+        self._actors.append(_RayReplica(self._cluster, spec, machines, self.server, start))
         return self._actors[-1]
 
 
+class _Further:
+    """The actor of a replica on a further machine, and its last call: its start, or a check."""
+
+    def __init__(self, name: str, actor: Any, started: Any) -> None:
+        """started: future of the actor's start."""
+        self.name, self.actor, self.future = name, actor, started
+        self.left_s, self.again_s = time_left(START_TIMEOUT_S + START_DEADLINE_S), time_left(_CHECK_S)
+
+
 class _RayReplica(RemoteReplica):
-    """A replica in an actor, in a placement group of its own."""
+    """A replica in an actor on each of its machines, in a placement group of its own."""
 
     def __init__(
-        self, cluster: RayCluster, spec: ProcessSpec, node: str, server: type[ReplicaServer], start: Start
+        self,
+        cluster: RayCluster,
+        spec: ProcessSpec,
+        machines: Sequence[Machine],
+        server: type[ReplicaServer],
+        start: Start,
     ) -> None:
-        """Request the actor, which then starts vLLM."""
-        super().__init__(f"{spec.name} on {spec.machine}", start)
+        """Request the actors, which then start vLLM."""
+        super().__init__(f"{spec.name} on {' and '.join(spec.machines)}", start)
         self._cluster, self._spec = cluster, spec
         self._is_closed, self._num_calls, self._changed = False, 0, Condition()
         """`_num_calls`: number of threads in a call of Ray. None may be in one when this process leaves the cluster."""
-        self._group = cluster.reserve([(node, spec.resources)], f"baton-{spec.name}")
-        options = cluster.options(self._group, 0, spec.resources, spec.threads)
-        self._actor = cluster.ray.remote(server).options(**options, max_concurrency=_CALLS).remote()
-        self._start = self._actor.handle.remote(encode(start))
+        parts: tuple[ProcessSpec | ProcessPart, ...] = (spec, *spec.further)
+        bundles = [(machine.id, part.resources) for machine, part in zip(machines, parts, strict=True)]
+        self._group = cluster.reserve(bundles, f"baton-{spec.name}")
+        self._further: list[_Further] = []
+        self._checking = Lock()
+        host = machines[0].address
+        self._actors = []
+        for index, (machine, part) in enumerate(zip(machines, parts, strict=True)):
+            options = cluster.options(self._group, index, part.resources, part.threads)
+            if spec.further:  # otherwise 127.0.0.1 (`set_up_environment`)
+                options["runtime_env"]["env_vars"]["VLLM_HOST_IP"] = machine.address
+            self._actors.append(cluster.ray.remote(server).options(**options, max_concurrency=_CALLS).remote())
+        # if a replica has several machines, Ray passes the port from the first actor to all
+        port = self._actors[0].free_port.remote(host) if spec.further else 0
+        starts = [
+            actor.handle.remote(encode(_start_of_node(start, index, len(parts), host) if spec.further else start), port)
+            for index, actor in enumerate(self._actors)
+        ]
+        self._actor, self._start = self._actors[0], starts[0]
+        for part, actor, started in zip(spec.further, self._actors[1:], starts[1:], strict=True):
+            self._further.append(_Further(f"{spec.name} on {part.machine}", actor, started))
 
     def await_start(self) -> None:
         """Wait until vLLM has started. Raises the error that the actor reports, EngineFault and DeadlineExceeded."""
@@ -112,8 +152,10 @@ class _RayReplica(RemoteReplica):
             self._get(self._group.ready, START_DEADLINE_S)
         except DeadlineExceeded as error:
             requested = ", ".join(f"{amount:g} {unit}" for unit, amount in self._spec.resources.items())
+            each = " on one of these machines" if self._further else ""
             raise DeadlineExceeded(
-                f"{self.name} was not started by Ray in {START_DEADLINE_S:.0f} s: another user holds its {requested}"
+                f"{self.name} was not started by Ray in {START_DEADLINE_S:.0f} s: another user holds its "
+                f"{requested}{each}"
             ) from error
         self.answer(self._get(lambda: self._start, START_TIMEOUT_S + START_DEADLINE_S), Done)
 
@@ -129,7 +171,9 @@ class _RayReplica(RemoteReplica):
             self._num_calls += 1
         try:
             future = call()
+            self._check_further()
             while not ray.wait([future], timeout=_POLL_S)[0]:
+                self._check_further()
                 if self._is_closed:
                     raise EngineFault(f"{self.name} was ended")
                 if left_s() < 0:
@@ -142,12 +186,40 @@ class _RayReplica(RemoteReplica):
                 self._num_calls -= 1
                 self._changed.notify_all()
 
+    def _check_further(self) -> None:
+        """Raise EngineFault or DeadlineExceeded if an actor on a further machine reports an error, has ended, or has
+        not answered its last call in time. Begin the next check, at most one per actor and `_CHECK_S`. Does not
+        wait."""
+        if not self._further or not self._checking.acquire(timeout=0):
+            return
+        try:
+            ray = self._cluster.ray
+            for each in self._further:
+                if each.again_s() > 0:
+                    continue
+                if ray.wait([each.future], timeout=0)[0]:
+                    self.answer(ray.get(each.future, timeout=GET_S), Done)
+                    each.future, each.left_s = each.actor.handle.remote(CHECK), time_left(self._timeout_s)
+                elif each.left_s() < 0:
+                    raise DeadlineExceeded(f"{each.name} did not answer in time")
+                each.again_s = time_left(_CHECK_S)
+        finally:
+            self._checking.release()
+
     def close(self) -> None:
         super().close()
         with self._changed:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._num_calls, GET_S)
-        with suppress(Exception):  # the actor may have ended, or the connection to the cluster may be lost
-            self._cluster.ray.kill(self._actor)
+        for actor in self._actors:
+            with suppress(Exception):  # the actor may have ended, or the connection to the cluster may be lost
+                self._cluster.ray.kill(actor)
         with suppress(Exception):
             self._cluster.release(self._group)
+
+
+def _start_of_node(start: Start, rank: int, num_machines: int, host: str) -> Start:
+    """Return the message for one machine of a replica on several machines. host: address of the first machine."""
+    vllm, node = start.settings["vllm"], {"nnodes": num_machines, "node_rank": rank, "master_addr": host}
+    settings = {**start.settings, "vllm": {**vllm, "arguments": {**vllm["arguments"], **node}}}
+    return msgspec.structs.replace(start, settings=settings)

@@ -209,7 +209,7 @@ class _RayAttempts:
             own = self.cluster.own_address
             is_alone = all(machines[spec.machine].address == own for spec in placement.workers)
             overrides.append(f'swarm.serve="{"127.0.0.1" if is_alone else own}:0"')
-        check_engines(recipe.engine, placement.workers)
+        check_engines(recipe.engine, placement.workers, recipe.weights.transport)
         if recipe.engine.kind == "sglang" and recipe.engine.sglang.urls and not self.planner.servers:
             self.planner.servers = self._servers(recipe.engine, placement, machines)
         return self.order.load(overrides)
@@ -234,8 +234,8 @@ class _RayAttempts:
         gpu = None if rank.gpu == CPU else (torch_device(recipe.model.device).index or 0) if is_here else 0
         direct = DirectTransfer("gloo" if gpu is None else "nccl", gpu=gpu, host=host, is_remote=True)
 
-        def nodes() -> dict[str, str]:
-            return {machine.name: machine.id for machine in self._machines(self.names)}
+        def nodes() -> dict[str, Machine]:
+            return {machine.name: machine for machine in self._machines(self.names)}
 
         return RayReplicas(self.cluster, workers, nodes, direct, self.observer.said)
 

@@ -22,6 +22,8 @@ STAGES = ("init_weight_transfer_engine", "start_weight_update", "update_weights"
 class Model:
     """What vLLM's worker does with the calls, on a dict."""
 
+    rank = 1
+
     def __init__(self) -> None:
         self.incoming, self.group = IncomingVersion(), None
         self.tensors: dict[str, torch.Tensor] = {}
@@ -41,7 +43,7 @@ class Model:
         self.incoming.abandon()
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self.group = join_replica(info, 1, info["world_size"])
+        self.group = join_replica(info, self.rank, info["world_size"])
 
     def start_weight_update(self, info: None) -> None:
         self.incoming.begin()

@@ -21,11 +21,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 from safetensors.torch import save_file
@@ -43,6 +43,7 @@ from baton.rollout.engines.client import GeneratedTokens
 from baton.rollout.engines.external import ExternalEngine, RunningRequest, joined
 from baton.rollout.engines.vllm.client import VllmClient, set_up_environment
 from baton.rollout.engines.vllm.direct import DirectLoad, arguments_of
+from baton.rollout.engines.vllm.further import VllmWorkers
 from baton.rollout.engines.vllm.worker import EndWithParent
 from baton.rollout.engines.whole_weights import ModelFiles, ReadBase, Skeleton
 from baton.specs.model import read_model
@@ -55,6 +56,8 @@ _CPU_BLOCK = 128
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 """Finds the number of the layer in a router's name."""
+
+Built = TypeVar("Built")
 
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM allows for `max_lora_rank`, from vLLM's default upwards."""
@@ -234,8 +237,33 @@ def vllm_of_model(
     direct: DirectTransfer | None = None,
     sleeps: bool = False,
 ) -> VllmEngine:
-    """Build an engine as `factory.engine_of_model` does. The directory may contain an adapter. A CPU build of vLLM
-    cannot free its memory, so `sleeps` has no effect there."""
+    """Build an engine that serves the model of a directory, which may be an adapter, as `version`. direct: how later
+    versions are transferred from the trainer's memory. With None, later versions are transferred as files. sleeps:
+    whether the engine can free its device memory; a CPU build of vLLM cannot."""
+
+    def build(directory: Path, read_base: ReadBase) -> VllmEngine:
+        return _engine(directory, settings, version, read_base, "auto", head_dtype, direct, sleeps)
+
+    return _of_model(path, settings, device, attention, build)
+
+
+def vllm_workers_of_model(
+    path: str, settings: EngineSettings, *, device: str, attention: str, head_dtype: str, direct: DirectTransfer
+) -> VllmWorkers:
+    """Start the workers of an engine that is on several machines, on one of the machines after the first. The
+    parameters are those of `vllm_of_model` on the first machine, with another `node_rank` in `settings.vllm.arguments`.
+    Waits until the other machines have started. Raises the errors of `vllm_of_model`."""
+
+    def build(directory: Path, read_base: ReadBase) -> VllmWorkers:
+        return VllmWorkers(_all_arguments(directory, settings, "auto", head_dtype, direct, sleeps=False))
+
+    return _of_model(path, settings, device, attention, build)
+
+
+def _of_model(
+    path: str, settings: EngineSettings, device: str, attention: str, build: Callable[[Path, ReadBase], Built]
+) -> Built:
+    """Return what `build` makes of a directory with a whole model. An adapter is merged into its base."""
     _check_vllm(settings, device)
     files = ModelFiles(path, settings, attention)
     if files.base_path != path and settings.vllm.lora_rank:
@@ -243,17 +271,13 @@ def vllm_of_model(
             f"engine.vllm.lora_rank: got {settings.vllm.lora_rank}, but {path} is an adapter, which is merged at the "
             "start; use lora_rank = 0, or a model that is no adapter"
         )
-
-    def build(directory: Path) -> VllmEngine:
-        return _engine(directory, settings, version, files.read_base, "auto", head_dtype, direct, sleeps)
-
     if files.base_path == path:
-        return build(files.base_directory())
+        return build(files.base_directory(), files.read_base)
     with TemporaryDirectory(prefix="baton-model-") as scratch:
         model = files.load()
         save_skeleton(model, load_tokenizer(path), Path(scratch))
         model.save_pretrained(scratch)
-        return build(Path(scratch))
+        return build(Path(scratch), files.read_base)
 
 
 def vllm_from_skeleton(
@@ -302,18 +326,9 @@ def _engine(
             f'weights.transport: got "sparse", but {directory} has experts, whose weights vLLM may rearrange, so '
             'single elements cannot be changed in place; use "direct"'
         )
-    arguments = {
-        **_arguments(settings, head_dtype),
-        **arguments_of(direct),
-        "model": str(directory),
-        "load_format": load_format,
-        **_memory_arguments(directory, settings, sleeps=sleeps),
-        **(own := settings.vllm.arguments),
-        "additional_config": {**own.get("additional_config", {}), "baton": EndWithParent()},
-    }
     vllm = settings.vllm
     client = VllmClient(
-        arguments,
+        _all_arguments(directory, settings, load_format, head_dtype, direct, sleeps=sleeps),
         answer_timeout_s=vllm.answer_timeout_s,
         stream_interval=vllm.stream_interval,
         reports_routing=settings.report_routing,
@@ -328,6 +343,27 @@ def _engine(
     if direct is not None and not direct.is_remote:
         engine.use_direct(direct, settings.vllm.answer_timeout_s)
     return engine
+
+
+def _all_arguments(
+    directory: Path,
+    settings: EngineSettings,
+    load_format: str,
+    head_dtype: str,
+    direct: DirectTransfer | None,
+    *,
+    sleeps: bool,
+) -> dict[str, Any]:
+    """Return all arguments of vLLM's `AsyncEngineArgs` by name, with those of the user."""
+    return {
+        **_arguments(settings, head_dtype),
+        **arguments_of(direct),
+        "model": str(directory),
+        "load_format": load_format,
+        **_memory_arguments(directory, settings, sleeps=sleeps),
+        **(own := settings.vllm.arguments),
+        "additional_config": {**own.get("additional_config", {}), "baton": EndWithParent()},
+    }
 
 
 def _arguments(settings: EngineSettings, head_dtype: str = "auto") -> dict[str, Any]:

@@ -5,11 +5,13 @@
                              └── DirectLoad ══ calls of vLLM's workers ══════════┘                │
     trainer ═════════════════════ tensors over gloo or NCCL ════════════════════════════▶ vLLM's workers
 
-Messages are msgpack. A subclass of `RemoteReplica` starts the process and sends them.
+Messages are msgpack. A subclass of `RemoteReplica` starts the process and sends them. If the replica is on several
+machines, each further machine has such a process too, with `VllmWorkers` instead of an engine (`further.py`).
 """
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -20,7 +22,8 @@ from baton.clock import time_left
 from baton.errors import BatonError, EngineFault, Fault, fault_of, first_line
 from baton.rollout.engine import EngineSettings, EngineStats
 from baton.rollout.engines.vllm.direct import DirectLoad
-from baton.rollout.engines.vllm.engine import VllmEngine, vllm_of_model
+from baton.rollout.engines.vllm.engine import VllmEngine, vllm_of_model, vllm_workers_of_model
+from baton.rollout.engines.vllm.further import VllmWorkers
 from baton.rollout.engines.whole_weights import ModelFiles, Skeleton, WholeWeights
 from baton.rollout.processes.protocol import Progress, Start
 from baton.types import Abort, FromWorker, Lease, PolicyVersion, plain
@@ -47,7 +50,8 @@ class LoadVersion(msgspec.Struct, frozen=True, tag="Load"):
 
 
 class CallWorkers(msgspec.Struct, frozen=True, tag="CallWorkers"):
-    """Request to call a method of all vLLM workers, or, without a method, to check that vLLM's core runs."""
+    """Request to call a method of all vLLM workers, or, without a method, to check that vLLM's core runs. On a further
+    machine of a replica, only the check is possible."""
 
     method: str = ""
     info: Any = None
@@ -65,6 +69,7 @@ FromReplica = Progress | Done | Fault
 Answer = TypeVar("Answer", Progress, Done)
 
 encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
+CHECK = encode(CallWorkers())
 _decode = msgspec.msgpack.Decoder[ToReplica](ToReplica).decode
 _decode_answer = msgspec.msgpack.Decoder[FromReplica](FromReplica).decode
 
@@ -73,15 +78,29 @@ class ReplicaServer:
     """Answers messages in the replica's process. `CallWorkers` may arrive in parallel with other messages."""
 
     _engine: VllmEngine
+    _workers: VllmWorkers | None = None
+    """On a further machine of a replica, instead of an engine."""
 
-    def handle(self, message: bytes) -> bytes:
+    def free_port(self, host: str) -> int:
+        """Return a port that is free at an address of this machine, for the processes of a replica to meet."""
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+            port: int = found.getsockname()[1]
+            return port
+
+    def handle(self, message: bytes, port: int = 0) -> bytes:
+        """port: with `Start` for a replica on several machines, the port of the first machine (`free_port`)."""
         try:
-            return encode(self._respond(_decode(message)))
+            decoded = _decode(message)
+            if port and isinstance(decoded, Start):
+                decoded.settings["vllm"]["arguments"]["master_port"] = port
+            return encode(self._respond(decoded))
         except Exception as error:  # noqa: BLE001  # raised in the run's process
             return encode(fault_of(error))
 
     def _respond(self, message: ToReplica) -> FromReplica:
         match message:
+            case Start(settings=settings) if settings["vllm"]["arguments"].get("node_rank"):
+                self._workers = self.build_workers(message)
             case Start():
                 self._engine = self.build(message)
             case Step():
@@ -92,25 +111,21 @@ class ReplicaServer:
                 self._engine.client.set_label(label)
                 self._engine.end_load(version, label)
             case CallWorkers(method=""):
-                self._engine.client.check()
+                (self._workers or self._engine.client).check()
             case CallWorkers(method=method, info=info, timeout_s=timeout_s):
                 self._engine.client.call_workers(method, info, timeout_s)
         return Done()
 
     def build(self, start: Start) -> VllmEngine:
         """Start vLLM. Raises the errors of `vllm_of_model`."""
-        direct = DirectTransfer("nccl" if start.device == "cuda" else "gloo", start.is_sparse, is_remote=True)
-        engine = vllm_of_model(
-            start.model_path,
-            start.engine_settings(),
-            start.version,
-            device=start.device,
-            attention=start.attention,
-            head_dtype=start.head_dtype,
-            direct=direct,
-        )
+        settings = start.engine_settings()
+        engine = vllm_of_model(start.model_path, settings, start.version, **_options(start))
         engine.client.detect_stops()
         return engine
+
+    def build_workers(self, start: Start) -> VllmWorkers:
+        """Start the workers of a further machine. Raises the errors of `vllm_workers_of_model`."""
+        return vllm_workers_of_model(start.model_path, start.engine_settings(), **_options(start))
 
     def _step(self, message: Step) -> Progress:
         engine, left_s = self._engine, time_left(_STEP_S)
@@ -123,6 +138,16 @@ class ReplicaServer:
         while not reports and left_s() > 0:
             reports = engine.step()
         return Progress(tuple(reports), engine.stats)
+
+
+def _options(start: Start) -> dict[str, Any]:
+    direct = DirectTransfer("nccl" if start.device == "cuda" else "gloo", start.is_sparse, is_remote=True)
+    return {
+        "device": start.device,
+        "attention": start.attention,
+        "head_dtype": start.head_dtype,
+        "direct": direct,
+    }
 
 
 class RemoteReplica(ABC):
