@@ -76,6 +76,9 @@ CODERS: Final = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaff
 torch, blake3 and zstd release the interpreter's lock."""
 _LARGE: Final = 2**18
 """Minimum size in bytes of an item that gets a thread. For a smaller item, a thread costs more time than it saves."""
+_ALL_PER_LARGE: Final = 4
+"""Maximum number of items in progress per large item, because small ones lie between: in models, norms between
+matrices."""
 _ITEM_S: Final = 600.0
 """Maximum time in seconds that `in_order` waits for the result of one item."""
 
@@ -127,19 +130,23 @@ def in_order(
     """Compute `work(item)` for each item in several threads, and yield the results in the order of the items.
 
     num_bytes: function that returns the size of an item; small items are computed in the caller's thread. threads:
-    maximum number of items in progress, `CODERS` by default; this bounds the memory. The caller's thread reads `items`.
-    The threads end with the call, because a thread that has computed with torch keeps OpenMP's threads alive.
+    maximum number of large items in progress, which bounds the memory. By default, `CODERS` items are in progress, and
+    one more waits, so that no thread waits for the caller. The caller's thread reads `items`. The threads end with the
+    call, because a thread that has computed with torch keeps OpenMP's threads alive.
     """
-    threads, num_started = CODERS if threads is None else threads, 0
+    most, threads = (CODERS + 1, CODERS) if threads is None else (threads, threads)
+    num_started = num_large = 0
     calls: SimpleQueue[tuple[Callable[[], R], Future[R]] | None] = SimpleQueue()
-    waiting: deque[Future[R]] = deque()
+    waiting: deque[tuple[Future[R], bool]] = deque()
     try:
         for item in items:
-            if len(waiting) == threads:
-                yield _result(waiting.popleft())
-            call, future = partial(work, item), Future[R]()
-            waiting.append(future)
-            if num_bytes(item) < _LARGE:
+            while num_large == most or len(waiting) == _ALL_PER_LARGE * most:
+                num_large -= waiting[0][1]
+                yield _result(waiting.popleft()[0])
+            call, future, is_large = partial(work, item), Future[R](), num_bytes(item) >= _LARGE
+            waiting.append((future, is_large))
+            num_large += is_large
+            if not is_large:
                 _run(call, future)
                 continue
             calls.put((call, future))
@@ -147,7 +154,7 @@ def in_order(
                 num_started += 1
                 Thread(target=_run_all, args=(calls,), name="coder", daemon=True).start()
         while waiting:
-            yield _result(waiting.popleft())
+            yield _result(waiting.popleft()[0])
     finally:
         for _ in range(num_started):
             calls.put(None)

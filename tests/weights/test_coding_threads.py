@@ -185,4 +185,4 @@ def test_small_items_between_large_ones_do_not_serialize_them():
         return size
 
     sizes = [2**20, 1, 2**20, 1, 2**20, 1] * 2
-    assert list(in_order(work, sizes, lambda size: size, threads=5)) == sizes
+    assert list(in_order(work, sizes, lambda size: size, threads=3)) == sizes
