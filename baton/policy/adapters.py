@@ -186,17 +186,15 @@ def is_adapter(tensors: Mapping[str, Any]) -> bool:
 
 def adapted_modules(own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> list[str]:
     """Return the names of the modules that a published adapter changes. `own`: the engine's weights. Raises EngineFault
-    if the name or shape of an adapter matches no weight.
+    if a tensor of the adapter matches no weight in name and shape.
     """
     modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
     for module in modules:
         weight, low, high = own.get(f"{module}.weight"), tensors[module + _A], tensors.get(module + _B)
         shape = None if high is None else (high.shape[0], low.shape[1])
         if weight is None or high is None or tuple(weight.shape) != shape or high.shape[1] != low.shape[0]:
-            has = "none" if weight is None else tuple(weight.shape)
-            raise EngineFault(
-                f"a new adapter does not fit: {module} has shape {has} in the engine and {shape} in the adapter"
-            )
+            has = "no weight" if weight is None else f"shape {tuple(weight.shape)}"
+            raise EngineFault(f"a new adapter does not fit: {module} has {has} in the engine, {shape} in the adapter")
     return modules
 
 
@@ -212,8 +210,8 @@ def write_adapter(tensors: Mapping[str, Any], directory: Path) -> None:
 
 
 class BaseWeights:
-    """Copies of the engine's weights that an adapter changes, made before the adapter is merged. They are needed when
-    another adapter replaces it."""
+    """Copies of the engine's weights that an adapter changes, made before the adapter is merged. The copies are needed
+    when another adapter replaces this adapter."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -238,7 +236,7 @@ class BaseWeights:
     def merged(self, own: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over (name, W_0 + B A) of the weights that the adapter changes. Each sum is computed in float32 and
         cast to the weight's dtype. `own`: the engine's weights, with the same names. `tensors`: the published adapter.
-        Raises EngineFault, before it changes anything, if the name or shape of an adapter matches no weight.
+        Raises EngineFault, before any change, if a tensor of the adapter matches no weight in name and shape.
         """
         modules = adapted_modules(own, tensors)
         for module in modules:

@@ -1,5 +1,5 @@
-"""A digest of a set of tensors, which is the same on every machine. This file does not import torch, so that a relay
-can verify weights without torch."""
+"""A digest of a set of tensors, which is the same on every machine. This file does not import torch, so that a relay,
+which only forwards weights, can verify them without torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Computes logits, log-probabilities and entropies from the hidden states of a causal LM, in pieces that save memory.
 
 Matrix products are computed in the dtype of the model's forward pass (bfloat16 in autocast). All later values are
-float32. The gradient of the head's weight accumulates in float32, so the gradient hardly depends on the number of
-pieces. On a CPU in bfloat16, the gradient of each piece is rounded to bfloat16 before it is added. Shapes: N tokens, H
+float32. The gradient of the head's weight is summed over the pieces in float32, so it hardly depends on the number of
+pieces. On a CPU in bfloat16, the gradient of each piece is rounded to bfloat16 before the sum. Shapes: N tokens, H
 hidden size, V vocabulary.
 """
 
@@ -28,15 +28,16 @@ MAX_LOGITS = 2**24
 more logits computes them in pieces, and the backward pass recomputes the logits of each piece."""
 
 _ENTROPY_ROWS = 4096
-"""While entropies are computed, the probabilities [tokens, V] of at most this number of tokens are in memory."""
+"""Entropies are computed for at most this number of tokens at a time, to limit the memory of the probabilities [tokens,
+V]."""
 
 CACHED_LOGITS = 2**19
 """Maximum number of float32 logits that a CPU processes at a time (2 MiB, which fit in its cache). With more logits,
 memory reads would take longer than the computation. The limit does not apply to matrix products."""
 
 PRODUCT_ROWS = 8192
-"""Number of rows of a block, if the head's gradient [V, H] is computed in blocks, as in bfloat16. Each block is stored
-in a separate tensor and then added to the gradient, so a smaller block needs less memory."""
+"""In bfloat16, the head's gradient [V, H] is computed in blocks of this number of rows. Each block is a separate tensor
+before it is added to the float32 gradient, so smaller blocks need less memory."""
 
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Key of a model's configuration with a scale of the logits (Cohere, Falcon-H1, Granite) → 1 if logits are multiplied
@@ -46,8 +47,8 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Keys of a model's configuration with a cap c: logits become c · tanh(x / c) (Gemma, RecurrentGemma, xLSTM)."""
 
 _PROBE_LOGIT = 100.0
-"""Largest logit in the test of a head (`_checked`). It is far above the usual caps, so the test detects caps that
-`_CAPS` does not list."""
+"""Largest logit in the test of a head (`_checked`). The value is far above the usual caps, so the test detects caps
+that `_CAPS` does not list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,8 @@ def _float32_linear(head: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor
 
 
 def _float32_products(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the float32 output of a linear layer. If gradients are enabled, or if `has_wide_products` is False for the
-    device, bfloat16 inputs and weights are first copied to float32."""
+    """Return the float32 output of a linear layer. bfloat16 inputs and weights are first copied to float32 if gradients
+    are enabled or the device cannot multiply bfloat16 matrices with a float32 result."""
     if states.dtype is torch.float32 or torch.is_grad_enabled() or not has_wide_products(states.device):
         return linear(states.float(), weight.float(), None if bias is None else bias.float())
     found = torch.mm(states.reshape(-1, states.shape[-1]), weight.T, out_dtype=torch.float32)
@@ -212,7 +213,7 @@ def head_scores(
 
     `kept_NK`: sampling masks (`sampling_masks.py`). π is normalised over the ids in the mask, or over the whole
     vocabulary if `kept_NK` is None. N may stand for several dimensions, such as [B, K]. If the logits are computed in
-    several pieces, the backward pass recomputes each piece.
+    several pieces, the backward pass computes the logits of each piece again.
     """
     hidden_TH, targets_T = hidden_NH.reshape(-1, hidden_NH.shape[-1]), targets_N.reshape(-1)
     kept_TK = None if kept_NK is None else kept_NK.view(-1, kept_NK.shape[-1])
@@ -299,7 +300,7 @@ class _HeadScores(torch.autograd.Function):
 
 
 def _product(head: Head) -> Callable[..., torch.Tensor]:
-    """Return the function that computes the head's matrix product. Its arguments are hidden states, weight and bias."""
+    """Return the function (hidden states, weight, bias) → the head's matrix product."""
     return _float32_products if has_float32_products(head.linear) else linear
 
 

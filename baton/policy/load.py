@@ -112,7 +112,7 @@ def open_weights(path: str, model: PreTrainedModel, *, is_exact: bool = False) -
     if found is not None:
         return found
     logger.warning(
-        "%s: the weight files are not arranged like the modules of %s, so each process loads all of them",
+        "%s: the weight files are not arranged like the modules of %s, so each process loads the whole model",
         path,
         type(model).__name__,
     )
@@ -157,8 +157,8 @@ def _fit_head(model: PreTrainedModel, head_dtype: str) -> None:
 
 
 def supported_attention(config: PretrainedConfig, attention: str) -> str:
-    """Return `attention`. If it is "sdpa" and the model family does not support SDPA, log a warning and return
-    "eager"."""
+    """Return `attention`, the kind of attention that the recipe requests. If it is "sdpa" and transformers has no SDPA
+    for this model family, log a warning and return "eager"."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention != "sdpa" or kind is None or kind._supports_sdpa:
         return attention

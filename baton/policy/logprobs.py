@@ -61,7 +61,7 @@ def padded_scores(
         hidden_BKH = hidden_states(model, input_ids_BS[:, :-1])[:, -num_kept:]
         return TokenScores(*head_scores(head, hidden_BKH, targets_BK, wanted, kept), hidden_BKH)
     assert not with_hidden, f"{type(model).__name__} has no known head"
-    # If the model has an argument for this, omit the logits before `first`.
+    # If the model has the argument `logits_to_keep`, it computes no logits before `first`.
     keep: dict[str, Any] = {"logits_to_keep": num_kept} if _can_keep(model) else {}
     logits_BKV = model(input_ids=input_ids_BS[:, :-1], use_cache=False, **keep).logits[:, -num_kept:]
     if kept is not None:
@@ -137,7 +137,7 @@ def compute_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManag
 
 
 def prefer_float32_attention(model: PreTrainedModel) -> None:
-    """Make SDPA compute in float32 within bfloat16 autocast on a CPU, because float32 is faster there
+    """On a CPU, make SDPA compute in float32 within bfloat16 autocast, because float32 attention is faster on a CPU
     (`packing.py`)."""
     if model.device.type == "cpu":
         prefer_packed_attention(model)
@@ -161,8 +161,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
-    """Compile each block with torch. Blocks of one kind share their compiled code. The attention of `packing.py` is not
-    compiled. If transformers does not mark the blocks of a model, the whole model is compiled, except its head.
+    """Compile each block with torch. Blocks of the same class share their compiled code. The attention of `packing.py`
+    is not compiled. If transformers does not mark a model's blocks, the whole model except its head is compiled.
     """
     blocks = _blocks(model)
     for block in blocks:

@@ -16,8 +16,8 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to a device. Copies to CUDA go through pinned memory, and the call does not wait for their
-    end."""
+    """Copy a host tensor to a device. A copy to CUDA uses pinned memory, and the call returns before the copy has
+    ended."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

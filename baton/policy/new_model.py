@@ -1,7 +1,4 @@
-"""Creates small models: a Qwen3 configuration with random weights, and a tokenizer trained on a corpus.
-
-They are for machines without a pretrained model. The result is an ordinary Hugging Face model directory.
-"""
+"""Creates small Qwen3 models with random weights, and tokenizers trained on a corpus."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ PACKED = "baton_packed"
 """Name under which `_attend` is registered with transformers."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Lengths of packed rows. A row with a prompt of its own is a tuple (length of the row,). Rows that share a prompt form
+"""Lengths of packed rows. A row that shares no prompt is a tuple (length of the row,). Rows that share a prompt form
 one tuple (length of the prompt, length of the first response, length of the second response, …)."""
 
 SIMILAR = 0.5
-"""Responses to one prompt are divided into pieces. The responses of a piece are padded to its longest, and none is
-shorter than this fraction of the longest."""
+"""Responses to a shared prompt are divided into pieces, and each response is padded to the longest of its piece. No
+response of a piece is shorter than this fraction of the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ def concatenated(
 ) -> PackedTokens:
     """Concatenate rows on the host, without the padding on their right.
 
-    `shares`: number of consecutive rows that share each prompt. Only the first of these rows keeps the prompt. If
-    `shares` is empty, every row keeps its prompt. Tokens of a shared prompt cannot be scored. `multiple`: a row of
-    tokens with id 0 is appended to make T a multiple of this number.
+    `shares`: for each distinct prompt, the number of consecutive rows that start with it. Only the first of these rows
+    keeps the prompt. If `shares` is empty, every row keeps its prompt. Tokens of a shared prompt cannot be scored.
+    `multiple`: if T is not a multiple of this number, a row of tokens with id 0 is appended to make it one.
     """
     num_rows, width = input_ids_BS.shape
     shapes: list[tuple[int, ...]] = []
@@ -202,8 +202,8 @@ def _by_rows(
 
 
 def pieces(lengths: Sequence[int]) -> list[slice]:
-    """Divide the responses to one prompt into consecutive pieces (`SIMILAR`). `lengths`: length of each response. The
-    responses of a piece are padded and computed together."""
+    """Divide the responses to a shared prompt into consecutive pieces of similar lengths (`SIMILAR`). The responses of
+    a piece are padded and computed together. `lengths`: length of each response."""
     found, begin = [], 0
     for place in range(1, len(lengths) + 1):
         run = lengths[begin : place + 1]
@@ -241,7 +241,7 @@ def _by_kernel(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     dtype, longest = torch.get_autocast_dtype(query.device.type), max(map(max, tokens.shapes))
-    # `squeeze` instead of an index: the backward pass of an index would write zeros and copy.
+    # `squeeze(0)` instead of `[0]`, whose backward pass would allocate a tensor of zeros and copy the gradient into it.
     laid = [tensor.squeeze(0).transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value)]
     window = kwargs.get("sliding_window")
     output = kernel(

@@ -20,15 +20,16 @@ PROBE = (Message("user", "1 + 1"), Message("assistant", "2"))
 
 
 class RewardModel:
-    """A classifier on a device. Conversations are formatted by its own tokenizer and chat template, as in TRL."""
+    """A classifier on a device. The classifier's own tokenizer and chat template format the conversations, as in
+    TRL."""
 
     def __init__(self, path: str, device: str, dtype: DTypeChoice, batch_tokens: int) -> None:
-        """Load the model from safetensors files, without code that comes with it. Raises UserError."""
+        """Load the model from safetensors files. Python code in the model's directory is not run. Raises UserError."""
         self._tokenizer, config, self.max_positions = check_reward_model(path)
         self._device = torch_device(device, "[[reward]] devices")
         self.batch_tokens = 0 if self._device.type == "cpu" else batch_tokens
-        """Maximum number of tokens of a batch, with padding. With 0, each sequence is a batch of its own. This is so on
-        a CPU, so that other sequences do not change the bits of a score."""
+        """Maximum number of tokens of a batch, including padding. With 0, each sequence is a batch of its own. It is
+        always 0 on a CPU, so that a score has the same bits whichever sequences are scored with it."""
         name, revision = split_revision(path)
         value_type = torch_dtype(dtype_here(self._device.type, dtype))
         try:
@@ -123,6 +124,6 @@ def check_generative_model(path: str) -> int | None:
 
 
 def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Return the ids of a whole conversation, without the start of another turn."""
+    """Return the ids of a whole conversation, without the ids that start another turn."""
     chat = [{"role": m.role, "content": m.content} for m in messages]
     return [int(i) for i in tokenizer.hf.apply_chat_template(chat, tokenize=True, return_dict=False)]

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from baton.errors import EngineFault, UserError
 
 Routing = Mapping[str, torch.Tensor]
-"""Name of a router → experts of each token: [T, k] int16, with tokens in the order of the recorded pass. Where the
-value is −1, the router chooses the expert itself."""
+"""Name of a router → experts of each token: [T, k] int16, with tokens in the order of the recorded pass. In place of a
+value −1, the router chooses an expert."""
 
 
 class _Choice(TorchFunctionMode):
-    """Records the top k of a router's scores [T, E] of E experts. If experts are given, they replace the top k, and
-    keep the scores that the router gives them."""
+    """Records the k experts with the highest of a router's scores [T, E]. If experts are given, the router uses these
+    instead, with the scores that it computes for them."""
 
     def __init__(self, num_experts: int, given: torch.Tensor | None) -> None:
         super().__init__()
@@ -94,9 +94,10 @@ class RoutingReplay:
     def from_engine(
         self, routing: Sequence[bytes], places: Sequence[int], num_places: int, device: torch.device
     ) -> Routing:
-        """Convert an engine's reported choices to a `Routing` with a tensor [`num_places`, k] for each router.
-        `routing`: the reported bytes of the tokens at `places`. A position gets −1 if it is not in `places`, or if its
-        bytes are empty. Raises EngineFault for bytes that do not match this model's routers."""
+        """Convert the experts that an engine reported to a `Routing`, with a tensor [`num_places`, k] for each router.
+        `routing`: the reported bytes for each of `places`, which are positions of the pass. A position gets −1 if it is
+        not in `places`, or if its bytes are empty. Raises EngineFault for bytes that do not match this model's
+        routers."""
         known = [(place, chosen) for place, chosen in zip(places, routing, strict=True) if chosen]
         counts = [router.top_k for router in self._routers.values()]
         width = num_bytes(self._routers)
@@ -113,8 +114,8 @@ class RoutingReplay:
         return dict(zip(self._routers, parts, strict=True))
 
     def as_bytes(self, routing: Routing) -> list[bytes]:
-        """Return recorded choices as one bytes object per token, which lists the experts router by router. Its length
-        is `num_bytes`."""
+        """Return the recorded experts as one bytes object per token, router by router. Each object has `num_bytes`
+        bytes."""
         chosen = torch.cat(tuple(routing.values()), dim=1).cpu().numpy().astype(_item(self._routers))
         return [row.tobytes() for row in chosen]
 
@@ -141,8 +142,8 @@ def routers_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def num_bytes(routers: Mapping[str, Any]) -> int:
-    """Return the number of bytes that an engine reports for a token: one byte for each router and chosen expert, or two
-    bytes if any router has more than 256 experts."""
+    """Return the number of bytes that an engine reports for a token: one byte for each expert that each router selects,
+    or two bytes if any router has more than 256 experts."""
     return int(_item(routers).itemsize * sum(router.top_k for router in routers.values()))
 
 

@@ -16,7 +16,7 @@ from baton.errors import EngineFault
 from baton.types import kept_dtype
 
 _REMOVED = -1e9
-"""Logit of a padding column, which has no id. It is finite, because 0 · −∞ is NaN."""
+"""Logit of a padding column, which stands for no token. The value is finite, because 0 · −∞ is NaN."""
 
 
 def encoded(ids_NK: Tensor, is_kept_NK: Tensor, vocabulary: int) -> list[bytes]:

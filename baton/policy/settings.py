@@ -32,8 +32,8 @@ class ModelSettings(Settings):
     """Attention of transformers in trainer and engine. Models without SDPA (Gemma-2, GPT-OSS) use `eager`."""
     head_dtype: Literal["auto", "float32"] = "auto"
     """`float32`: the head computes float32 logits and log-probabilities in trainer and engine, while other layers
-    compute in bfloat16. `auto`: the dtype in the model's configuration (`head_dtype`, which a run with `float32`
-    writes) if there is one, otherwise the dtype of the other layers."""
+    compute in bfloat16. `auto`: the key `head_dtype` of the model's configuration, which a run with `float32` writes
+    into its checkpoints; without this key, the dtype of the other layers."""
 
 
 class LoraSettings(Settings):
@@ -54,7 +54,7 @@ class ScratchSettings(Settings):
 
     vocab_size: int = Field(default=512, ge=265)
     """Vocabulary size of a byte-level BPE tokenizer: 256 bytes, 9 special tokens and tags, and merges. Each digit and
-    symbol is a token of its own. A size of 265 leaves no merges."""
+    symbol is one token. With the minimum 265, there are no merges."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4

@@ -3,9 +3,9 @@
 Parameters, gradients and optimiser state are DTensors, split along their first dimension. In float32, the results
 differ from those of a single process only by the order in which gradients are summed.
 
-In bfloat16, embeddings, norms and the residual stream are bfloat16 too, because blocks are gathered in bfloat16. A
-process without sharding keeps float32 parameters instead, and rounds them in each linear layer. Gradients are summed in
-float32.
+If the compute dtype is bfloat16, ranks gather blocks in bfloat16, so embeddings, norms and the residual stream are
+bfloat16 too. A process without sharding instead keeps float32 parameters, and rounds them in each linear layer.
+Gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Result = TypeVar("Result")
 class Sharded(torch.nn.Module):
     """Runs functions on a sharded module while its parameters are gathered.
 
-    Blocks are gathered only while they compute. So are embedding and head, unless they share a weight. All other
-    parameters stay gathered during the whole call, so the function may call any part of the module. FSDP's hooks are
-    attached to this wrapper, so the module keeps its parameter names.
+    Blocks, embedding and head are gathered only while they compute. All other parameters stay gathered during the whole
+    call, so the function may call any part of the module. These include embedding and head if they share a weight.
+    FSDP's hooks are attached to this wrapper, so the module keeps its parameter names.
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
@@ -40,8 +40,8 @@ class Sharded(torch.nn.Module):
 
         Gradients are summed over ranks, not averaged, because each rank divides its loss by the number of tokens or
         samples on all ranks together. `dtype`: dtype in which parameters are gathered, except the module's
-        `float32_parts`. If it is not float32, parameters that the model keeps in float32, such as the biases of
-        routers, stay whole on each rank.
+        `float32_parts`. If `dtype` is not float32, each rank holds a whole copy of the parameters that the model keeps
+        in float32, such as the biases of routers.
         """
         super().__init__()
         self.module = module
@@ -92,8 +92,8 @@ class Sharded(torch.nn.Module):
 
 
 def _tables(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a model's embedding and head, or an empty list if they share a weight. A head gets a method `compute`,
-    which calls a function on tensors while the head's weight is gathered."""
+    """Return a model's embedding and head, or an empty list if they share a weight. The head gets a method `compute`,
+    which calls a function while the head's weight is gathered."""
     model: Any = getattr(module, "trunk", module)
     embedding, head = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
     if getattr(head, "weight", None) is getattr(embedding, "weight", None):
@@ -111,8 +111,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor on every rank (a collective). A plain tensor is returned unchanged. If the trainer
-    sleeps, its shards are on the host and are first copied to the device."""
+    """Gather a sharded tensor on every rank. Collective: all ranks must call it. A plain tensor is returned unchanged.
+    While the trainer sleeps, shards are on the host; they are first copied to the device."""
     if not isinstance(tensor, DTensor):
         return tensor
     shard, mesh = local(tensor.detach()), tensor.device_mesh

@@ -45,8 +45,8 @@ class StageModel:
         embedding, head = base.get_submodule(before[0]), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_tied = getattr(head, "weight", None) is embedding.weight
         self.shared = [f"{prefix}{before[0]}.weight"] if is_tied and (is_first or is_last) and len(layers) > 1 else []
-        """Names of the parameters that the first and the last stage both have (a tied embedding's weight); empty on
-        other stages."""
+        """Names of the parameters that the first and the last stage both have, such as the weight of a tied embedding;
+        empty on other stages."""
         if not is_first:
             setattr(base, before[0], _Embedding(self, embedding, embedding.weight if is_tied and is_last else None))
         for name in () if is_first else before[1:]:
@@ -66,8 +66,8 @@ class StageModel:
         return next(stage for prefix, stage in self._owners.items() if name.startswith(prefix))
 
 
-# Biases by which routers choose experts: vLLM keeps them in float32. The classes of MiniMax-M2 and AFMoE do not list
-# them, so `from_pretrained` would round them.
+# vLLM keeps the biases by which routers choose experts in float32. Without this line, `from_pretrained` would round the
+# biases of MiniMax-M2 and AFMoE, whose classes in transformers do not list them.
 PreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias", "expert_bias"]
 
 

@@ -3,8 +3,8 @@
     files ─▶ StoredTensors ─ fill ─▶ a tensor, or this rank's shard of it       nothing else is read
     a tensor, or its shards ─ gathered one by one ─▶ TensorFile or ModelWriter   nothing else is copied
 
-Stored tensors have the names of a model's `state_dict`. Each consists of pieces: the shards that ranks wrote, or the
-tensors of a model file, in which for example each expert of a layer is a separate tensor.
+A stored tensor has its name in the model's `state_dict` and consists of pieces. The pieces are the shards that ranks
+wrote, or tensors of a model file, in which for example each expert of a layer is a separate tensor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Spec = tuple[torch.dtype, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A part of a tensor, stored under a name of its own."""
+    """A part of a tensor, which a file stores as a tensor."""
 
     name: str
     """Name of the piece in its file."""
@@ -75,7 +75,8 @@ class StoredTensors:
     """Named tensors in files or in memory. Any part of them can be read. Files stay mapped while the object exists."""
 
     def __init__(self, pieces: Mapping[str, Sequence[tuple[StoredPiece, Callable[[], Any]]]]) -> None:
-        """`pieces`: for each name, its pieces, each with a function that returns an object whose slices are tensors."""
+        """`pieces`: name of a tensor → its pieces. Each piece has a function that returns the stored piece, as a tensor
+        or as another object whose slices are tensors."""
         self._pieces = pieces
         self.shapes: dict[str, tuple[int, ...]] = {
             name: tuple(
@@ -196,8 +197,9 @@ class _KeepViews(TorchFunctionMode):
 
 
 def file_layout(model: PreTrainedModel) -> dict[str, list[StoredPiece]] | None:
-    """Return the pieces in the model's files of which each of the model's tensors consists. Returns None if a tensor in
-    the files is not a plain part of one tensor of the model, for example because it combines several of them."""
+    """Return, for each tensor of the model, the tensors of the model's files that are its pieces. Return None if a
+    tensor of the files is not a plain part of one tensor of the model, for example because it combines several
+    tensors."""
     found = {}
     for name, tensor in policy_tensors(model).items():
         source = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -395,9 +397,9 @@ def write_gathered(
 
 
 def write_own_shards(path: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, first: int) -> None:
-    """Write this rank's shards of tensors into a file, unless it has none to write. If several ranks have equal copies
-    of a shard, only one of them writes it. Rank `first`, the first rank that has these tensors, writes tensors that are
-    not sharded. Raises OSError."""
+    """Write this rank's shards of tensors into a file; if the rank has nothing to write, there is no file. If several
+    ranks have equal copies of a shard, only one of these ranks writes it. Rank `first`, the first rank that has these
+    tensors, writes the tensors that are not sharded. Raises OSError."""
     own = {name: tensor for name, tensor in tensors.items() if local(tensor).numel() and _is_ours(tensor, rank, first)}
     if not own:
         return

@@ -35,8 +35,8 @@ def set_deterministic(is_on: bool) -> None:
 
 @contextmanager
 def unordered_writes(device: torch.device) -> Iterator[None]:
-    """Disable deterministic algorithms on CUDA during writes to distinct indices, which are deterministic in any case.
-    An indexed write then takes one kernel launch instead of about fifteen."""
+    """Disable torch's deterministic algorithms on CUDA within the context. Use this for writes to distinct indices,
+    which are deterministic without them: each write then takes one kernel launch instead of about fifteen."""
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -36,7 +36,8 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the tokenizer of a model directory or a run. Raises UserError if it or its chat template is missing."""
+    """Load the tokenizer of a model directory or a run. Raises UserError if the tokenizer or its chat template is
+    missing."""
     check_model_path(path, holding="tokenizer_config.json")
     name, revision = split_revision(path)
     from transformers import AutoTokenizer  # imported here because the import is slow and few commands need it
@@ -55,7 +56,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 def split_revision(path: str) -> tuple[str, str]:
     """Split the name of a model on the hub, such as `owner/name@revision`, into name and revision. The default revision
-    is `main`. For the path of a directory, the returned name is the path."""
+    is `main`. The path of a directory is returned unchanged, with the revision `main`."""
     name, _, revision = ("", "", "") if Path(path).is_dir() else path.partition("@")
     return name or path, revision or "main"
 

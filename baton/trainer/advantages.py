@@ -1,9 +1,9 @@
 """Advantage estimators, per episode or per token, as pure functions of numbers. This module does not import torch.
 
 To add an estimator, write a function with `Estimator`'s signature and list it in `ESTIMATORS`. An estimator receives
-all outcomes of a batch. Outcomes with equal `group_id` form a group, wherever they are in the batch.
-Shapes: P policy tokens of one episode, over all its paths in order; T turns of the episode. Tokens of the environment
-are not actions and are excluded.
+all outcomes of a batch. Outcomes with equal `group_id` form a group, wherever they are in the batch. Shapes: P is the
+number of tokens of an episode that the policy wrote, over all paths of the episode in order. T is the number of turns
+of the episode. Tokens that the environment wrote are not actions, and get no advantage.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Outcome:
     name: str
     """Name `group/sample` of the episode, for messages."""
     reward: float
-    """Reward of the whole episode, given at the last policy token. With `turns`, only the part that belongs to no
-    turn."""
+    """Reward of the whole episode, given at the last policy token. If `turns` is set, only the part of the reward that
+    belongs to no turn."""
     num_tokens: int
     """Number of policy tokens, P."""
     token_rewards: FloatArray | None = None
@@ -109,9 +109,9 @@ Estimator = Callable[[Sequence[Outcome], AdvantageShape], list[FloatArray]]
 def group_std(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GRPO: A_i = (R_i − mean R) / (std R + ε) within a group; std has divisor G − 1 (arXiv 2402.03300, section 4.1.2).
 
-    A group of equal rewards gives exactly zero. With rewards by turn, the R_i are the returns of all turns of all
-    episodes of the group; this also applies to `group_mean`. GRPO's process supervision (section 4.1.3) differs: it
-    normalises rewards before it sums them.
+    A group of equal rewards gives exactly zero. With `algorithm.turn_rewards`, the R_i are the returns of all turns of
+    all episodes in the group, here and in `group_mean`: rewards are summed, and then the sums are normalised. GRPO's
+    process supervision (section 4.1.3) instead normalises rewards, and then sums them.
     """
     return _within_groups(outcomes, _standardised)
 
@@ -122,8 +122,9 @@ def group_mean(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[Float
 
 
 def leave_one_out(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
-    """RLOO: A_i = R_i − mean R of the other episodes of the group (arXiv 2402.14740, section 3.3). With rewards by
-    turn, R_i is the return of a turn, and the mean is over the turns of the group's other episodes."""
+    """RLOO: A_i = R_i − mean R of the other episodes of the group (arXiv 2402.14740, section 3.3). With
+    `algorithm.turn_rewards`, R_i is the return of a turn, and the mean is over the turns of the group's other
+    episodes."""
     return _within_groups(outcomes, _against_others)
 
 
@@ -136,7 +137,7 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
     """GAE: A_t = Σ_{k ≥ t} (γλ)^(k−t) δ_k with δ_t = r_t + γ V_{t+1} − V_t (arXiv 1506.02438, equation 16).
 
     The value after the last policy token is 0, even for an episode that was truncated at the maximum length. With
-    rewards by turn, γ at the last token of a turn is multiplied by the discount per turn.
+    `algorithm.turn_rewards`, γ at the last token of a turn is multiplied by the discount per turn.
     """
     found = []
     for outcome in outcomes:
@@ -148,9 +149,8 @@ def gae(outcomes: Sequence[Outcome], shape: AdvantageShape) -> list[FloatArray]:
 
 
 def normalized(advantages: Sequence[FloatArray]) -> list[FloatArray]:
-    """Normalise advantages to mean 0 and standard deviation 1 over all tokens of the batch (REINFORCE++, PPO). The
-    standard deviation has divisor N, not N − 1 as in `group_std`. If all advantages are equal, the results are exactly
-    0."""
+    """Normalise advantages to mean 0 and standard deviation 1 over all N tokens of the batch (REINFORCE++, PPO). The
+    variance is divided by N; `group_std` divides by N − 1. If all advantages are equal, the results are exactly 0."""
     everything = np.concatenate(advantages) if advantages else np.zeros(0)
     if not len(everything) or everything.min() == everything.max():
         return [np.zeros_like(values) for values in advantages]

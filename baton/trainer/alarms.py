@@ -12,7 +12,7 @@ from baton.trainer.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 MIN_ESS = 0.5
-"""The run warns if the effective sample size is below this fraction of the trained tokens."""
+"""The run warns if the effective sample size, divided by the number of trained tokens, is below this fraction."""
 MAX_MASKED_FRAC = 0.5
 """The run warns if more than this fraction of the tokens is too old to be trained."""
 
@@ -59,9 +59,9 @@ class Alarms:
             ),
             "policy/ess": (
                 lambda value: value < MIN_ESS,
-                f"policy/ess is {{:.2f}}, below {MIN_ESS}: the policy is so far from the one that sampled this batch "
-                f"that only this fraction of the tokens is effective (algorithm.correction = {self._correction!r}); "
-                "lower rollout.max_staleness or the learning rate",
+                f"policy/ess (effective sample size per trained token) is {{:.2f}}, below {MIN_ESS}: the policy "
+                "differs too much from the policy that sampled this batch (algorithm.correction = "
+                f"{self._correction!r}); lower rollout.max_staleness or the learning rate",
             ),
             "staleness/masked_frac": (
                 lambda value: value > MAX_MASKED_FRAC,

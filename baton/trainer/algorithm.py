@@ -28,7 +28,7 @@ class AlgorithmSettings(Settings):
     """[algorithm] The optimisation objective. `algorithm = "dapo"` at the top of a recipe sets only `name`."""
 
     name: str = "grpo"
-    """Preset with the values of all keys below that the recipe does not set. `baton algorithms` lists them."""
+    """Preset, which sets the keys below that the recipe does not set. `baton algorithms` lists the presets."""
     objective: ObjectiveName = "clipped"
     """Surrogate objective: `clipped` (PPO, GRPO, DAPO), `gspo`, `cispo` or `policy_gradient` (no clip)."""
     advantage: AdvantageName = "group_std"
@@ -53,14 +53,14 @@ class AlgorithmSettings(Settings):
     correction: CorrectionName = "token_tis"
     """Correction for tokens that a policy other than the proximal policy sampled (docs/algorithms.md)."""
     weight_cap: float = Field(default=2.0, ge=1)
-    """Maximum importance weight. Larger weights are truncated to this value; `icepop` drops the tokens that have them.
-    The default with `icepop` is 5, as in the IcePop paper."""
+    """Maximum importance weight. Larger weights are truncated to this value; with `icepop`, tokens of larger weight are
+    dropped instead. The default with `icepop` is 5, as in the IcePop paper."""
     weight_floor: float = Field(default=0.5, ge=0, le=1)
     """Minimum importance weight: `icepop` drops tokens of smaller weight; 0 disables the lower bound (AReaL)."""
     opsm_delta: float = Field(default=1e-4, ge=0)
-    """Threshold of `opsm` in nats per token: an episode of negative advantage is dropped when its mean of log
-    π_behavior − log π_θ exceeds the threshold. 1e-4 fits engines that agree with the trainer to float32 rounding;
-    bfloat16 engines need a larger value."""
+    """Threshold of `opsm` in nats per token: an episode of negative advantage is dropped when the mean of log
+    π_behavior − log π_θ over its tokens exceeds the threshold. The default suits an engine that computes in float32; an
+    engine that computes in bfloat16 needs a larger value."""
     second_moment_limit: float = Field(default=0.04, gt=0)
     """`second_moment` drops tokens until the mean squared log weight of the remaining tokens is at most this number."""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -69,8 +69,9 @@ class AlgorithmSettings(Settings):
     """KL estimator: `k1` is the log ratio, `k2` is half the square of the log ratio, and `k3` (GRPO) is non-negative
     and at most 10 nats. In the loss, the gradient of `k1` has mean 0."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """`loss` adds the KL divergence to the loss; `reward` subtracts it from the reward of each token. With `reward`,
-    the estimator `group_std` amplifies the divergence in groups of equal rewards: the run warns."""
+    """`loss` adds the KL divergence to the loss; `reward` subtracts the divergence from the reward of each token. The
+    run warns if `reward` is combined with the advantage `group_std`, which amplifies the divergence in groups of equal
+    rewards."""
     reference: str | None = None
     """Directory of the reference model; by default the model that the run starts from."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -80,7 +81,8 @@ class AlgorithmSettings(Settings):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """λ of generalised advantage estimation."""
     critic: Literal["separate", "shared"] = "separate"
-    """Critic of `gae`: a separate model, initialised as a copy of the policy, or a value head on the policy."""
+    """Critic of the advantage `gae`: `separate` is a second model, initialised as a copy of the policy; `shared` is a
+    value head on the policy."""
     critic_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of a separate critic, with the policy's warm-up and decay. Default: ten times trainer.lr,
     because the value head is untrained at the start. A shared critic's head uses the policy's learning rate."""
@@ -90,12 +92,14 @@ class AlgorithmSettings(Settings):
     """Value clip: a token gets no value gradient if its value has moved towards its return by more than this number
     since the start of the train step. `inf` disables the clip."""
     overlong_frac: float = Field(default=0.0, ge=0, lt=1)
-    """Length of the penalty zone (DAPO), as a fraction of rollout.max_new_tokens. In this last part of the maximum
-    length, the reward decreases linearly by `overlong_penalty`. 0 disables the penalty."""
+    """DAPO's penalty for long responses: the reward decreases linearly, by `overlong_penalty` in total, while the
+    length grows through the last part of rollout.max_new_tokens. This key is the fraction of rollout.max_new_tokens in
+    this last part. 0 disables the penalty."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Reward subtracted from a response of maximum length."""
     overlong_filter: bool = False
-    """Exclude trajectories of maximum length from the gradient. They still count in their group's statistics."""
+    """Exclude trajectories that reached the maximum length from the gradient. Their rewards still count in the
+    statistics of their group (mean and standard deviation)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,8 @@
                                                                    adapter_model.safetensors, for PeftModel
         baton/optimizer.safetensors                                the optimiser's moments, by parameter name
         baton/optimizer/shard-00001-model-00001-of-00001.safetensors …
-                                                                   moments of several ranks, one file of shards each
+                                                                   instead, if several ranks train: a file per rank
+                                                                   with this rank's shards of the moments
         baton/critic.safetensors                                   if there is a critic
         baton/state.json                                           `CheckpointState`; no file is a pickle
         baton/loop.json                                            `LoopState`, in a run
@@ -101,8 +102,8 @@ def write_critic(directory: Path, critic: Mapping[str, torch.Tensor], gather: Ga
 
 
 def write_optimizer(directory: Path, moments: Mapping[str, torch.Tensor], rank: int | None, first: int = 0) -> None:
-    """Write the optimiser's moments, or this rank's shards of them; `rank` is None in a single process. `first`: first
-    rank of the pipeline stage of this rank. Raises OSError."""
+    """Write the optimiser's moments. If several ranks train, write this rank's shards of the moments. `rank`: this
+    rank, or None if only one process trains. `first`: first rank of this rank's pipeline stage. Raises OSError."""
     if rank is None:
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in moments.items()}
         with TensorFile(_made(directory / "baton" / "optimizer.safetensors"), specs) as file:
@@ -145,8 +146,8 @@ def read_state(path: Path) -> CheckpointState:
 def read_optimizer(path: Path, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the optimiser's tensors, which any number of ranks may have written.
 
-    Each tensor is sharded like its parameter. Tensors that match no parameter are not read: in the result, they are on
-    the meta device. Raises UserError if the files are missing or damaged.
+    Each tensor is sharded like its parameter. A tensor that matches no parameter is not read; in the result, a tensor
+    on the meta device stands for it. Raises UserError if the files are missing or damaged.
     """
     shards = path / "baton" / _SHARDS
     place = shards if shards.is_dir() else path / "baton" / "optimizer.safetensors"

@@ -16,8 +16,8 @@ and proximal policy, which results from older policy versions and the engine's r
 | `opsm`          | proximal  | 0 for an episode of A < 0 whose mean log π_behavior − log π_θ exceeds δ, else 1       |
 | `second_moment` | proximal  | exp x_t; 0 at the tokens of largest x²: the mean x² of the others is within the limit |
 
-Tokens of weight 0 count in the divisors; tokens outside the mask do not. To add a correction, write a function with
-`Correction`'s signature and list it in `CORRECTIONS`.
+A token of weight 0 still counts in the divisor of the loss (`losses.py`). A token that is not trained does not count.
+To add a correction, write a function with `Correction`'s signature and list it in `CORRECTIONS`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ Correction = Callable[[LossInputs, CorrectionShape], Anchor]
 
 
 def none(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
-    """Apply no correction: stale tokens are trained like fresh ones, as in APRIL's public code (arXiv 2509.18521)."""
+    """Apply no correction: tokens of older policy versions are trained like tokens of the current version, as in
+    APRIL's public code (arXiv 2509.18521)."""
     return _anchor(inputs, inputs.proximal_logprobs, inputs.mask, is_cut=False)
 
 
@@ -102,9 +103,9 @@ def second_moment(inputs: LossInputs, shape: CorrectionShape) -> Anchor:
 
 
 def second_moment_cutoff(log_weights: Sequence[torch.Tensor], limit: float) -> float:
-    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`. Return −1 if there is
-    none, and infinity if there are no tokens. `log_weights`: the x of all trained tokens of a minibatch, in any number
-    of pieces."""
+    """Return the largest x² for which the mean over all smaller and equal x² is at most `limit`. Return −1 if no x²
+    satisfies this, and infinity if there are no tokens. `log_weights`: the x of all trained tokens of a minibatch, in
+    any number of pieces."""
     if not sum(piece.numel() for piece in log_weights):
         return math.inf
     squares = torch.cat([piece.flatten() for piece in log_weights]).square().sort().values
@@ -120,9 +121,9 @@ def correction_shape(
     at_start: Iterable[LossInputs],
     all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda own: [own],
 ) -> CorrectionShape:
-    """Return the parameters of a correction for a whole minibatch. Two arguments are only for `second_moment`.
-    `at_start`: the minibatch's loss inputs at the start of the train step. `all_of`: gathers a vector from every
-    rank."""
+    """Return the parameters of the algorithm's correction for a whole minibatch. Only `second_moment` uses the other
+    two arguments. `at_start`: the minibatch's loss inputs at the start of the train step. `all_of`: gathers a vector
+    from every rank."""
     cutoff = math.inf
     if algorithm.correction == "second_moment":
         own = [(inputs.proximal_logprobs - inputs.behavior_logprobs)[inputs.mask] for inputs in at_start]
@@ -131,14 +132,15 @@ def correction_shape(
 
 
 class BehaviorDistance(NamedTuple, Generic[Scalar]):
-    """Distance between proximal and behavior policy. By default, a field is a sum over trained tokens."""
+    """Distance between proximal and behavior policy. Each field is a sum over trained tokens, unless the field says
+    otherwise."""
 
     weight: Scalar
     """π_proximal / π_behavior before truncation."""
     weight_square: Scalar
     current: Scalar
-    """Number of current tokens: those sampled under the trainer's own version, when engine and trainer had equal
-    weights."""
+    """Number of current tokens: tokens that the engine sampled under the trainer's current version, so with weights
+    equal to the trainer's."""
     mismatch: Scalar
     """k3 estimate of KL(behavior ‖ proximal) over current tokens."""
     abs_diff: Scalar

@@ -39,7 +39,7 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, hidden_BKH: torch.Tensor) -> torch.Tensor:
-        """Return float32 values [B, K] from hidden states [B, K, H]. Other leading shapes than [B, K] are allowed."""
+        """Return float32 values [B, K] from hidden states [B, K, H]. Any number of leading dimensions is allowed."""
         with torch.autocast(hidden_BKH.device.type, enabled=False):  # three digits (bfloat16) are too few for values
             values: torch.Tensor = self.head(hidden_BKH.float()).squeeze(-1)
         return values

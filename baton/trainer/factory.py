@@ -22,8 +22,9 @@ from baton.trainer.settings import TrainerSettings
 def make_trainer(setup: TrainerSetup, tokenizer: Tokenizer, parallel: SingleRank | None = None) -> LocalTrainer:
     """Load the models and construct a trainer. Raises UserError for a model that cannot be loaded or trained.
 
-    With several ranks, each rank constructs the models on the meta device, shards them and reads its shards. Frozen
-    weights below adapters are stored in the dtype in which linear layers compute.
+    With several ranks, each rank constructs the models on the meta device, shards them, and reads only its own shards
+    from the model's files. With adapters, the frozen weights of the model are stored in the dtype in which linear
+    layers compute.
     """
     settings, algorithm = (
         TrainerSettings.model_validate(setup.trainer),

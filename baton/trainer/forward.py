@@ -41,14 +41,14 @@ class ModelInputs:
     policy_places: torch.Tensor
     """[N] indices of the policy's tokens in a flattened [B, K] tensor."""
     prompt_lengths: tuple[int, ...]
-    """Number of prompt tokens of each row, without the empty rows at the end."""
+    """Number of prompt tokens of each row; the empty rows at the end, which are only padding, have no entry."""
     lengths: tuple[int, ...]
-    """Number of tokens of each row, without the empty rows at the end."""
+    """Number of tokens of each row; the empty rows at the end have no entry."""
     routing: tuple[tuple[bytes, ...], ...]
     """For each row, the experts that the engine reported for each response token. Empty if the engine reported none."""
     shares: tuple[int, ...] = ()
-    """Number of consecutive rows that share each prompt; a shared prompt is computed once. Empty if no prompt is
-    shared."""
+    """For each distinct prompt, the number of consecutive rows that start with it; the pass computes the prompt once.
+    Empty if each row computes its own prompt."""
     packed: PackedTokens | None = None
     """The rows without padding, with the policy's tokens to score; None in a padded pass."""
     kept: tuple[bytes, ...] = ()
@@ -61,8 +61,10 @@ class ModelInputs:
         return sum(self.prompt_lengths[first] * (size - 1) for first, size in zip(firsts, self.shares, strict=False))
 
     def reported_experts(self) -> tuple[list[bytes], list[int], int]:
-        """Return the experts that the engine reported, their positions in a pass, and the pass's number of positions.
-        The experts of a token are at the position before it. Padded passes omit the last column."""
+        """Return three things: the experts that the engine reported for each response token, the position in the
+        flattened pass at which these experts were chosen, and the number of positions of the pass. The logits of a
+        token are computed at the position of the preceding token, so the reported experts were chosen there. A padded
+        pass has no position for the last column of `input_ids`."""
         found: list[bytes] = []
         places: list[int] = []
         start = 0
@@ -93,11 +95,12 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class FixedValues:
-    """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]."""
+    """The values of a microbatch that stay fixed during the step's updates. Shapes: [B, K]. On pipeline stages before
+    the last one, all logprobs and values are None."""
 
     proximal_logprobs: torch.Tensor | None
-    """None if the train step does not need them before its first update: a single update uses its own logprobs instead,
-    and the correction `bypass` uses none. All logprobs and values are None on pipeline stages before the last one."""
+    """None if the train step does not need them before its first update. A step with one update then uses the logprobs
+    that this update computes; with the correction `bypass`, the loss uses the behavior logprobs instead."""
     reference_logprobs: torch.Tensor | None
     """None without a reference model."""
     values: torch.Tensor | None
@@ -112,8 +115,8 @@ class Passes:
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
-    """The frozen reference model. With adapters, it is the policy itself, whose adapters are disabled in reference
-    passes. None without a KL term."""
+    """The frozen reference model; None without a KL term. If the policy has adapters and the recipe names no other
+    reference, this is the policy itself, whose adapters are disabled in reference passes."""
     critic: Critic | None
     settings: TrainerSettings
     algorithm: AlgorithmSettings
@@ -161,8 +164,8 @@ class Passes:
         is_update: bool,
     ) -> TokenScores | torch.Tensor:
         """Run this stage's forward pass. The last stage returns the scores [B, K] of a microbatch's tokens, other
-        stages return hidden states. With `is_update`, the scores include entropies; with a shared critic, hidden
-        states. `arrived`: output of the previous stage; None on the first stage."""
+        stages return hidden states. With `is_update`, the scores include entropies. With a shared critic, the policy's
+        scores include hidden states. `arrived`: output of the previous stage; None on the first stage."""
         model = self.model if model is None else model
         packed = inputs.packed
         has_bonus = is_update and self.algorithm.entropy_coef > 0

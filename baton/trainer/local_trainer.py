@@ -74,10 +74,10 @@ logger = logging.getLogger(__name__)
 class LocalTrainer(Trainer):
     """Updates a model, or adapters on it, on one device.
 
-    The trained parameters are float32 master weights. `trainer.dtype` sets the dtype of autocast, of gathered
-    parameters, and (in `factory.py`) of frozen weights below adapters. The model stays in eval mode, because dropout
-    would make logprobs differ between rollout, proximal pass and update. Only the initialisation of adapters is random.
-    Equal batches therefore give equal bits if torch's kernels are deterministic.
+    The trained parameters are float32 master weights. `trainer.dtype` sets the dtype of autocast, of the parameters
+    that ranks gather, and (in `factory.py`) of the frozen weights of a model with adapters. The model stays in eval
+    mode, because dropout would make logprobs differ between rollout, proximal pass and update. Only the initialisation
+    of adapters is random. Equal batches therefore give equal bits if torch's kernels are deterministic.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class LocalTrainer(Trainer):
         self._tokenizer, self._settings, self._algorithm = tokenizer, settings, algorithm
         self._total_steps, self._version = total_steps, version
         self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
-        # Find the head now, because its check runs a forward pass that must not be recorded or replayed as routing. The
-        # check runs without autocast only if all parameters are float32: not with adapters, and not with ranks, which
-        # gather parameters in the compute dtype.
+        # Find the head now, because its check runs a forward pass that must not be recorded or replayed as routing. If
+        # all parameters are float32, the check runs without autocast. It runs with autocast if the model has adapters,
+        # whose base weights may be bfloat16, or if ranks gather parameters in the compute dtype.
         has_rounded = lora is not None or not self._parallel.is_alone
         dtype = torch_dtype(settings.dtype, model.device) if has_rounded else torch.float32
         with compute_in(dtype, model.device):
@@ -161,8 +161,8 @@ class LocalTrainer(Trainer):
         """Directory in which `publish` writes a version tensor by tensor, for engines in other processes. The trainer
         creates it. None if `publish` copies the weights on the trainer's device."""
         self.takes_digests = True
-        """Whether `publish` computes digests, for which it copies all weights to the host. Direct transfers need no
-        digests."""
+        """Whether `publish` computes digests. A digest requires a copy of all weights on the host; direct transfers
+        need no digests."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -193,9 +193,9 @@ class LocalTrainer(Trainer):
     def step(self, batch: Batch) -> dict[str, float]:
         """Run one train step and return its metrics by name. Pipeline stages before the last return no metrics.
 
-        Token metrics are means over the trained tokens whose logprobs the updates computed; they are absent without
-        such tokens. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on the tokens that the
-        trainer's own version sampled, if the batch has such tokens.
+        A metric per token is a mean over the trained tokens whose logprobs the updates computed; without such tokens,
+        the metric is absent. `policy/mismatch_kl` and `policy/logprob_diff_*` compare engine and trainer on the tokens
+        that the trainer's own version sampled, if the batch has such tokens.
 
         If the loss or gradient of an update is not finite, or the mismatch of engine and trainer exceeds its error
         limit, raises TrainingDiverged and does not apply this update. If the step has applied an earlier update, the
@@ -274,9 +274,9 @@ class LocalTrainer(Trainer):
         )
 
     def publish(self) -> PublishedWeights:
-        """Return a copy of the current weights or, with adapters, of the adapter alone. It is on the trainer's device,
-        or mapped from a file (`publish_in`). Tensors are cast (`published_dtypes`) before the digest is computed, so
-        the digest identifies the tensors that engines hold. Raises OSError and StorageFault."""
+        """Return a copy of the current weights or, with adapters, a copy of the adapter alone. The copy is on the
+        trainer's device; if `publish_in` is set, it is mapped from a file. The digest is computed after the cast to the
+        published dtypes, so it identifies the tensors that engines load. Raises OSError and StorageFault."""
         if self.publish_in is not None:
             self.publish_in.mkdir(exist_ok=True)
             path = new_version_path(self.publish_in, self._version)
@@ -342,16 +342,16 @@ class LocalTrainer(Trainer):
             write_state(directory, self._tokenizer.hf, state)
 
     def _stamp(self, digest: str) -> None:
-        """Set the version's digest on every rank to the first rank's digest, because only the first rank gathers all
-        weights."""
+        """Set the version's digest, on every rank, to the digest that the first rank computed. Only the first rank
+        gathers all weights."""
         self._check_not_diverged()
         version = self._version
         self._version = PolicyVersion(version.lineage, version.number, self._parallel.of_first(digest))
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint. If it does not fit this trainer, raises UserError without changing anything. The version's
-        number and digest come from the checkpoint. The lineage stays that of this trainer, because a resumed run has
-        its own lineage."""
+        """Load a checkpoint. Raises UserError, before anything changes, if the checkpoint does not fit this trainer.
+        The number and the digest of the version come from the checkpoint. The lineage does not change, because a
+        resumed run has a new lineage."""
         known = [learner.parameters for learner in self.learners]
         state = read_state(directory)
         moments = read_optimizer(directory, {name: p for parameters in known for name, p in parameters.items()})
@@ -390,7 +390,7 @@ class LocalTrainer(Trainer):
             _warn_of_other_bits(state, parallel.num_ranks)
 
     def close(self) -> None:
-        """Remove the directory of versions that are being published."""
+        """Remove the directory of published versions (`publish_in`)."""
         if self.publish_in is not None:
             shutil.rmtree(self.publish_in, ignore_errors=True)
 

@@ -67,8 +67,9 @@ def trainer_phases(
     `value_bytes`: bytes per value in linear layers. `published_bytes`: bytes per weight of a published version.
     `longest_tokens`: maximum length of a trajectory. `batch_tokens`: maximum number of tokens in an update. `max_kept`:
     maximum number of token ids in a sampling mask. `sampled_tokens`: number of tokens in a batch that the engine
-    sampled. `most_tokens`: tokens of the largest microbatch; by default, as many as the settings allow.
-    `keeps_version`: whether a trainer without ranks keeps the last published version during its step.
+    sampled. `most_tokens`: number of tokens of the largest microbatch; the default is the largest number that the
+    settings allow. `keeps_version`: whether a trainer of a single process keeps the last published version in memory
+    during a train step.
     """
     data_ranks, after = settings.data_ranks, settings.num_stages - 1 - stage
     adapter = 0.0 if lora is None else adapter_params(model, lora.rank)

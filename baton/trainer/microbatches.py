@@ -27,15 +27,15 @@ from baton.trainer.parallel.group import SingleRank
 from baton.trainer.samples import TrainingSample, estimate
 
 PASS_TOKENS = 64
-"""Fixed cost of a forward and backward pass, in tokens of equal cost."""
+"""Fixed cost of a forward and backward pass, given as the number of tokens that cost as much."""
 
 ROW_TOKENS = 4
-"""Fixed cost of a row in a pass over shared prompts, in tokens of equal cost: each row has its own kernel calls.
-Measured for the model of 0.83 M parameters; for larger models the number is smaller."""
+"""Fixed cost of a row in a pass over shared prompts, given as the number of tokens that cost as much: each row has
+kernel calls of its own. Measured with the model of 0.83 M parameters; larger models have a smaller value."""
 
 COPIED_TOKEN = 0.125
-"""Each further row copies the keys and values of its shared prompt. This is their memory per token, as a fraction of a
-token's activations. In a Llama block, keys and values take about 2 of 18 hidden widths."""
+"""Memory of the keys and values of a token, as a fraction of all its activations: every row after the first copies the
+keys and values of its shared prompt. In a Llama block, keys and values take about 2 of 18 hidden widths."""
 
 MAX_MASK = 2**26
 """Maximum number of entries of an attention mask [response, prompt + response]: 256 MiB in float32. Responses that need
@@ -50,7 +50,7 @@ PAD_ID = 0
 """Token id of padding. Any id works, because no token attends to padding and padding is not trained."""
 
 IDLE_ROW = TrainingSample(-1, "", (PAD_ID, PAD_ID), 1, (True,), (False,), (0.0,), (0,), 0.0)
-"""The shortest possible row, for idle microbatches. It has no trained token, so its loss and gradients are exactly
+"""The only row of an idle microbatch: the shortest possible row. No token is trained, so loss and gradients are exactly
 0."""
 
 
@@ -163,11 +163,11 @@ def cut(
 
     `is_flat`: the loss has no gradient at advantage 0, so rows whose advantages are all 0 get only a forward pass. A
     loss with a KL term, an entropy bonus or a value loss is not flat. With `skips_flat`, episodes whose advantages are
-    all 0 get no microbatch. In both cases, the rows count in the divisors. `keeps_masked`: keep rows without a trained
-    token, because their logprobs or values affect the advantages of other rows. `multiples`: the row count and the
-    width of a microbatch are rounded up to multiples of these two numbers. `is_packed`: the budget counts tokens
-    without padding. `shares_prompts`: rows share their prompt if this costs less, and the budget counts a shared prompt
-    once. This requires a single rank.
+    all 0 get no microbatch. Rows without a backward pass and rows without a microbatch still count in the divisor of
+    the loss. `keeps_masked`: keep rows without a trained token, because their logprobs or values affect the advantages
+    of other rows. `multiples`: the row count and the width of a microbatch are rounded up to multiples of these two
+    numbers. `is_packed`: padding does not count towards `max_tokens_per_microbatch`. `shares_prompts`: rows share their
+    prompt if this costs less, and a shared prompt counts once. `shares_prompts` requires a single rank.
     """
     assert share.size == 1 or not shares_prompts
     trained = [row for row in all_rows if row.num_trained or (keeps_masked and row.is_policy)]
@@ -231,8 +231,8 @@ def first_fit(
     """Cut rows into chunks of at most `max_tokens` unpadded tokens by first-fit decreasing bin packing.
 
     The number of chunks is at most 11/9 of the optimum plus one. A row longer than `max_tokens` forms a chunk alone.
-    `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts once, and
-    `COPIED_TOKEN` more for each further row. If the rows of a prompt exceed `max_tokens`, they are divided into parts,
+    `shares_prompts`: rows with the same prompt stay together, longest first. A prompt token counts 1 for the first row
+    and `COPIED_TOKEN` for each further row. If the rows of a prompt exceed `max_tokens`, they are divided into parts,
     and each part computes the prompt.
     """
     ordered = sorted(all_rows, key=lambda row: -len(row.token_ids))
@@ -282,10 +282,11 @@ def cost(
     is_packed: bool = False,
     shares_prompts: bool = False,
 ) -> float:
-    """Return the cost of a pass in tokens: its tokens with padding, plus the cost of attention in tokens of equal cost.
+    """Return the cost of a pass in tokens: its tokens including padding, plus the number of tokens that cost as much as
+    its attention.
 
     Attention over a whole row skips the query-key pairs above the diagonal. Attention of responses to a shared prompt
-    computes all pairs. `even_tokens`: see `BatchShare.even_tokens`.
+    computes all pairs. `even_tokens`: row length at which attention costs as much as the linear layers.
     """
 
     def of_row(length: int) -> float:
@@ -457,8 +458,9 @@ def sums_elsewhere(
     own: Sequence[Mapping[str, torch.Tensor]],
     parallel: SingleRank,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return `LossInputs.elsewhere` of each microbatch. The other paths may be on any rank. `rows`: the rows of all
-    ranks. `own`: for each microbatch of this rank, name of a sum → its part from each row, [B, 1].
+    """Return `LossInputs.elsewhere` of each microbatch: sums over the other paths of each row's episode, which may be
+    on other ranks. `rows`: the rows of all ranks. `own`: for each microbatch of this rank, name of a sum → the sum over
+    each row alone, [B, 1].
     """
     names = sorted(own[0])
     column = {row.key: place for place, row in enumerate(rows)}

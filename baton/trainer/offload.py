@@ -49,7 +49,8 @@ class Offload:
         self._hosts: dict[int, Tensor] = {}
         """`id(tensor)` → host memory of the offloaded tensor."""
         self._resting: dict[int, tuple[Tensor, Tensor, int]] = {}
-        """`id(tensor)` → (resting tensor, another tensor with its storage on the device, bytes of this storage)."""
+        """`id(tensor)` → (the resting tensor, a tensor object that holds its storage on the device, bytes of this
+        storage)."""
         self.is_resting = False
 
     @property

@@ -76,8 +76,8 @@ def clip_gradients(
 ) -> float:
     """Scale gradients down so that their Euclidean norm over all shards is at most `max_norm`.
 
-    Return the norm before scaling. `total_norm` takes the norm of this pipeline stage, and returns the norm over all
-    stages. `repeated`: parameters that this stage does not count, because another stage counts them. Collective if the
+    Return the norm before scaling. `total_norm` maps the norm of this pipeline stage to the norm over all stages.
+    `repeated`: parameters that another stage also has and counts, so this stage does not count them. Collective if the
     gradients are sharded.
     """
     counted = by_mesh(p.grad for name, p in parameters.items() if p.grad is not None and name not in repeated)
@@ -102,8 +102,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update. A moment in
-    8 bits has two tensors, `<moment>.codes/<parameter name>` and `<moment>.scale/<parameter name>`."""
+    """Return the optimiser's state as `<moment>/<parameter name>` → tensor; empty before the first update. An 8-bit
+    moment is two tensors: `<moment>.codes/<parameter name>` and `<moment>.scale/<parameter name>`."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         for key, tensor in optimizer.state.get(parameter, {}).items():
@@ -121,7 +121,8 @@ def load_optimizer_tensors(
 ) -> None:
     """Load state that `optimizer_tensors` returned. Parameters without an entry in `tensors` get no state.
 
-    Tensors that have the right device and dtype are not copied: the optimiser keeps them and later changes them.
+    A tensor that already has the right device and dtype is not copied: the optimiser keeps and later changes the tensor
+    itself.
 
     Raises UserError for a tensor whose parameter is missing from this model or has another shape, and for moments of
     another optimiser.
@@ -146,7 +147,7 @@ def load_optimizer_tensors(
     names = {parameter: name for name, parameter in parameters.items()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
-    # `device` of a sharded parameter does not change while its shard is on the host, where its moments must then stay
+    # While the trainer sleeps, a sharded parameter still names its device, but its shard and moments are on the host.
     asleep = {name for name in by_name if local(parameters[name]).device.type != parameters[name].device.type}
     state["state"] = {
         index: _with_packed(by_name[name])

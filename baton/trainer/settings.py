@@ -48,8 +48,8 @@ class TrainerSettings(Settings):
     limit, the run warns. Above the second, a step ends with an error before its next update. Typical values: 1e-9 in
     float32 on a CPU, 1e-4 to 1e-3 in bfloat16. `inf` disables a limit."""
     max_logprob_diff: tuple[float, float] = (5.0, 15.0)
-    """As `max_mismatch_kl`: two limits of the largest difference between the engine's and the trainer's logprob of a
-    token, in nats."""
+    """Two limits of the largest difference between the engine's and the trainer's logprob of a token, in nats. They
+    work like the limits of `max_mismatch_kl`."""
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Maximum number of tokens, including padding, in one forward and backward pass. This number bounds memory and
     changes the update only by rounding. A trajectory longer than this number forms a microbatch alone."""
@@ -60,9 +60,9 @@ class TrainerSettings(Settings):
     minibatches in which sharing costs less, estimated in tokens. The update changes only by rounding. Requires one
     rank; cannot be combined with `compile` or `moe_replay`."""
     metrics_of_all_tokens: bool = False
-    """Also run a forward pass for episodes whose advantages are all 0. The metrics of
-    entropy, mismatch and importance weights are then means over all trained tokens, including those without a gradient.
-    The update does not change. If the loss depends on these episodes, the pass runs in any case."""
+    """Also run a forward pass for episodes whose advantages are all 0. The metrics of entropy, mismatch and importance
+    weights are then means over all trained tokens, including tokens without a gradient. The update does not change. If
+    the loss depends on these episodes, the pass also runs with `false`."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass. Saves memory for about a third more computation."""
 

@@ -35,8 +35,7 @@ class PublishedWeights:
 
 
 def new_version_path(directory: Path, version: PolicyVersion) -> Path:
-    """Return a path for the file of a version. No other publication uses this path, even if it publishes the same
-    version."""
+    """Return a path for the file of a version. Each call returns another path, even for the same version."""
     return directory / f"{version.lineage}-{version.number}-{secrets.token_hex(4)}.safetensors"
 
 
@@ -57,7 +56,7 @@ class Pending(Protocol):
 
 
 class StepTrainer(Protocol):
-    """The part of a trainer that the loop over train steps uses. The simulator has its own."""
+    """The part of a trainer that the loop over train steps uses. The simulator has its own implementation."""
 
     @property
     def version(self) -> PolicyVersion:

@@ -20,8 +20,8 @@ class VersionStream:
     """The tensors of a model, named as in a model file, in buckets. All ranks divide them into the same buckets."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, gather: Gather, bucket_bytes: int) -> None:
-        """dtype: dtype of publication. Raises UserError if tensors cannot be sent one after another, because a tensor
-        of the model's files combines several tensors of the model."""
+        """`dtype`: dtype in which weights are published. Raises UserError if the model has adapters, or if a tensor in
+        the model's files combines several tensors of the model, because tensors can then not be sent one by one."""
         layout = None if has_adapters(model) else file_layout(model)
         if layout is None:
             raise UserError(

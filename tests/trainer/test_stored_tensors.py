@@ -128,7 +128,7 @@ def test_files_in_another_arrangement_are_loaded_whole(tmp_path: Path, caplog: p
     )
     model = load_empty(str(tmp_path), dtype=torch.float32)
     fill_model(model, open_weights(str(tmp_path), model), CPU)
-    assert "each process loads all of them" in caplog.text
+    assert "each process loads the whole model" in caplog.text
     assert weights_digest(policy_tensors(model)) == weights_digest(policy_tensors(whole))
 
 

@@ -51,8 +51,8 @@ class SingleRank:
     first_of_stage: int = 0
     pipeline: Pipeline = Pipeline()
     repeated: Collection[str] = ()
-    """Names of parameters that are also on another pipeline stage, which counts them in norms and writes them to
-    checkpoints."""
+    """Names of this rank's parameters that another pipeline stage also has. That stage counts them in norms and writes
+    them to checkpoints."""
 
     def shard(self, *modules: torch.nn.Module | None) -> None:
         """Cut modules to this rank's stage, shard their parameters in place, move them to the rank's device, and read
@@ -200,9 +200,9 @@ class RankGroup(SingleRank):
             sharded.sync_gradients(is_last or self._reduces_each)
 
     def after_backward(self) -> None:
-        """Sum two kinds of gradients over ranks: of layers that each rank applies only to its own attention heads, and
-        of parameters that FSDP does not shard. Sum the gradients of a tied embedding over the first and the last
-        stage."""
+        """Sum the gradients that FSDP does not sum over the ranks. These are the gradients of layers that each rank
+        applies only to its own attention heads, of parameters that FSDP does not shard, and of a tied embedding, which
+        the first and the last stage both have."""
         for parameter in self._left_apart:
             if parameter.grad is not None:
                 assert self._products is not None

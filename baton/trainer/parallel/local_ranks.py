@@ -41,8 +41,8 @@ class LocalRanks:
     """Implements `Ranks` with processes of this machine."""
 
     def __init__(self, size: int, *, threads: int = 1, publish_in: Path | None = None) -> None:
-        """publish_in: directory in which the first rank writes versions. The rank creates it, and `close` removes it.
-        The default is a temporary directory."""
+        """`publish_in`: directory in which the first rank writes published versions. The rank creates this directory,
+        and `close` removes it. The default is a temporary directory."""
         self.pids: list[int] = []
         self._size = size
         self._sockets: list[FrameSocket] = []

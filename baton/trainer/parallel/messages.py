@@ -30,8 +30,8 @@ class TrainerSetup(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
     head_dtype: str = "auto"
     trainer: dict[str, Any]
-    """Values of a `TrainerSettings`. `algorithm` has the values of an `AlgorithmSettings`, and `lora` the values of a
-    `LoraSettings`, or None without adapters."""
+    """Keys and values of [trainer]. Likewise, `algorithm` has those of [algorithm]; `lora` has those of [lora], or is
+    None without adapters."""
     algorithm: dict[str, Any]
     lora: dict[str, Any] | None
     temperature: float
@@ -59,7 +59,7 @@ class RankInfo(msgspec.Struct, frozen=True, tag="Place", kw_only=True):
     device_index: int | None = None
     """Index among the process's visible GPUs. None: the rank modulo the number of these GPUs."""
     scratch: str = ""
-    """Directory for the file of a published version. If empty, rank 0 creates one."""
+    """Directory for the files of published versions. If empty, rank 0 creates a temporary directory."""
 
 
 class Listen(msgspec.Struct, frozen=True, tag="Listen"):
@@ -178,7 +178,7 @@ class Described(msgspec.Struct, frozen=True, tag="Described"):
 
 
 class Sending(msgspec.Struct, frozen=True, tag="Sending"):
-    """Answer to ConnectReplica and SendBucket. Rank 0 sets one of the two fields, other ranks set none."""
+    """Answer to ConnectReplica and SendBucket. Rank 0 sets either `info` or `error`; other ranks set neither."""
 
     info: dict[str, Any]
     """Argument of the engine's method that receives what rank 0 sends."""
@@ -234,9 +234,9 @@ def decode_from_rank(data: bytes) -> FromRank:
 def error_of(answers: Mapping[int, FromRank]) -> BatonError | OSError | None:
     """Return the error that caused the Faults among `answers` (rank → answer), or None if there is no Fault.
 
-    A failing rank breaks the collectives of other ranks, so the errors of the other ranks are only consequences. An
-    error of a class in `KINDS` therefore takes precedence over an OSError, and an OSError over any other error. These
-    errors keep their class; any other error becomes RankLost.
+    A failing rank breaks the collectives of other ranks, so other ranks report errors that are only consequences. A
+    UserError, TrainingDiverged or EngineFault therefore takes precedence over an OSError, and an OSError over any other
+    error. Errors of these four classes keep their class; any other error becomes RankLost.
     """
     faults = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Fault)}
     errors = {rank: fault.error() for rank, fault in faults.items()}

@@ -57,7 +57,7 @@ class RankServer:
         set_up_threads(place.threads)
         # FSDP2 warns of modules that return a view; no code here changes such an output in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        # Silences a warning that gathering shards of two mesh dimensions takes two steps.
+        # Suppresses torch's warning that a gather over two mesh dimensions takes two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     def handle(self, message: messages.ToRank) -> messages.FromRank:
@@ -170,8 +170,8 @@ class RankServer:
         return device
 
     def _take_turn(self, is_awake: bool | None) -> messages.DeviceMemory:
-        """Sleep, wake up, or keep the state (None). Not a collective: the transport waits for the answers of all ranks,
-        so every rank has freed its device before an engine uses it."""
+        """Sleep if `is_awake` is False, wake up if True, and do neither if None. This is not a collective: the
+        transport waits for the answers of all ranks, so every rank has freed its device before an engine uses it."""
         trainer = self._trained
         peak = trainer.take_peak_bytes()
         if is_awake is not None:

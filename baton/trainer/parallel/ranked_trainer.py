@@ -123,7 +123,7 @@ class RankedTrainer(Trainer):
             self._version = self._ask(messages.Save(str(unfinished)), messages.Ready)[0].version
 
     def restore(self, directory: Path) -> None:
-        """Load a checkpoint that any number of ranks may have written."""
+        """Load a checkpoint, which another number of ranks may have written."""
         self._version = self._ask(messages.Restore(str(directory.absolute())), messages.Ready)[0].version
 
     def close(self) -> None:
@@ -131,10 +131,11 @@ class RankedTrainer(Trainer):
         self._ranks.close()
 
     def _ask(self, message: messages.ToRank, kind: type[Answer], lock_s: float | None = None) -> list[Answer]:
-        """lock_s: maximum seconds to wait for requests of other threads; None for requests of the control loop: they
-        wait without a limit, which is the time of one bucket at most."""
-        if not self._lock.acquire(timeout=self._timeout_s if lock_s is None else lock_s):
-            raise WeightsFault(f"the trainer's ranks were busy with another request for {lock_s} s")
+        """`lock_s`: maximum seconds to wait until no other thread has a request in progress. None means `timeout_s`:
+        the control loop waits at most for one request of a direct transfer."""
+        lock_s = self._timeout_s if lock_s is None else lock_s
+        if not self._lock.acquire(timeout=lock_s):
+            raise WeightsFault(f"the trainer's ranks were busy with another request for {lock_s:g} s")
         try:
             self.check()
             answers = self._ranks.ask(message, self._timeout_s)

@@ -63,7 +63,7 @@ def _stage(stage: int, num_stages: int) -> int | None:
 def schedule(stage: int, num_stages: int, num_trained: int, num_scored: int = 0) -> list[Pass]:
     """Return the passes of a stage over microbatches 0 … num_trained − 1, then `num_scored` further forward passes.
 
-    Before its first backward pass, a stage runs one forward pass for itself and one for each later stage. At most
+    Before its first backward pass, a stage runs one forward pass, and one more for each later stage. At most
     `num_stages − stage` microbatches wait for their backward pass.
     """
     ahead = min(num_stages - 1 - stage, num_trained)
