@@ -1,1 +1,1 @@
-"""The cost model: time and memory of generation, training and weight publication on given GPUs."""
+"""The cost model: time and memory of generation, scoring, training and weight publication on given GPUs."""

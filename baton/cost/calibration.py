@@ -51,12 +51,12 @@ class Parameter(msgspec.Struct, frozen=True):
     origin: str
     source: str
     peak: float = 1.0
-    """Peak performance in the catalogue's unit; the value is a share of it. 1 if the value is not a share."""
+    """Peak performance in the catalogue's unit, of which the value is a share. 1 if the value is not a share."""
     unit: str = ""
 
     @property
     def worst(self) -> float:
-        """The end of the range that makes every time longer."""
+        """The end of the range with which plans predict longer times."""
         return self.high if self.key.endswith("_s") else self.low
 
     @property
@@ -104,7 +104,7 @@ def achieved() -> dict[str, dict[str, AchievedSettings]]:
 
 
 def calibrate(extra: Iterable[Gpu], own: CalibrationSettings | None = None) -> GpuCalibration:
-    """Return the calibration of the catalogue's GPU types and of `extra`: the GPUs of the cluster or of the offers,
+    """Return the calibration of the catalogue's GPU types and of `extra`, the GPUs of a cluster or of rental offers,
     which may have other peaks.
 
     For GPU types that `own` names, no published values are used. For the others, the keys in the section [default] of

@@ -13,8 +13,8 @@ from baton.settings import Settings
 
 
 def most_share(gpu: str) -> float:
-    """Return the largest share of the catalogue's peak that a GPU type can reach. It is above 1 for CPU cores, because
-    the catalogue has their peak without matrix instructions."""
+    """Return the largest share of the catalogue's peak that a GPU type can reach. For CPU cores, this is above 1,
+    because the catalogue states their peak without matrix instructions."""
     return 100.0 if gpu == "CPU" else 1.0
 
 
@@ -26,11 +26,11 @@ class Efficiency(Settings):
     backward: float = Field(default=2.0, gt=0)
     """Time of a backward pass divided by the time of a forward pass. The default 2 is the ratio of their FLOPs."""
     train_beside: float = Field(default=1.0, gt=0)
-    """Factor by which a train step is slower while engines use the same cores, in addition to the effect of fewer
-    cores."""
+    """Factor by which a train step is slower while engines run on the same machine's cores, in addition to the slowdown
+    because the trainer has fewer cores."""
     engine_beside: float = Field(default=1.0, gt=0)
-    """Factor by which engines are slower while the trainer uses the same cores, in addition to the effect of fewer
-    cores."""
+    """Factor by which engines are slower while the trainer runs on the same machine's cores, in addition to the
+    slowdown because the engines have fewer cores."""
     prefill: float = Field(default=0.5, gt=0)
     """Achieved share of peak FLOP/s in prefill."""
     prefill_overhead_s: float = Field(default=0.0, ge=0)
@@ -46,11 +46,11 @@ class Efficiency(Settings):
     trajectory_overhead_s: float = Field(default=0.0, ge=0)
     """Engine time per trajectory in addition to prefill and decode: slot allocation, reports and messages."""
     handover_s: float = Field(default=0.0, ge=0)
-    """Time from an engine's report until the engine receives the next trajectory. Meanwhile the engine decodes with an
-    empty slot. The value is 0 for an engine with a local queue."""
+    """Time from the report of a finished trajectory until the engine receives the next one. Meanwhile, a slot of the
+    engine is empty. 0 for an engine that has a queue of further trajectories."""
     rollout: float = Field(default=1.0, gt=0, le=1)
-    """Mean speed of an engine over a whole rollout, divided by its steady speed. It is below 1 because of
-    interruptions, unequal load and waiting."""
+    """Mean speed of an engine over a whole rollout, divided by its speed with full slots. Interruptions, unequal load
+    and waiting make this value less than 1."""
     link: float = Field(default=0.7, gt=0, le=1)
     """Achieved share of link bandwidth in collectives."""
     publish: float = Field(default=0.25, gt=0, le=1)
@@ -64,11 +64,11 @@ class Efficiency(Settings):
     """Time of a train step outside generation, scoring, training and publication, such as the time for journal and
     metrics."""
     runtime_gb: float = Field(default=RUNTIME_BYTES / 1e9, gt=0)
-    """Memory of a trainer on a CPU in addition to the tensors that `memory.py` counts, 10^9 bytes. Only the predictions
-    of a run use this value."""
+    """Memory of a trainer process on a CPU without its tensors, in 10^9 bytes. Predictions of a run use this value;
+    plans do not."""
     reward_model_s: float = Field(default=0.0, ge=0)
-    """Busy time of each process of the recipe's reward model per trajectory of a batch; 0 if no reward model was
-    measured. Only the predictions of a run use this value."""
+    """Seconds that each process of the reward model scores in a train step, divided by the number of trajectories of
+    the batch. 0 if no reward model was measured. Predictions of a run use this value; plans do not."""
     memory: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that a plan may use."""
     host_gb_per_s: float = Field(default=25.0, gt=0)
@@ -76,7 +76,7 @@ class Efficiency(Settings):
 
     @property
     def between_steps_s(self) -> float:
-        """Fixed time from the end of a train step until engines serve the new version."""
+        """Fixed time from the end of a train step until engines generate with the new version."""
         return self.cycle_overhead_s + self.publish_latency_s
 
 

@@ -44,7 +44,8 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def predicted_s(model: ModelSpec, work: Workload, place: DeviceClass, devices: int, point: Measurement) -> float:
-    """Predict the time of the step or prefill that `point` measured. The trainer has `devices` GPUs or cores."""
+    """Predict the time of the decode step, prefill or train step that `point` measured. The trainer has `devices` GPUs
+    or cores."""
     if point.phase == "decode":
         return decode_s(model, work, place, 1, (model.num_layers,), point.batch, point.context)
     if point.phase == "prefill":
@@ -72,7 +73,8 @@ def train_step_s(
 
 
 def rollout_s(model: ModelSpec, work: Workload, place: DeviceClass, engines: int, point: Measurement) -> float:
-    """Predict the time in which `engines` engines generate a whole batch. `work` has the lengths of the batch."""
+    """Predict the time in which `engines` engines generate a whole batch. `work` has the batch's prompt and response
+    lengths."""
     each = point.batch / engines
     cost = replica_cost(model, work, place, 1, 1, min(work.max_batch, math.ceil(each)))
     return each * work.output.mean / cost.tokens_per_s + cost.pause_s

@@ -1,12 +1,11 @@
 """Speed and memory of a replica: a roofline model of prefill and decode, and the pause at each new version.
 
-A decode step of m trajectories on a stage of l layers takes
+A decode step of m trajectories on a pipeline stage takes
 
     overhead + max( weights + m·KV(context) over bandwidth ,  m·FLOPs(context) over FLOP/s ) + tensor-parallel sums
 
-The context is the mean over running trajectories; long trajectories run longer, so they have more weight in this mean.
-With grouped-query attention (GQA), several query heads share the cache of one KV head. Only the experts that the batch
-uses are read.
+The context is the mean length of the running trajectories. Long trajectories run longer, so they weigh more in this
+mean. In a mixture of experts, only the weights of the experts that the batch uses are read.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class ReplicaCost(msgspec.Struct, frozen=True):
 
 
 def split_layers(num_layers: int, stages: int, head_layers: float) -> tuple[int, ...]:
-    """Split layers among equal stages so that the stage with the most layers has as few as possible. The output head
-    counts as `head_layers` layers of the last stage."""
+    """Split layers among equally fast stages so that the largest stage is as small as possible. The output head counts
+    as `head_layers` layers of the last stage."""
     if stages == 1:
         return (num_layers,)
     best: tuple[float, int] | None = None
@@ -101,7 +100,7 @@ def weight_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, .
 
 def context_bytes(model: ModelSpec, work: Workload, tp: int, layers: tuple[int, ...], tokens: float) -> float:
     """Return the bytes of KV cache of a trajectory of `tokens` tokens, on the GPU with the largest part of this cache.
-    If `tp` exceeds the number of KV heads, the heads are replicated."""
+    If `tp` exceeds the number of KV heads, several GPUs hold copies of a head's cache."""
     per_layer = model.seen(tokens) * model.kv_values_per_token * work.kv_bytes
     return max(layers) * per_layer / min(tp, model.num_kv_heads)
 
@@ -148,7 +147,8 @@ def decode_s(
 def prefill_s(
     model: ModelSpec, place: DeviceClass, tp: int, layers: tuple[int, ...], tokens: float, squared: float
 ) -> float:
-    """Return the prefill time of one sequence on the slowest stage. `squared`: mean of the squared number of tokens."""
+    """Return the prefill time of one sequence on the slowest stage. `tokens` and `squared`: means of the number of
+    tokens and of its square."""
     window = model.seen(tokens) / tokens if tokens else 1.0
     flops = model.layer_flops_per_token * tokens + model.attention_flops_per_pair * squared / 2 * window
     return max(layers) * flops / tp / (place.gpu.flops * place.efficiency.prefill)
@@ -184,9 +184,9 @@ def replica_cost(model: ModelSpec, work: Workload, place: DeviceClass, tp: int, 
 def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, batch: float) -> float:
     """Return the mean number of positions that a decode step of a full batch reads per trajectory.
 
-    In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, it reads
-    the context of the longest running trajectory of its length class. At a random time, a trajectory is beyond position
-    x with probability ∫_x^∞ P(L > y) dy / E[L].
+    In a paged cache, a trajectory reads its own context. In a fixed cache, whose slots are rows of one tensor, a
+    trajectory reads as many positions as the longest running trajectory of its length class has. With L the length of a
+    response, a trajectory is at a random time beyond position x with probability ∫_x^∞ P(L > y) dy / E[L].
     """
     if not work.engine_context_tokens:
         return work.live_context_tokens
@@ -199,14 +199,14 @@ def read_context_tokens(model: ModelSpec, work: Workload, place: DeviceClass, ba
 
 
 def class_cost_tokens(model: ModelSpec, place: DeviceClass) -> float:
-    """Return the cost of one more length class, as a number of positions that take the same time. It is infinite on a
-    GPU, because only engines on a CPU have classes."""
+    """Return the cost of one more length class, given as the number of positions that attention reads in this time.
+    Infinity on a GPU, because only engines on a CPU have length classes."""
     return 2 * CLASS_VALUES / model.kv_values_per_token if place.gpu.name == "CPU" else math.inf
 
 
 def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], class_cost: float) -> float:
-    """Return the mean number of positions that a row of a fixed cache reads, plus each row's part of the cost of the
-    classes.
+    """Return the mean number of positions that a row of a fixed cache reads, plus the cost of the length classes per
+    row.
 
     The rows are divided into one to three classes so that the sum is minimal. length_N: ascending lengths that may end
     a class. rows_N: number of rows up to each length.
@@ -222,10 +222,11 @@ def scanned_tokens(length_N: NDArray[np.float64], rows_N: NDArray[np.float64], c
 
 
 def prefills_per_trajectory(work: Workload, batch: float) -> float:
-    """Return the number of prefills per trajectory, for an engine with a full batch.
+    """Return the number of prefill calls per trajectory, for an engine with a full batch.
 
-    Trajectories that arrive between two decode steps share a prefill, and so do trajectories that share a prompt. With
-    independent arrivals at a rate of batch / E[L] per step, a share 1 - exp(-batch / E[L]) of the steps has an arrival.
+    Trajectories that arrive between two decode steps share a prefill call, and so do trajectories of one prompt with
+    `shared_prefill`. With independent arrivals and responses of mean length E[L], batch / E[L] trajectories arrive per
+    decode step, so a share 1 - exp(-batch / E[L]) of the steps has an arrival.
     """
     arrivals = batch / work.output.mean
     return min(1 / work.group_size if work.shared_prefill else 1.0, -math.expm1(-arrivals) / arrivals)

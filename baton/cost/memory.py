@@ -1,4 +1,5 @@
-"""The memory of a process that trains, generates or does both. Planner and dry run use the same formulas.
+"""The memory of a process that trains, generates or does both. The planner and `baton train --dry-run` use these
+formulas.
 
 A trainer rank passes through phases. Each phase holds the state and some working memory; the largest phase is the peak.
 
@@ -7,15 +8,15 @@ A trainer rank passes through phases. Each phase holds the state and some workin
     head      state, kept activations, the head's gradient, pieces of logits
     blocks    state, kept activations, one block: gathered weights, activations, gradients
     tables    state, gradients of embedding and head
-    update    state and the new moments of a tensor in float32, if moments have 8 bits
+    update    state and one tensor's new moments in float32, if moments are stored in 8 bits
     publish   state and a copy of the weights, if this process publishes versions
 
 A checkpoint is written tensor by tensor, so it is not a phase.
 
-With several ranks, FSDP shards the state, and gathers one block while it fetches the next. Counts of bytes follow from
-the code of the trainer and of transformers' Qwen3; `benchmarks/memory` compares these counts with measurements. Memory
-outside of tensors is assumed, and marked by `Term.is_assumed`. All functions take numbers, or numpy arrays of equal
-length.
+With several ranks, FSDP shards the state, and gathers one block while it fetches the next. The byte counts of tensors
+follow from the code of the trainer and of Qwen3 in transformers; `benchmarks/memory` compares the counts with
+measurements. Memory outside of tensors is assumed, and marked by `Term.is_assumed`. All functions take numbers, or
+numpy arrays of equal length.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ Array = Any
 """A number or an array of numbers."""
 
 MAX_LOGITS = 2**24
-"""Number of logits that a trainer computes at a time if there is no memory for more (`policy/head.py`)."""
+"""Number of logits that a trainer computes at a time if a larger number would increase its peak memory
+(`policy/head.py`)."""
 MOST_LOGITS = 2**28
-"""Maximum number of logits that a trainer computes at a time, even if there is memory for more."""
+"""Maximum number of logits that a trainer computes at a time."""
 LOGIT_BYTES = 10.0
 """Bytes per logit: product in bfloat16 (2), logit in float32 (4), probability or gradient in float32 (4)."""
 PRODUCT_ROWS = 8192
@@ -42,18 +44,19 @@ PRODUCT_ROWS = 8192
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENTS_BYTES = 4.0, 4.0, 8.0
 """Bytes per trained parameter: float32 master weight, float32 gradient, two float32 moments."""
 PACKED_MOMENTS_BYTES = 2 * (1 + 4 / 256)
-"""Bytes of two moments in 8 bits, with a float32 scale per 256 values."""
+"""Bytes of AdamW's two moments per trained parameter, if they are stored in 8 bits with a float32 scale for each 256
+values."""
 GPU_CONTEXT_BYTES = 1.5e9
 """Assumed bytes of the CUDA context, NCCL's buffers, and workspaces of cuBLAS and attention."""
 PUBLISHED_COPY = "published copy"
 SLEEPING_VLLM_BYTES = 3e9
 """Assumed bytes that a sleeping vLLM keeps on each GPU: the CUDA context, NCCL's buffers and CUDA graphs."""
 BYTES_OBJECT = 41.0
-"""Bytes of an empty `bytes` object of Python, and of the pointer to it in a tuple."""
+"""Bytes of an empty Python `bytes` object, plus the pointer to this object in a tuple."""
 RUNTIME_BYTES = 0.7e9
 """Assumed bytes of Python, torch and transformers in a process on a CPU."""
 FRAGMENTATION = 0.04
-"""Assumed memory that the allocator holds but cannot use, as a share of the tensors' bytes."""
+"""Assumed memory that the allocator reserves but that no tensor uses, as a share of the tensors' bytes."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -90,19 +93,21 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     splits_tables: bool = False
     """Whether tensor parallelism also splits embedding and head, as Megatron does. Baton's trainer does not."""
     is_stage: Array = False
-    """Whether the rank belongs to one of several pipeline stages. FSDP then gathers even a single rank's weights."""
+    """Whether the trainer has several pipeline stages. FSDP then copies a block's weights before it computes the block,
+    even if the stage has only one rank."""
     value_bytes: int = 2
     """Bytes of a value in linear layers: 2 if autocast (one process) or FSDP (several ranks) casts to bfloat16."""
     recomputes: bool = True
     """Whether activations are recomputed in the backward pass."""
     whole_gradients: bool = False
-    """Whether gradients are reduced once per update; until then, each rank holds all gradients."""
+    """Whether gradients are reduced only once per update, so that each rank holds the gradients of all parameters until
+    then."""
     adapter_params: float = 0.0
     """Parameters of the trained adapter; 0 if all weights are trained."""
     base_bytes: float = 4.0
     """Bytes per frozen weight of the base model when an adapter is trained."""
     moments_bytes: float = MOMENTS_BYTES
-    """Bytes per trained parameter of its two moments."""
+    """Bytes of AdamW's two moments per trained parameter."""
     has_critic: bool = False
     """Whether a separate critic is trained."""
     reference_bytes: float = 0.0
@@ -111,10 +116,10 @@ class RankShape(msgspec.Struct, frozen=True, kw_only=True):
     published_bytes: Array = 0.0
     """Bytes per weight in the copy that this process publishes; 0 if another process publishes."""
     previous_bytes: float = 0.0
-    """Bytes per weight of the last version, if this process keeps it to compute a difference or to send it to a late
-    replica."""
+    """Bytes per weight of the previously published version, if this process keeps that version to compute a difference
+    or to send it to a slow replica; otherwise 0."""
     float32_head: bool = False
-    """Whether the head's products are float32 while other layers compute in bfloat16."""
+    """Whether the head computes in float32 while other layers compute in bfloat16."""
     max_kept: int = 0
     """Maximum number of ids in a token's sampling mask; 0 without masks."""
     masked_tokens: float = 0.0
@@ -132,11 +137,12 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     value_bytes: int
     kept_contexts: int = 8
-    """Contexts whose keys and values are kept outside the slots."""
+    """Number of full contexts whose keys and values the engine keeps outside its slots, to reuse them."""
     float32_head: bool = False
     """Whether a decode step on a CPU casts the head to float32."""
     packs: bool = False
-    """Whether linear layers have packed copies, as in bfloat16 on a CPU."""
+    """Whether the engine keeps a second copy of linear layers in the layout of fast kernels, as in bfloat16 on a
+    CPU."""
     adapter_params: float = 0.0
     """Parameters of the adapters that are merged into the weights; 0 if whole versions are loaded."""
 
@@ -158,10 +164,11 @@ def adapter_params(model: ModelSpec, rank: int) -> float:
 def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
     """Return, for one token, the bytes that a block saves for its backward pass and the bytes of its gradients.
 
-    H is the hidden size. With bfloat16 gathers, a norm saves its float32 input (4 H), the normalised input (2 H) and
-    its output (2 H). For each value of a query, attention saves the float32 input of the norm, the normalised value,
-    the rotated value and the output (4 + 2 + 2 + 2). For each value of the MLP, it saves gate, activation,
-    up-projection and product (4 · 2). Autocast has a float32 residual stream and casts the input of each linear layer.
+    With H the hidden size, and if FSDP gathers weights in bfloat16, a norm saves its float32 input (4 H bytes), the
+    normalised input (2 H) and its output (2 H). For each element of the queries, attention saves the float32 input of
+    the norm (4 bytes), the normalised element, the rotated element and the output (2 each). For each element of its
+    width, the MLP saves gate, activation, up-projection and product (2 each). Under autocast, the residual stream is
+    float32, and the input of each linear layer is also saved in bfloat16.
     """
     hidden, width = model.hidden, model.num_heads * model.head_dim / how.split
     keys, mlp = model.kv_values_per_token / 2 / how.split, model.active_ffn_params / 3 / model.hidden / how.split
@@ -176,8 +183,8 @@ def block_token_bytes(model: ModelSpec, how: RankShape) -> tuple[Array, Array]:
 
 
 def _is_rounded(how: RankShape) -> Array:
-    """Return whether the residual stream is bfloat16: True if bfloat16 weights are gathered or frozen, False under
-    autocast."""
+    """Return whether the residual stream is bfloat16: True if FSDP gathers weights in bfloat16 or frozen weights are
+    bfloat16; False under autocast."""
     has_rounded = _gathers(how) | bool(how.adapter_params and how.base_bytes == 2)
     return has_rounded & (how.value_bytes == 2)
 
@@ -194,8 +201,8 @@ def _table_split(how: RankShape) -> Array:
 def rank_phases(
     model: ModelSpec, how: RankShape, is_first: Array = True, is_last: Array = True, in_flight: Array = 1.0
 ) -> tuple[Phase, ...]:
-    """Return the phases of a rank of a pipeline stage, by default of a pipeline of one stage. `in_flight`: number of
-    microbatches whose activations are kept."""
+    """Return the phases of a rank. `is_first`, `is_last`: whether the rank is on the first or on the last pipeline
+    stage; by default there is one stage. `in_flight`: number of microbatches whose activations are kept."""
     first, last = np.asarray(is_first, float), np.asarray(is_last, float)
     tokens, wide, shards = how.tokens, how.value_bytes, np.asarray(how.shards, float)
     is_sharded = _gathers(how).astype(float)
@@ -316,9 +323,9 @@ def engine_terms(model: ModelSpec, engine: EngineShape) -> tuple[Term, ...]:
 
 
 def scorer_terms(model: ModelSpec, value_bytes: int, tokens: float) -> tuple[Term, ...]:
-    """Return the memory of a reward model that scores a batch of `tokens` tokens, with padding. The largest working
-    memory belongs to a feed-forward part (input, norm in float32, three products) or to attention (queries, keys,
-    values, output)."""
+    """Return the memory of a reward model that scores a batch of `tokens` tokens, including padding. The working memory
+    is that of one block: input and float32 norm, and the larger of the feed-forward products and of attention's
+    queries, keys, values and output."""
     attention = 2 * model.num_heads * model.head_dim + model.kv_values_per_token
     feed_forward = model.active_ffn_params / model.hidden
     block = value_bytes * (2 * model.hidden + max(attention, feed_forward)) + 8 * model.hidden
@@ -327,7 +334,7 @@ def scorer_terms(model: ModelSpec, value_bytes: int, tokens: float) -> tuple[Ter
 
 
 def server_terms(model: ModelSpec, value_bytes: int, sequences: int, context_tokens: int) -> tuple[Term, ...]:
-    """Return the memory of a generative reward model, whose vLLM holds the KV cache of all sequences at full length."""
+    """Return the memory of a generative reward model in vLLM, with a KV cache for all sequences at full length."""
     cache = paged_cache_bytes(model, sequences, context_tokens, value_bytes)
     return Term("weights", value_bytes * model.params), Term("KV cache", cache)
 
@@ -350,7 +357,8 @@ def stage_bytes(phases: Iterable[Phase], layers: Array) -> Array:
 
 
 def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
-    """Return the number of layers that fit on a stage; negative if its vocabulary parameters alone do not fit."""
+    """Return the number of layers that fit on a stage; negative if its embedding or head does not fit even without
+    layers."""
     return np.min(
         np.broadcast_arrays(
             *(
@@ -363,8 +371,8 @@ def most_layers(phases: Sequence[Phase], limit_bytes: float) -> Array:
 
 
 def fitting_logits(phases: Sequence[Phase], layers: int) -> int:
-    """Return how many logits a trainer may compute at a time. Logits beyond `MAX_LOGITS` take at most half of the gap
-    between the largest phase with logits and the peak, so no phase with logits determines the peak."""
+    """Return how many logits a trainer may compute at a time without an increase of its peak memory. The logits beyond
+    `MAX_LOGITS` take at most half of the difference between the peak and the largest phase that has logits."""
     with_logits = (phase for phase in phases if any(term.name == "logits" for term in phase.terms))
     room = float(largest(phases, layers).bytes(layers)) - max(float(phase.bytes(layers)) for phase in with_logits)
     return min(MOST_LOGITS, MAX_LOGITS + int(room / 2 / LOGIT_BYTES))

@@ -1,7 +1,7 @@
 """Speed and memory of a reward model. A classifier scores a trajectory in one forward pass, without a KV cache. A
-generative model also decodes a reply, `concurrency` replies at a time, as a replica of an engine does (`generate.py`).
+generative model also decodes a reply, as an engine does (`generate.py`), with `concurrency` replies at a time.
 
-A GPU holds the whole model. A classifier scores one batch after another. The time of a trajectory is
+Each GPU holds the whole model. A classifier scores one batch after another. Its time per trajectory is
 
     max( FLOPs of prompt and response over FLOP/s , weights over bandwidth, divided by the batch ) + overhead / batch
 """
@@ -25,13 +25,13 @@ class ScoringCost(msgspec.Struct, frozen=True):
     concurrency: int = 1
     """Maximum number of trajectories that are scored at the same time."""
     latency_s: float = 0.0
-    """Time in which one trajectory is scored while others are scored too. 0 for a classifier, whose latency is
-    `trajectory_s`."""
+    """Time from the start to the end of the scoring of one trajectory, while other trajectories are scored too. 0 for a
+    classifier, whose latency is `trajectory_s`."""
 
 
 def scoring_cost(model: ModelSpec, work: Workload, place: DeviceClass) -> ScoringCost:
-    """Return the cost of a reward model: in bfloat16 on a GPU, in float32 on a CPU, which scores without batches.
-    The length of a template is not included."""
+    """Return the cost of a reward model. It computes in bfloat16 on a GPU, and in float32 and without batches on a CPU.
+    The tokens of a prompt template are not included."""
     if work.reward_reply_tokens:
         return _generative_cost(model, work, place)
     on_cpu, efficiency = place.gpu.name == "CPU", place.efficiency

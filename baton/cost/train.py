@@ -7,7 +7,7 @@ S stages, a step takes
     max_s( layers_s · per_layer_s + head + boundary_s ) · (M + S − 1) / M  +  max_s gradients_s  +  max_s optimiser_s
 
 under a 1F1B schedule, which is as fast as its slowest stage. On each data-parallel rank, a microbatch has as many
-tokens as the longest trajectory (AReaL, 2505.24298, table 3), or `microbatch_tokens` if that is larger.
+tokens as the longest trajectory (AReaL, 2505.24298, table 3), or `microbatch_tokens` tokens if this is more.
 
 All functions take numpy arrays of equal length for tp, dp and layers, so a search evaluates many candidates at once.
 """
@@ -28,14 +28,15 @@ from baton.specs.workload import Workload
 
 Floats = NDArray[np.float64]
 UPDATE_TRAFFIC_BYTES = 32.0
-"""Bytes that AdamW reads and writes per parameter: gradient 4, master weights and moments 24, weights 2, rounded up."""
+"""Bytes that AdamW reads and writes per parameter: 4 for the gradient, 24 for master weight and moments, 2 for the
+bfloat16 weight, rounded up to 32."""
 GRADIENT_BYTES = 6.0
 """Bytes sent per parameter: gradients are reduced in fp32, weights are gathered in bf16."""
 
 
 class StageTerms(msgspec.Struct, frozen=True):
-    """Coefficients of a stage's time, which is linear in the number of layers, and the shape of the rank that
-    determines the stage's memory. Arrays have one value per candidate."""
+    """Coefficients of a stage's time, which is linear in the stage's number of layers, and `rank`, which determines the
+    stage's memory. Arrays have one value per candidate of a search."""
 
     per_layer_s: Array
     """Time per layer for the whole batch: compute and tensor-parallel sums."""
@@ -51,9 +52,9 @@ class RowShares(msgspec.Struct, frozen=True):
     """How the ranks of a stage on several GPU types divide the trajectories of a batch."""
 
     own: Array
-    """Share of the batch on a rank of this GPU type; the largest, if these ranks differ."""
+    """Share of the batch on a rank of this GPU type; the largest share if ranks of this type have different shares."""
     largest: Array
-    """Largest share of the batch on any rank of the stage. It determines the number of microbatches."""
+    """Largest share of the batch on any rank of the stage, which determines the number of microbatches."""
 
 
 def forward_passes(work: Workload, backward: float = 2.0) -> float:
@@ -80,7 +81,7 @@ def microbatches(work: Workload, dp: Array) -> Array:
 
 def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
     """Return the number of microbatches whose activations the first of `depth` stages keeps at the same time. For
-    Baton's trainer, this number is sufficient even if all trajectories are as long as the longest."""
+    Baton's trainer, this is an upper bound, computed as if all trajectories were as long as the longest."""
     if work.trainer == "idealised":
         return np.minimum(depth, microbatches(work, dp))
     most_tokens = work.num_trajectories * work.longest_tokens / work.minibatches / np.asarray(dp)
@@ -88,8 +89,8 @@ def in_flight(work: Workload, depth: Array, dp: Array) -> Array:
 
 
 def rank_of(work: Workload, rank: RankShape, depth: Array, num_gpus: Array) -> RankShape:
-    """Return `rank` as a rank of a stage of `num_gpus` GPUs in a pipeline of `depth` stages. If the trainer has only
-    one rank, this rank also publishes versions."""
+    """Return `rank` with the fields that depend on the number of stages (`depth`) and on the number of GPUs of a stage.
+    If the trainer has only one rank, this rank also publishes versions."""
     if work.trainer == "idealised":
         return rank
     published = np.where((np.asarray(depth) == 1) & (np.asarray(num_gpus) == 1), work.weight_bytes, 0.0)
@@ -100,8 +101,8 @@ def rank_speeds(work: Workload, places: Sequence[DeviceClass]) -> list[float]:
     """Return `trainer.speeds` of a rank on each of these GPU types, relative to the fastest.
 
     If ranks exchange weights or gradients in each pass, all ranks run the same number of passes, and each microbatch
-    has at least one trajectory. The result is therefore at least (longest trajectory) / (largest microbatch): with a
-    lower speed, the fast ranks would need more passes than the slow rank has trajectories.
+    has at least one trajectory. Each relative speed is therefore at least (longest trajectory) / (largest microbatch):
+    with a lower speed, fast ranks would need more passes than the slow rank has trajectories.
     """
     passes = [forward_passes(work, place.efficiency.backward) for place in places]
     speeds = [place.gpu.flops * place.efficiency.train / own for place, own in zip(places, passes, strict=True)]
@@ -111,11 +112,11 @@ def rank_speeds(work: Workload, places: Sequence[DeviceClass]) -> list[float]:
 
 
 def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array]) -> list[RowShares]:
-    """Return the shares of the batch on ranks of several speeds. `speeds`: relative to the fastest, for each GPU type;
-    `counts`: ranks of each type, [candidates].
+    """Return the shares of the batch on ranks of several speeds. `speeds`: speed of each GPU type, relative to the
+    fastest type. `counts`: number of ranks of each type, [candidates].
 
-    Each trajectory goes to the rank that then ends first (`trainer/parallel/balance.py`). For trajectories of equal
-    length, the last rank ends at the earliest time in which all ranks together can train the batch.
+    Each trajectory is assigned to the rank that ends earliest with this trajectory (`trainer/parallel/balance.py`). If
+    all trajectories have the same length, no other division of the batch ends earlier.
     """
     total = work.num_trajectories
     with np.errstate(divide="ignore"):
@@ -133,9 +134,9 @@ def row_shares(work: Workload, speeds: Sequence[float], counts: Sequence[Array])
 def mixed_terms(
     model: ModelSpec, work: Workload, places: Sequence[DeviceClass], counts: Sequence[Array], bytes_per_s: Array
 ) -> list[StageTerms]:
-    """Return the coefficients of a mixed stage, for each of its GPU types; the slowest type determines each time.
-    `counts`: number of ranks of each type. `bytes_per_s` [candidates]: bandwidth of the slowest link between two
-    machines of the stage. With `work.shard_size`, each copy of the model is within one machine."""
+    """Return the coefficients of a stage on several GPU types, for each of these types. The slowest type determines
+    each time. `counts`: number of ranks of each type. `bytes_per_s` [candidates]: bandwidth of the slowest link between
+    two machines of the stage. With `work.shard_size`, each copy of the model is within one machine."""
     shares = row_shares(work, rank_speeds(work, places), counts)
     ranks = np.sum(counts, axis=0)
     # even a stage with few ranks is on several machines
@@ -159,9 +160,10 @@ def stage_terms(
     """Return the coefficients of stages of width tp × dp on one GPU type. `shares`: division of the batch among ranks;
     by default, each rank gets equally many trajectories.
 
-    Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer, and
-    computes the head on each tensor-parallel rank. With `work.shard_size`, weights are gathered only among this number
-    of ranks, and gradients are also summed over the copies. The idealised trainer gathers weights once per update.
+    Baton's trainer gathers the weights of a layer for each pass over a microbatch, while it computes another layer.
+    Each of its tensor-parallel ranks computes the whole head. With `work.shard_size`, weights are gathered only among
+    this number of ranks, which share a copy of the model, and gradients are also summed over the copies. The idealised
+    trainer gathers weights once per update.
     """
     tp, dp = np.asarray(tp, dtype=float), np.asarray(dp, dtype=float)
     eff, gpu = place.efficiency, place.gpu
@@ -209,8 +211,8 @@ def stage_terms(
 
 
 def tail_s(model: ModelSpec, per_layer_s: Array, layers: Array, is_first: Array, is_last: Array) -> Array:
-    """Return the gradient or optimiser time of a stage. Its vocabulary parameters count as a number of layers of equal
-    size."""
+    """Return the gradient or optimiser time of a stage. Embedding and head count as the number of layers that have as
+    many parameters."""
     tables = table_params(model, is_first, is_last) / model.layer_params
     return (np.asarray(layers) + tables) * per_layer_s
 
