@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 Z_95 = 1.959964
-"""Half width, in standard deviations, of the 95 % interval of a normal distribution."""
+"""Half the width of the 95 % interval of a normal distribution, in standard deviations."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -29,7 +29,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     task: str
     num_prompts: int
     samples: int
-    """Number of responses per prompt (k). For the combined task `all`, 1 if the tasks have different numbers."""
+    """Number of responses per prompt (k). For the combined task `all`: 1 if the tasks have different numbers of
+    responses."""
     temperature: float
     """Sampling temperature; 0 means greedy decoding."""
     accuracy: Interval | None
@@ -42,7 +43,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     unjudged: int = 0
     """Number of responses whose scoring failed; accuracy and pass@k exclude them."""
     reward: float | None = None
-    """Mean reward of the scored responses; None if no response was scored, or if an earlier Baton wrote the result."""
+    """Mean reward of the scored responses; None if no response was scored, or if an earlier version of Baton, which did
+    not record the reward, wrote the result."""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     """Name of a reward part → its mean."""
     step: int | None = None
@@ -50,7 +52,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
     @property
     def own_reward(self) -> float | None:
-        """Mean reward, or None if it equals the accuracy or is not known."""
+        """Mean reward; None if it equals the accuracy or is unknown."""
         is_same = self.accuracy is not None and self.reward == self.accuracy.value
         return None if is_same else self.reward
 

@@ -1,13 +1,13 @@
-"""The journal of rollouts that no checkpoint contains yet. It records when groups are opened, grow, finish, are scored
-and are consumed.
+"""The journal of rollouts that no checkpoint contains yet. It records the opening of groups, the tokens, rewards and
+ends of their trajectories, and the train step that consumed each group.
 
 The journal is an SQLite database in WAL mode in the run's directory. `commit` writes changes to the operating system,
 so they survive a kill of any process. `settle` flushes them to disk, so they survive a power failure. The loop calls
 `settle` before it records a batch and before it renames a checkpoint. A power failure therefore loses at most the
 rollouts since the last batch, which are then generated again.
 
-Groups that a checkpoint contains are deleted. Groups of later batches stay. A group is open if no batch in the journal
-contains it. Every entry has a digest, which is verified when the journal is opened.
+A group is deleted from the journal when a checkpoint was trained on it. A group is open if no recorded batch contains
+it. Every entry has a digest, which is verified when the journal is opened.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OpenGroup(msgspec.Struct, frozen=True):
     episodes: dict[int, Episode] = msgspec.field(default_factory=dict)
     """Sample index → exchanges of the open multi-turn episode."""
     ended_turns: tuple[int, ...] = ()
-    """Sample indices of the episodes whose environment has not answered the last turn."""
+    """Sample indices of the episodes that wait for the environment's answer to their last turn."""
 
     def has_begun(self, sample_index: int) -> bool:
         """Return whether an unfinished trajectory, or an earlier path of its episode, has recorded tokens."""
@@ -122,9 +122,10 @@ class Journal:
     ) -> None:
         """Open or create the journal. Raises StorageFault if it is damaged.
 
-        path: None for a journal in memory, as in the simulator. keeps_partials: whether segments of unfinished
-        trajectories are recorded. In `sync` mode they are not recorded, and a resumed run generates these trajectories
-        again. before_commit: called before each commit; raises if another process has taken over the directory.
+        `path`: file of the journal; None for a journal in memory, as in the simulator. `keeps_partials`: whether
+        segments of unfinished trajectories are recorded. In `sync` mode they are not recorded, and a resumed run
+        generates these trajectories again. `before_commit`: called before each commit; raises if another process has
+        taken over the directory.
         """
         self._path, self._keeps_partials, self._before_commit = path, keeps_partials, before_commit
         self._is_open = False
@@ -165,7 +166,7 @@ class Journal:
                 raise sqlite3.DatabaseError(f"the digest of the entry {key} is wrong")
 
     def issued(self, group: IssuedGroup, place: StreamCursor) -> None:
-        """Record an opened group, and the position of the prompt stream after its prompt."""
+        """Record an opened group, and the position of the prompt stream after the group's prompt."""
         self._put(EntryKey("group", group.group_id), group)
         self._put(EntryKey("place"), place)
 
@@ -184,13 +185,14 @@ class Journal:
             self._put(EntryKey("episode", *key), episode)
 
     def turn_ended(self, trajectory: Trajectory) -> None:
-        """Record that a turn of a multi-turn episode has ended and that its action is sent to the environment."""
+        """Record that a turn of a multi-turn episode has ended, and that the turn's action is sent to the
+        environment."""
         if self._keeps_partials:
             self._put(EntryKey("turn", trajectory.group_id, trajectory.sample_index), trajectory.num_tokens)
 
     def observed(self, trajectory: Trajectory, episode: Episode) -> None:
-        """Record the last exchange of an open episode. If its observation started a new path, record the previous path
-        and the trajectory of the new path. Otherwise `grew` records the observation's tokens."""
+        """Record the last exchange of an open episode. If the exchange's observation started a new path, record the
+        previous path and the trajectory of the new path. Otherwise `grew` records the observation's tokens."""
         if not self._keeps_partials:
             return
         key = (trajectory.group_id, trajectory.sample_index)
@@ -211,8 +213,8 @@ class Journal:
             self._remove(("episode",), *key)
 
     def delete_rewards(self) -> None:
-        """Delete the rewards of open groups, so that they are scored again after a change of the reward parts. Episodes
-        keep the rewards of their environments, or the failure of the environment."""
+        """Delete the rewards of open groups, so that the groups are scored again after a change of the reward parts.
+        Episodes keep the rewards that their environments gave, and the failures of their environments."""
         for key, scored in self._find(("judged",)):
             if scored.episode is not None and ENVIRONMENT not in scored.judgement.parts:
                 continue
@@ -243,8 +245,8 @@ class Journal:
         self.commit()
 
     def checkpointed(self, step: int, oldest_step: int) -> None:
-        """Delete the groups of all batches up to `step`, because a checkpoint now contains them. oldest_step: step of
-        the oldest checkpoint from which the run may resume. The metrics of batches after `oldest_step` are kept."""
+        """Delete the groups of all batches up to `step`, because a checkpoint was trained on them. `oldest_step`: step
+        of the oldest checkpoint from which the run may resume. The metrics of batches after `oldest_step` are kept."""
         for group_id in self._gone(step):
             self._remove(_GROUP_KINDS, group_id)
         for key, _ in self._find(("batch",)):
@@ -269,7 +271,7 @@ class Journal:
         """Commit and flush to disk, so that all changes survive a power failure."""
         self.commit()
         with self._faults():
-            # a checkpoint of the WAL flushes the log first, then the database
+            # a WAL checkpoint (of SQLite, not of the run) flushes the write-ahead log first, then the database
             (is_busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         assert not is_busy, f"another connection reads {self._path}"
 
@@ -300,7 +302,7 @@ class Journal:
         return [self._open_group(issued) for key, issued in self._find(("group",)) if key.number not in gone]
 
     def groups_of(self, step: int) -> list[int]:
-        """Return the ids of the groups in a step's batch, or an empty list if a checkpoint contains the batch."""
+        """Return the ids of the groups in a step's batch, or an empty list if a checkpoint was trained on the batch."""
         return [key.number for key, at in self._find(("consumed",)) if at == step]
 
     def _gone(self, step: float) -> set[int]:
@@ -344,13 +346,15 @@ class Journal:
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", *key, packed, _digest(key, packed))
 
     def _remove(self, kinds: Sequence[str], number: int, sample: int | None = None) -> None:
-        """Remove the entries of these kinds with this number. sample: if given, remove only entries of this sample."""
+        """Remove the entries of these kinds with this number. If `sample` is given, remove only entries of this
+        sample."""
         of_sample = () if sample is None else (sample,)
         where = f"kind IN ({', '.join('?' * len(kinds))}) AND number = ?{' AND sample = ?' * len(of_sample)}"
         self._execute(f"DELETE FROM entries WHERE {where}", *kinds, number, *of_sample)
 
     def _find(self, kinds: Sequence[str], number: int | None = None) -> list[tuple[EntryKey, Any]]:
-        """Return the entries of these kinds, ordered by key. number: if given, return only entries with this number."""
+        """Return the entries of these kinds, ordered by key. If `number` is given, return only entries with this
+        number."""
         of_number = () if number is None else (number,)
         where = f"kind IN ({', '.join('?' * len(kinds))}){' AND number = ?' * len(of_number)}"
         with self._faults():

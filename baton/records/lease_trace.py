@@ -1,10 +1,9 @@
-"""Converts leases and their reports to spans of the trace. Each lane of an engine in the trace is one of the engine's
-slots.
+"""Converts leases (trajectories assigned to engines) and their reports to spans of the trace. In the trace, each lane
+of an engine is one of the engine's slots.
 
 The sender of leases calls `on_lease` for each lease and `on_report` for each report. If an engine has more leases than
 slots, it runs them in the order of arrival. The span of a waiting lease therefore begins when a slot becomes free. A
-lease that never gets a slot has no span. The token counts of a span include all policy tokens that were reported for
-the lease.
+lease that never gets a slot has no span. A span counts all policy tokens that were reported for its lease.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _Slots:
 
 
 class LeaseTrace:
-    """Records a span for every lease that gets a slot. Only the thread that sends the leases may call its methods."""
+    """Records a span for every lease that gets a slot. Only the thread that sends the leases may call these methods."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
         self.tracer, self.clock = tracer, clock
@@ -70,7 +69,8 @@ class LeaseTrace:
             self._open_span(held, self.clock())
 
     def on_report(self, message: FromWorker) -> None:
-        """Count the tokens of a report; end the lease if the message finishes, aborts or refuses it."""
+        """Count the tokens of a report. End the lease if the report says that the trajectory is finished, aborted or
+        refused."""
         held = self._held.get(message.lease_id)
         if held is None:
             return
@@ -90,7 +90,8 @@ class LeaseTrace:
             self.ended(message.lease_id, "abort")
 
     def ended(self, lease_id: int, how: str) -> None:
-        """End a lease's span, even if its worker continues. how: value of `ended`. Ignores an unknown lease."""
+        """End a lease's span, even if the worker continues to generate. `how`: value of `ended` in the span. An unknown
+        lease is ignored."""
         held = self._held.pop(lease_id, None)
         if held is None:
             return

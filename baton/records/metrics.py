@@ -1,6 +1,6 @@
 """Writes the metrics of each step to `metrics.jsonl` and to the loggers of the recipe: TensorBoard, Weights & Biases.
 
-docs/metrics.md lists the names of the metrics. They follow the names that other RL trainers use.
+docs/metrics.md lists the names of the metrics, which follow the names in other RL trainers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Sink(Protocol):
     """A destination of metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write metrics of one step. A step may have several calls, and a resumed run may write it again."""
+        """Write metrics of one step. A step may have several calls, and a resumed run may write a step again."""
 
     def close(self) -> None:
         """Flush and close the destination."""
@@ -76,7 +76,7 @@ class MetricsWriter:
         log: LogSettings | None = None,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the sinks of the run in `directory`, and remove the rows of steps after `resume_step`. before_write:
+        """Open the sinks of the run in `directory`, and remove the rows of steps after `resume_step`. `before_write`:
         called before each write; raises if another process has taken over the directory. Raises UserError if Weights &
         Biases is configured but cannot start."""
         self._directory, self._before_write = directory, before_write
@@ -120,7 +120,8 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Sink that writes event files in `tensorboard/`, synchronously, because a thread would hide write errors."""
+    """Sink that writes event files in `tensorboard/`. It writes in the calling thread, because a writer thread would
+    hide errors."""
 
     def __init__(self, directory: Path, resume_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -149,11 +150,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sink that writes to a run at Weights & Biases. This run has the name of Baton's run, and is continued when
-    Baton's run is resumed.
+    """Sink that writes to a run at Weights & Biases, which has the name of Baton's run and continues when Baton's run
+    is resumed.
 
-    If the start fails, an error is raised. If a later write fails, the failure is logged once and the run continues
-    without Weights & Biases, because `metrics.jsonl` has all metrics.
+    If the start fails, an error is raised. If a later write fails, the failure is logged once, and Baton's run
+    continues without Weights & Biases, because `metrics.jsonl` has all metrics.
     """
 
     def __init__(self, directory: Path, project: str) -> None:

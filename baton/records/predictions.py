@@ -1,7 +1,6 @@
 """Predictions of a plan or a simulation for a run, and their comparison with the metrics of the run.
 
-A run writes its predictions to predictions.json, and reads the file only at its start. `compare` gets the predictions
-and the rows of metrics.jsonl.
+A run writes its predictions to predictions.json, and reads this file only when it starts.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from baton.files import write_whole
 
 FILE = "predictions.json"
 MEMORY = "trainer memory"
-"""The term whose prediction depends on the run's largest microbatch, and therefore on response lengths."""
+"""Name of the term whose prediction depends on the number of tokens of the run's largest microbatch."""
 TOLERANCE = 0.15
-"""A term is off if the measured value differs from the predicted value by more than this fraction. For terms whose unit
-is `share`, this number is the allowed difference instead."""
+"""A prediction counts as wrong (`Comparison.is_off`) if measured divided by predicted value differs from 1 by more than
+this number. For terms whose unit is `share`, this is the allowed difference of the two values instead."""
 WARM_SHARE = 0.2
 """Share of the train steps, at the start of the run, that measured means exclude."""
 
@@ -49,8 +48,8 @@ TERMS: dict[str, tuple[str, Callable[[Row], float]]] = {
     "response length": ("tokens", lambda row: row["response_length/mean"]),
 }
 """Name of a term → (unit, function that computes the term from a row of metrics). The function raises KeyError if the
-row lacks a metric. The response length is an input of the predictions. If it differs, other terms differ as a
-consequence."""
+row lacks a metric. The response length is an input of the other predictions: if the measured length differs, the other
+terms differ too."""
 
 
 MemoryByTokens = tuple[tuple[int, float], ...]
@@ -64,11 +63,12 @@ class Prediction(msgspec.Struct, frozen=True):
     term: str
     value: float
     by_tokens: MemoryByTokens = ()
-    """Only for the term `MEMORY`. `value` is the number of bytes in the last pair, for responses of the maximum
-    length."""
+    """Predicted memory by size of the largest microbatch; only for the term `MEMORY`. The field `value` is then the
+    number of bytes in the last pair, for responses of the maximum length."""
 
     def at(self, tokens: float | None) -> float:
-        """Return the value predicted if the largest microbatch has `tokens` tokens. None: the maximum number."""
+        """Return the value that is predicted if the largest microbatch has `tokens` tokens. None stands for the maximum
+        number."""
         if tokens is None or not self.by_tokens:
             return self.value
         places, values = np.array(self.by_tokens).T
@@ -131,7 +131,8 @@ def steady_rows(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, ...]:
-    """Compare predictions with a run's metrics, except evaluations and the first train steps (`WARM_SHARE`)."""
+    """Compare predictions with a run's metrics. `rows`: rows of metrics.jsonl, of which evaluations and the first train
+    steps (`WARM_SHARE`) are omitted."""
     steps = steady_rows([row for row in rows if row["step"] > predictions.after_step])
     tokens, found = _peak_tokens(steps), []
     told_of = {each.term: each for each in predictions.terms}
@@ -147,8 +148,8 @@ def compare(predictions: Predictions, rows: Sequence[Row]) -> tuple[Comparison, 
 
 
 def ratios(predictions: Predictions, row: Row) -> dict[str, float]:
-    """Return a metric `measured_over_predicted/TERM` for each term: its measured value divided by its predicted value.
-    Terms without a measured value, or with the prediction 0, are omitted."""
+    """Return a metric `measured_over_predicted/TERM` for each term: the measured value divided by the predicted value.
+    Terms without a measured value, and terms with the prediction 0, are omitted."""
     tokens = _peak_tokens([row])
     found = ((each.term, each.at(tokens), _measured([row], *TERMS[each.term])) for each in predictions.terms)
     return {
@@ -176,7 +177,7 @@ def _measured(rows: Sequence[Row], unit: str, of: Callable[[Row], float]) -> flo
 
 
 class RunPredictions:
-    """The predictions of this process's run. Changes of predictions.json by other processes are not read."""
+    """The predictions of a run in this process, which does not read changes of predictions.json by other processes."""
 
     def __init__(self, directory: Path, current: Predictions | None) -> None:
         self.current = current

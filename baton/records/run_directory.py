@@ -46,14 +46,14 @@ from baton.types import Group, plain
 
 RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym", "msgspec")
 Source = Literal["batch", "evaluation", "greedy", "skipped"]
-"""Which recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled or the greedy
-responses of the evaluation after the step. `skipped`: the batch of this step that `skip_groups` last removed."""
+"""Kind of recorded groups of a train step. `batch`: the step's batch. `evaluation`, `greedy`: the sampled and the
+greedy responses of the evaluation after the step. `skipped`: the step's batch that `skip_groups` removed last."""
 _BEFORE_A_RUN = LOCK_FILES | {"recipe.toml", ".recipe.toml.unfinished", ".run.json.unfinished"}
 """Files that a process may leave in the directory if it ends before its run has started."""
 _WARM_START_KEYS = ("sft.steps",)
 _TRAINING_KEYS = ("run.steps", "rollout.batch_groups", "rollout.group_size", "rollout.max_new_tokens", "algorithm.name")
-"""Recipe keys that summaries and reports read. They are checked because a recipe.toml that was truncated after a line
-is still valid TOML."""
+"""Recipe keys that summaries and reports read. A recipe.toml without one of these keys was truncated: a file that ends
+after a complete line is still valid TOML."""
 
 
 class RecordedEvaluation(msgspec.Struct, frozen=True):
@@ -67,7 +67,8 @@ class RunDirectory:
     """Paths and files of one run."""
 
     def __init__(self, path: Path, lock: RunLock | None = None) -> None:
-        """lock: the directory's lock, required for writing. Without it, `check_held` does nothing."""
+        """`lock`: the directory's lock, which a process that writes needs. Without a lock, `check_held` does
+        nothing."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
@@ -130,8 +131,8 @@ class RunDirectory:
     def write_resume(
         self, recipe: dict[str, Any], *, step: int, threads: int, changes: Mapping[str, tuple[Any, Any]]
     ) -> None:
-        """Write the recipe of a resumed run; append the new environment and the changes of the recipe to run.json.
-        changes: keys of the recipe with (old, new) values; the new values apply after `step`."""
+        """Write the recipe of a resumed run, and append the new environment and the changes of the recipe to run.json.
+        `changes`: key of the recipe → (old, new) value. The new values apply after `step`."""
         facts = self.facts()
         changed = {key: {"old": old, "new": new} for key, (old, new) in changes.items()}
         facts["resumed"].append({"step": step, "changed": changed, **_environment(threads)})
@@ -227,8 +228,8 @@ class RunDirectory:
     def write_evaluation(
         self, step: int, results: Sequence[Evaluation], groups: Mapping[Source, Sequence[Group]] = {}
     ) -> None:
-        """Write the evaluations of a step, with their groups. They replace the evaluations of this step and of later
-        steps."""
+        """Write the evaluations of a step, with their groups. Earlier records of evaluations of this step and of later
+        steps are removed."""
         for source, evaluated in groups.items():
             self._write_groups(step, evaluated, source)
         self.check_held()

@@ -4,9 +4,9 @@
     holder.json   the process that holds the directory: epoch, process id, host, start time, command
 
 A second process on the same machine is refused. A process on another machine is also refused if the network file system
-supports locks. If the file system does not support locks, a process on another machine can take over the directory by
-writing the next epoch to holder.json. The first process then stops at its next durable write, because it calls `check`
-before each durable write.
+supports locks. If it does not support locks, a process on another machine can take over the directory by writing the
+next epoch to holder.json. The first process calls `check` before each durable write, so it stops before it writes
+again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from baton.files import make_directory, write_whole
 
 RETRY_S = 0.05
 RETRIES = 20
-"""Number of retries of `take`. A lock may be held briefly even without a run: by a call of `status`, or by a killed
-run's child process between fork and exec."""
+"""Number of retries of `take`. Without a run, two processes may still hold the lock for a moment: one that calls
+`status`, and a child of a killed run between fork and exec."""
 LOCK_FILES = frozenset({"lock", "holder.json"})
 
 
@@ -57,7 +57,8 @@ class RunLock:
     """The lock of a run's directory, held by this process."""
 
     def __init__(self, directory: Path, file: IO[bytes], holder: LockHolder, made: Sequence[Path]) -> None:
-        """made: directories that `take` created, deepest first. `release` removes them if no run was started."""
+        """`made`: directories that `take` created, deepest first. `release` removes these directories if no run was
+        started."""
         self._directory, self._file, self._holder, self._made = directory, file, holder, made
 
     @classmethod
@@ -109,7 +110,7 @@ class RunLock:
 
     def release(self, outcome: str | None = None) -> None:
         """Release the lock. If `take` created the directory and no run was started in it, remove the directory. May be
-        called twice. outcome: how the run ended; None if no run was started."""
+        called twice. `outcome`: how the run ended; None if no run was started."""
         if self._file.closed:
             return
         with suppress(OSError), self._file:

@@ -67,8 +67,8 @@ def gapless_periods(spans: Iterable[Span]) -> list[list[Span]]:
 
 
 def actors_of(spans: Iterable[Span]) -> tuple[list[str], list[str]]:
-    """Return the names of all actors except workers, and the names of the workers. Both lists are sorted by name, and
-    numbers in names are compared as numbers. The trainer comes first."""
+    """Return two lists: the names of all actors except workers, with the trainer first, and the names of the workers.
+    Both lists are sorted by name, and numbers in names are compared as numbers."""
     found: dict[str, bool] = {}
     for span in spans:
         found[span.actor] = found.get(span.actor, False) or span.name == "generate"
@@ -82,7 +82,8 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 _PART = "part"
 MAX_PENDING = 200_000
-"""Maximum number of spans that wait for the next flush. Further spans are dropped, and a mark `GAP` is recorded."""
+"""Maximum number of spans that wait in memory for the next `flush`. Further spans are dropped, and a mark `GAP` is
+recorded."""
 LIMIT_BYTES = 32_000_000
 """Maximum size of a run's trace. If a trace becomes larger, spans in its middle are deleted."""
 
@@ -212,7 +213,8 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str, step: int, span: str = "") -> Iterator[None]:
-        """Add the duration of the context to the stage `name`. span: name in the trace; by default, `name`."""
+        """Add the duration of the context to the stage `name`. `span`: name of the span in the trace; the default is
+        `name`."""
         begin_s = self.now_s()
         try:
             yield
