@@ -275,6 +275,6 @@ def test_the_command_eval_leaves_out_a_function_of_another_process(
     del PASSED["__main__:own"]
     (result,) = evaluate_model(run.path, None, temperature=0.0)
     assert set(result.parts) == {"format"}
-    assert "rewards left out: own, because only the script that trained defines these functions" in caplog.text
+    assert "omits the rewards own: only the script that started the training defines their functions" in caplog.text
     with pytest.raises(UserError, match=r"a script passed it to baton\.train; define own"):
         run.resume({"run.steps": 2})

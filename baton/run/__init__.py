@@ -1,1 +1,1 @@
-"""From a recipe to a running system: assembly, loop, evaluation, resume, dry run, hub, supervised warm start."""
+"""Constructs and runs what a recipe describes: training, evaluation, resume, dry run, hub, supervised warm start."""

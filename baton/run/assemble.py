@@ -79,11 +79,12 @@ from baton.weights.version_files import TensorsOfFile
 
 logger = logging.getLogger(__name__)
 RewardPlaces = Sequence[tuple[str, Launch]]
-"""Device of each process of a reward model, and the function that starts the process."""
+"""For each process of a reward model: its device, and the function that starts it."""
 
 
 class RemoteReplicas(Protocol):
-    """Starts the `engine.vllm.replicas` vLLM engines of a run on other machines. `direct`: how versions reach them."""
+    """Starts the vLLM engines of a run (`engine.vllm.replicas`) on other machines. `direct`: how versions are sent to
+    these engines."""
 
     direct: DirectTransfer
 
@@ -96,8 +97,8 @@ StartRanks = Callable[[int, int], Ranks]
 
 
 def set_up_torch(threads: int, *, busy: int = 0, deterministic: bool | None = None) -> int:
-    """Set up torch (`set_up_threads`) and return the number of threads. If `threads` is 0, torch gets all available
-    cores except `busy` cores, which other processes use."""
+    """Set up torch (`set_up_threads`) and return the number of threads. If `threads` is 0, torch gets a thread for each
+    available core except `busy` cores, which other processes use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = threads or max(1, allowed - busy)
     set_up_threads(count, deterministic=deterministic)
@@ -118,8 +119,9 @@ def build_engine(
     replica: int = 0,
     direct: DirectTransfer | None = None,
 ) -> Engine:
-    """Construct the recipe's engine. The engine loads a copy of the model at `path`. trainer: sends later versions, if
-    weights are transferred directly. direct: how several replicas receive them; `replica` is the index of this one."""
+    """Construct the recipe's engine, which loads the model at `path`. `trainer`: the trainer of later versions, which
+    direct transfers need. `direct`: how several replicas receive versions. `replica`: index of this engine among the
+    replicas."""
     layout, device, variables = layout_of(recipe), recipe.model.device, {}
     if layout is not None and layout.engines:
         own = layout.engines[replica]
@@ -142,7 +144,8 @@ def build_engine(
 
 
 def _direct(recipe: Recipe, trainer: Trainer | None, replicas: RemoteReplicas | None = None) -> DirectTransfer | None:
-    """Return how versions reach engines, and prepare the trainer for it. None: through files."""
+    """Return how versions are sent to engines, and prepare the trainer for this transfer. Return None if engines load
+    versions from files."""
     if recipe.weights.transport == "store":
         return None
     is_sparse = recipe.weights.transport == "sparse"
@@ -199,7 +202,7 @@ def build_port(
     replicas: RemoteReplicas | None = None,
 ) -> WorkerTransport:
     """Construct the recipe's worker transport: one engine in this process (`build_engine`), several replicas of vLLM,
-    or a pool of engine processes. replicas: replicas on other machines, instead of those of this process."""
+    or a pool of engine processes. `replicas`: starts replicas on other machines instead of this one."""
     if replicas is not None or (recipe.engine.kind == "vllm" and recipe.engine.vllm.replicas > 1):
         return _replicas(recipe, path, version, trace, trainer, replicas)
     if not recipe.engine.processes:
@@ -233,11 +236,12 @@ def build_loop(
     reward_places: RewardPlaces = (),
     replicas: RemoteReplicas | None = None,
 ) -> Loop:
-    """Construct all parts of a run. The run starts in its initial state or in the state of its latest checkpoint.
+    """Construct all parts of a run. With `resume`, the run starts in the state of its latest checkpoint.
 
-    A request through `stop` ends all waits of the loop except the wait for a train step. `supervisor`, `start_ranks`,
+    A request through `stop` ends every wait of the loop except the wait for a train step. `supervisor`, `start_ranks`,
     `reward_places` and `replicas` start workers, trainer ranks, reward models and vLLM engines on other machines.
-    Raises UserError for mistakes that can be detected before the first step; the run's directory then stays unchanged.
+    Raises UserError for mistakes that can be detected before the first step. After this error, the run's directory is
+    unchanged.
     """
     path = recipe.run.path
     if not resume:
@@ -276,7 +280,7 @@ def train_here(
     overwrite: bool,
     predictions: Predictions | None = None,
 ) -> Loop:
-    """Run a recipe from this process until it ends or `stop` is requested. Close the run's `Loop`, and return it."""
+    """Run a recipe in this process until the run ends or `stop` is requested. Return the run's closed `Loop`."""
     with _memory_errors(recipe):
         with stop.interrupting():
             loop = build_loop(recipe, observer, resume=resume, overwrite=overwrite, stop=stop)
@@ -395,8 +399,8 @@ def _build_loop(
 
 
 def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, observer: Observer) -> list[Prompt]:
-    """Exclude too long prompts from the tasks, and return the held-out prompts. Report to the observer how many prompts
-    were excluded, and if fewer than `eval.num_prompts` prompts are held out."""
+    """Exclude too long prompts from the tasks, and return the held-out prompts. The observer receives a message with
+    the number of excluded prompts, and a message if fewer than `eval.num_prompts` prompts are held out."""
     room, seed, wanted = recipe.engine.max_context_tokens, recipe.run.seed, recipe.eval.num_prompts
     with observer.phase("measure prompts", 0) as measured:
         for lengths in measure(mixture, encoder.num_tokens, room, seed=seed, on_measured=measured):
@@ -413,7 +417,8 @@ def _prompts(recipe: Recipe, mixture: TaskMixture, encoder: PromptEncoder, obser
 
 
 def _turns(recipe: Recipe, engines: WorkerTransport | WorkerSupervisor, trainer: Trainer) -> DeviceSharing | None:
-    """Return the object that switches shared devices between engines and trainer; None for separate devices."""
+    """Return the object that switches devices between engines and trainer; None if engines and trainer use different
+    devices."""
     if not recipe.rollout.is_colocated:
         return None
     engine: Any = engines.engine if isinstance(engines, LocalTransport) else engines
@@ -434,9 +439,9 @@ def _open(
     supervisor: WorkerSupervisor | None,
     replicas: RemoteReplicas | None,
 ) -> tuple[RunDirectory, WorkerTransport, MetricsWriter, Journal]:
-    """Start engines or the hub, and open the run's directory and files. Local engines are constructed before the
-    directory is changed, so that errors of their construction leave the directory unchanged. A hub starts afterwards,
-    because the hub keeps files in the directory."""
+    """Start engines or the hub, and open the run's directory and files. Local engines are constructed before the run's
+    directory is changed, so that an error of an engine leaves the directory unchanged. A hub starts afterwards, because
+    the hub keeps files in the directory."""
     with ExitStack() as undo:
         undo.callback(trainer.close)
         if not recipe.swarm.is_on:
@@ -463,7 +468,7 @@ def _rollout_side(
     stop: StopRequest,
     episodes: EpisodeSetup | None,
 ) -> tuple[EvalRollout, RolloutController]:
-    """Construct the objects that lease trajectories to the workers: for evaluations, and for training."""
+    """Construct the two objects that send trajectories to workers: one for evaluations, one for training."""
     worker = WorkerClient(
         port, recipe.rollout.stall_timeout_s, max_context_tokens=recipe.engine.max_context_tokens, stop=stop
     )
@@ -510,8 +515,8 @@ def open_episodes(
 def build_trainer(
     recipe: Recipe, tokenizer: Tokenizer, start_ranks: StartRanks | None = None, publish_in: Path | None = None
 ) -> Trainer:
-    """Construct the recipe's trainer in this process, or in ranks that `start_ranks` starts. publish_in: directory for
-    the file of a version that is being published; the trainer creates it."""
+    """Construct the recipe's trainer in this process, or in ranks that `start_ranks` starts. `publish_in`: directory
+    for the files of published versions, which the trainer creates."""
     setup = TrainerSetup(
         model_path=recipe.model.path,
         device=recipe.model.device,
@@ -558,8 +563,8 @@ def evaluate_model(
 ) -> list[Evaluation]:
     """Evaluate a model on a recipe's test sets or held-out prompts, and return the results.
 
-    samples: number of responses to each prompt; by default, the recipe's number for the test set, or 1 without such a
-    number. write_to: file for the responses, one JSON object per line.
+    `samples`: number of responses to each prompt; the default is the recipe's number for the test set, or 1 if the
+    recipe states no number. `write_to`: file for the responses, one JSON object per line.
 
     `path` is a run's directory (the run's latest checkpoint is evaluated), a checkpoint, any model directory, or the
     shipped `models/quickstart`. Without `recipe_path`, the tasks come from the run's recipe. Raises UserError if the
@@ -584,7 +589,7 @@ def evaluate_model(
     lost = [r for r in recipe.reward if (r.function or "").startswith("__main__:") and r.function not in PASSED]
     if lost:
         logger.warning(
-            "rewards left out: %s, because only the script that trained defines these functions",
+            "the evaluation omits the rewards %s: only the script that started the training defines their functions",
             ", ".join(r.name for r in lost),
         )
         kept = tuple(r for r in recipe.reward if r not in lost) or (RewardSettings(kind="correct"),)
@@ -624,8 +629,8 @@ EVAL = PolicyVersion("eval", 0)
 def open_evaluator(
     recipe: TaskRecipe | Recipe, model_path: str, choose: Callable[[TaskMixture], Sequence[Prompt]]
 ) -> Iterator[Evaluator]:
-    """Load a model for evaluation only, as version `EVAL`, and open the tasks and scorers of a recipe. choose: function
-    that selects the prompts."""
+    """Load a model for evaluation only, as version `EVAL`, and open the tasks and scorers of a recipe. `choose` selects
+    the prompts."""
     set_up_torch(recipe.run.threads, deterministic=recipe.run.deterministic)
     tokenizer = load_tokenizer(model_path)
     encoder = PromptEncoder(tokenizer, (*recipe.task, *recipe.eval.task))

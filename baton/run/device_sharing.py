@@ -4,10 +4,10 @@
       trainer ░ sleep ░░░░░░░░░░░░░░░░░░░░░░░ ████████ train step ██ ░ sleep ░ → publish, save: from host memory
                                             switch                 switch
 
-Engine and trainer are never awake at the same time: one part leaves the device before the other part returns. The peak
-memory is therefore the maximum of the engine's and the trainer's memory, not their sum. Before the engine goes to
-sleep, its trajectories are aborted and reported, so it then has no leases. After `wake_up` the engine has no weights
-until it loads the next version.
+Engine and trainer are never awake at the same time: one frees the device before the other moves its tensors back to the
+device. The peak memory is therefore the maximum of the engine's and the trainer's memory, not the sum. Before the
+engine sleeps, its trajectories are aborted and reported. After `wake_up`, the engine has no weights until it loads the
+next version.
 """
 
 from __future__ import annotations

@@ -44,11 +44,12 @@ class DeviceLayout:
 def divide(
     num_gpus: int, trainer: Sequence[int], num_engines: int, *, each: int = 1, chosen: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each engine. Each engine gets `each` GPUs. If there are not enough GPUs, engines share them.
+    """Return the GPUs of each engine. Each engine gets `each` GPUs. If there are too few GPUs, several engines use the
+    same GPUs.
 
-    chosen: GPUs that engines may use. By default, they may use the GPUs without a trainer rank or, if these are fewer
-    than `each`, all GPUs. Raises UserError if a chosen GPU does not exist, or if `each` is larger than the number of
-    GPUs that engines may use.
+    `chosen`: GPUs that engines may use. By default, engines may use the GPUs without a trainer rank or, if there are
+    fewer than `each` such GPUs, all GPUs. Raises UserError if a chosen GPU does not exist, or if `each` is larger than
+    the number of GPUs that engines may use.
     """
     if missing := [gpu for gpu in chosen if gpu >= num_gpus]:
         raise UserError(
@@ -113,7 +114,7 @@ def layout_of(recipe: Recipe) -> DeviceLayout | None:
 
 
 def _reward_devices(recipe: Recipe, num_gpus: int, used: Sequence[int]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the devices of each reward model. used: the GPUs of the trainer, then those of the engines."""
+    """Return the devices of each reward model. `used`: the GPUs of the trainer, followed by the GPUs of the engines."""
     default = (f"cuda:{next((gpu for gpu in range(num_gpus) if gpu not in used), used[-1])}",)
     found = tuple((one.name, one.devices or default) for one in recipe.reward if one.kind == "model")
     for name, devices in found:
@@ -131,7 +132,8 @@ def gpu_of(device: str) -> int | None:
 
 
 def placed_rewards(recipe: Recipe, layout: DeviceLayout | None) -> tuple[RewardSettings, ...]:
-    """Return the recipe's reward parts, with the devices of reward models. Without a layout, the default is the CPU."""
+    """Return the recipe's reward parts, with the devices of reward models. Without a layout, the default device is the
+    CPU."""
     devices = {} if layout is None else dict(layout.rewards)
     return tuple(
         one.model_copy(update={"devices": devices.get(one.name, one.devices or ("cpu",))})

@@ -49,7 +49,8 @@ class Footprint(msgspec.Struct, frozen=True):
     example_prompt_tokens: int
     parameters: int
     trainer_bytes: int
-    """Peak memory of one trainer rank: weights, gradients, moments, activations and copies, without assumed parts."""
+    """Peak memory of one trainer rank: weights, gradients, moments, activations and copies. Assumed memory outside of
+    tensors is not included."""
     engine_bytes: int
     """Memory of an embedded engine with the recipe's slots and context: weights, KV cache, copies."""
     cache_bytes: int
@@ -121,9 +122,10 @@ def footprint(recipe: Recipe, *, is_here: bool = True) -> Footprint:
 
 
 def trainer_bytes(recipe: Recipe, *, is_here: bool, on_cpu: bool | None = None) -> tuple[tuple[int, float], ...]:
-    """Return pairs (tokens of the largest microbatch, bytes of the training process or of the largest rank). The
-    numbers of tokens are powers of two, and the maximum of the recipe. A single trainer on this machine (`is_here`)
-    runs in the process of the hub, so the hub's memory is added. on_cpu: by default, determined from `model.device`."""
+    """Return pairs (number of tokens of the largest microbatch, bytes of the trainer's process or of its largest rank).
+    The numbers of tokens are the powers of two below the recipe's maximum, and this maximum. A trainer without ranks on
+    this machine (`is_here`) runs in the hub's process, so the hub's memory is added. `on_cpu`: whether the trainer runs
+    on a CPU; the default depends on `model.device`."""
     config, model = check_room(recipe, is_here=is_here)
     spec = spec_of(config, sum(p.numel() for p in model.parameters()))
     on_cpu = _on_cpu(recipe, is_here=is_here) if on_cpu is None else on_cpu
@@ -147,7 +149,8 @@ def check_room(recipe: Recipe, *, is_here: bool) -> tuple[PretrainedConfig, PreT
 
     `is_here` states whether trainer and engine run on this machine. Raises UserError if the model cannot be loaded, if
     the combination of settings is refused, if the context of the model or of a reward model is too short, or if this
-    machine has too little memory. The error then names a change of the recipe with which the run fits.
+    machine has too little memory. If memory is too small, the error names a change of the recipe with which the run
+    fits.
     """
     path = base_of_adapter(Path(recipe.model.path)) or recipe.model.path
     name, revision = split_revision(path)

@@ -13,7 +13,8 @@ from baton.run.tokenization import PromptEncoder, response_of
 from baton.types import Group, Prompt, SamplingParams, ScoredTrajectory
 
 EVAL_NOISE = 0x5EED_E7A1
-"""Noise seed of all evaluations. It is fixed, so results of two checkpoints differ only because of their weights."""
+"""Seed of the sampling noise of all evaluations. Because it is constant, results of two checkpoints differ only because
+of their weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class Evaluator:
     def evaluate(
         self, sampling: SamplingParams, *, version: int, samples: int | None = None
     ) -> tuple[list[Evaluation], list[Group]]:
-        """Generate and score responses to each prompt; return the results of each task, and the scored groups. samples:
-        number of responses per prompt; it replaces `self.samples` and `self.samples_of`. Greedy decoding generates one
-        response per prompt.
+        """Generate and score responses to each prompt. Return the results of each task, and the scored groups.
+        `samples`: number of responses per prompt, used instead of `self.samples` and `self.samples_of`. Greedy decoding
+        generates one response per prompt.
 
         With several tasks, the last result is named `all` and covers all of them. Raises Stopped if a stop is
         requested.

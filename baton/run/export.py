@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 def export_run(run: Path, to: Path, *, step: int | None = None, dtype: str | None = None) -> Path:
     """Write the model of a run to the directory `to`, which must be empty or absent, and return `to`.
 
-    step: train step of the checkpoint; by default, the newest intact checkpoint. dtype: dtype of the weights; by
-    default, the dtype of the model with which the run started. An adapter is merged into its base model. Raises
-    UserError if the dtype is not allowed or the checkpoint does not exist.
+    `step`: train step of the checkpoint; by default, the newest intact checkpoint is exported. `dtype`: dtype of the
+    weights; the default is the dtype of the model with which the run started. An adapter is merged into its base model.
+    Raises UserError if the dtype is not allowed or the checkpoint does not exist.
     """
     opened = RunDirectory.open(run)
     checkpoint = _checkpoint(opened, step)
@@ -44,7 +44,7 @@ def export_run(run: Path, to: Path, *, step: int | None = None, dtype: str | Non
         (directory / "README.md").write_text(model_card(opened, number, chosen), encoding="utf-8")
         permissions = (directory / "recipe.toml").stat().st_mode
         for file in filter(Path.is_file, directory.rglob("*")):
-            file.chmod(permissions)  # safetensors makes its files unreadable for others, such as a server's user
+            file.chmod(permissions)  # safetensors lets only the owner read a file, but servers run as other users
     return to
 
 

@@ -79,7 +79,8 @@ HEARTBEATS = 6
 
 def check_swarm(recipe: Recipe, supervisor: WorkerSupervisor | None = None) -> ListenAddress:
     """Check the swarm's settings before a run starts, and return the hub's address. Raises UserError for invalid
-    settings. Workers that a worker supervisor starts do not need the token file, so it may then be missing."""
+    settings. The token file may be missing if `supervisor` starts the workers, because these workers do not need the
+    file."""
     swarm = recipe.swarm
     address = swarm.serve or "127.0.0.1:0"
     certificate = Path(swarm.certificate) if swarm.certificate else None
@@ -324,8 +325,8 @@ def _verifier(recipe: Recipe, files: _Files, tracer: Tracer, *, has_strangers: b
 
 
 def _scorer(recipe: Recipe, files: _Files) -> LogprobScorer:
-    """Return a scorer in the engines' dtype. Its logprobs are then bit-identical to most logprobs of correct
-    engines."""
+    """Return a scorer that computes in the engines' dtype, so that its logprobs are bit-identical to most logprobs of
+    correct engines."""
     device, attention = torch_device(recipe.inspection.device), recipe.model.attention
     dtype = torch_dtype(recipe.engine.dtype, device)
     if recipe.lora is not None:

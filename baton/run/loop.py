@@ -56,7 +56,7 @@ SAVE_S = 1800.0
 
 
 class LoopState(msgspec.Struct, frozen=True):
-    """The part of a run's state that a checkpoint stores in addition to the trainer's state."""
+    """The part of a checkpoint that is not the trainer's state."""
 
     step: int = 0
     """Number of completed train steps."""
@@ -142,7 +142,7 @@ class Loop:
     judge: RewardScorer
     port: WorkerTransport
     evaluator: Evaluator
-    """Generates and scores responses for evaluations; without prompts if the recipe disables evaluations."""
+    """Generates and scores responses for evaluations. It has no prompts if the recipe disables evaluations."""
     controller: RolloutController
     """Part that generates responses for training."""
     journal: Journal
@@ -176,7 +176,7 @@ class Loop:
     clock: StageTimer = field(init=False)
     steps: TrainSteps = field(init=False)
     saved_step: int = field(init=False)
-    """Train step of the last checkpoint. The checkpoint may still be waiting to be written (`unwritten`)."""
+    """Train step of the last checkpoint, which may not be on disk yet (`unwritten`)."""
     writer: SerialExecutor = field(default_factory=lambda: SerialExecutor("checkpoint"))
     """Thread that writes checkpoints with `checkpoint.background`."""
     unwritten: tuple[int, Future[SavedCheckpoint]] | None = None
@@ -209,11 +209,11 @@ class Loop:
         """Run from the current state to the last train step, and return the results of the last evaluation.
 
         Returns earlier if `stop` is requested. Raises TrainingDiverged and StorageFault, which name the last good
-        checkpoint. If the process is killed, a resume repeats the steps after the last checkpoint, and cuts or
-        overwrites the files of these steps.
+        checkpoint. If the process is killed, a resume repeats the steps after the last checkpoint, and removes or
+        overwrites the records of these steps.
         """
-        # freeze the 400,000 objects of imported modules: a full collection in a step would visit them for 0.3 s. There
-        # is no collection before the freeze, because it would add 0.3 s to each run of a process
+        # freeze the 400,000 objects of imported modules, because a full garbage collection in a step would visit them
+        # for 0.3 s. A collection before the freeze would also cost 0.3 s, so there is none
         gc.freeze()
         try:
             return self._train()
@@ -271,7 +271,7 @@ class Loop:
                 self.controller.abort_all(PUT_DOWN_S)
             except (EngineFault, EnvironmentFault, DeadlineExceeded) as error:
                 self.observer.said(
-                    f"workers have not reported all tokens, and a resumed run generates them again: {error}"
+                    f"workers have not reported all tokens; a resumed run generates the missing tokens again: {error}"
                 )
             self.journal.settle()
         return results
@@ -365,9 +365,9 @@ class Loop:
                     self.steps.consumed(step, self.run.groups(step))
 
     def _save(self) -> None:
-        """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint. Flushes the journal
-        first, so that no group of the checkpoint's batches can be trained again. With `checkpoint.background`, a
-        failure is raised by the next call, or by `_finish_saving`."""
+        """Write a checkpoint of the current step, unless the step is 0 or already has a checkpoint. The journal is
+        flushed first, so that no group of the checkpoint's batches can be trained again. With `checkpoint.background`,
+        the next call or `_finish_saving` raises the error of a failed write."""
         if self.saved_step == self.state.step or not self.state.step:
             return
         self._finish_saving()
@@ -396,7 +396,7 @@ class Loop:
         self._written(step, saved)
 
     def _written(self, step: int, saved: SavedCheckpoint) -> None:
-        """Delete from the journal the groups of batches that a checkpoint on disk contains."""
+        """Delete the groups from the journal on which a checkpoint on disk was trained."""
         self.last_checkpoint = saved.path
         self.journal.checkpointed(step, saved.oldest_step)
 

@@ -57,8 +57,8 @@ class ProcessMemory(msgspec.Struct, frozen=True):
 
     name: str
     count: int
-    """Number of equal processes. On a CPU they share the memory. On a GPU with empty `gpus`, each is assumed to have
-    its own GPU."""
+    """Number of equal processes. On a CPU, all share the host's memory. With GPUs and empty `gpus`, each process is
+    assumed to have its own GPU."""
     phase: str
     """The phase in which the process needs most memory."""
     parts: tuple[MemoryPart, ...]
@@ -67,8 +67,8 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     on_host: bool = False
     """Whether this is host memory, even if the run uses GPUs."""
     alternates: bool = False
-    """Whether this process uses its GPUs alternately with other processes, which are marked too. The parts then include
-    the memory that sleeping processes keep."""
+    """Whether this process uses its GPUs alternately with another process, for which `alternates` is True too. `parts`
+    then includes the memory that the other process keeps on the GPUs while it sleeps."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +81,7 @@ def value_bytes(dtype: DTypeChoice, *, on_cpu: bool) -> int:
 
 
 def most_tokens_of(recipe: Recipe) -> int:
-    """Return the maximum tokens of a microbatch on one rank, reached if its trajectories have the maximum length."""
+    """Return the number of tokens of the largest possible microbatch on one rank."""
     return math.ceil(microbatch_tokens(recipe.trainer, recipe.engine.max_context_tokens, _batch_tokens(recipe)))
 
 
@@ -93,8 +93,8 @@ def _batch_tokens(recipe: Recipe) -> float:
 def rank_phases_of(
     recipe: Recipe, model: ModelSpec, *, on_cpu: bool, stage: int = 0, most_tokens: float = math.inf
 ) -> tuple[Phase, ...]:
-    """Return the phases of a trainer rank of the recipe. stage: index of the rank's pipeline stage. most_tokens: tokens
-    of the largest microbatch, if it is smaller than `most_tokens_of`."""
+    """Return the phases of a trainer rank of the recipe. `stage`: index of the rank's pipeline stage. `most_tokens`:
+    number of tokens of the largest microbatch, if this is smaller than `most_tokens_of`."""
     trajectories = recipe.rollout.batch_groups * recipe.rollout.group_size
     return trainer_phases(
         model,
@@ -167,9 +167,10 @@ def processes_of(
     """Return the processes of a run with their memory. Two files in host memory are listed as processes too: the
     published version and the unwritten checkpoint.
 
-    layout: this machine's GPUs; None on a CPU, and on other machines. On other machines, every process has its own GPU,
-    except that the engine of a single trainer shares the trainer's GPU. An engine of kind `vllm` takes a fixed share of
-    its GPUs, and is counted only on this machine's GPUs. most_tokens: as in `rank_phases_of`.
+    `layout`: this machine's GPUs; None if the run uses a CPU or other machines. On other machines, every process is
+    assumed to have its own GPU, except that the embedded engine of a trainer without ranks shares the trainer's GPU. An
+    engine of kind `vllm` takes a fixed share of its GPUs, and is counted only on this machine's GPUs. `most_tokens`:
+    number of tokens of the largest microbatch, if this is smaller than `most_tokens_of`.
     """
     ranks, layers = recipe.trainer.ranks, model.num_layers
     phases = rank_phases_of(recipe, model, on_cpu=on_cpu, most_tokens=most_tokens)
@@ -269,7 +270,8 @@ def _reward_process(reward: RewardSettings, longest_tokens: int, *, on_cpu: bool
 
 
 def _vllm_process(recipe: Recipe, model: ModelSpec, layout: DeviceLayout, *, alternates: bool) -> ProcessMemory:
-    """Return the memory of each vLLM on each of its GPUs: `engine.vllm.gpu_memory_utilization` of the GPU."""
+    """Return the memory of each vLLM engine on each of its GPUs: the share `engine.vllm.gpu_memory_utilization` of the
+    GPU."""
     own, gpus = recipe.engine.vllm, layout.engines
     share = math.ceil(own.gpu_memory_utilization * layout.gpu_bytes)
     value = 1 if own.quantization else value_bytes(recipe.engine.dtype, on_cpu=False)
@@ -290,7 +292,7 @@ def _process(
     on_cpu: bool,
     alternates: bool = False,
 ) -> ProcessMemory:
-    """places: the GPUs of each process, or the number of processes."""
+    """`places`: the GPUs of each process, or the number of processes."""
     top = largest(phases, layers)
     terms = (*top.terms, overhead(float(top.bytes(layers)), on_cpu=on_cpu))
     parts = [MemoryPart(term.name, math.ceil(float(term.bytes(layers))), term.is_assumed) for term in terms]
@@ -310,8 +312,8 @@ def sleeping_bytes(phases: Sequence[Phase], layers: int) -> float:
 
 
 def needed_bytes(processes: Sequence[ProcessMemory], *, on_cpu: bool) -> int:
-    """Return the bytes that all processes need on a CPU, or the bytes needed on the fullest GPU. If the GPUs are
-    unknown, processes of one kind are assumed to be on different GPUs, and one GPU to hold a process of every kind."""
+    """Return the bytes that all processes need on a CPU, or the bytes that are needed on the fullest GPU. If the GPUs
+    are unknown, the fullest GPU is assumed to hold one process of each kind."""
     processes = [process for process in processes if on_cpu or not process.on_host]
     if any(process.gpus for process in processes):
         gpus = {gpu for process in processes for each in process.gpus for gpu in each}
@@ -335,8 +337,8 @@ def explain(processes: Sequence[ProcessMemory], free: int, device: str, change: 
 
 
 def change_that_fits(recipe: Recipe, fits: Callable[[Recipe], bool]) -> str:
-    """Return a text with the changes that make the recipe fit into memory, cheapest first. If no key can do this,
-    return other advice."""
+    """Return a text with the changes that make the recipe fit into memory, least costly first. If no key makes the
+    recipe fit, return other advice."""
     steps = [step for step in _steps(recipe) if step[2] is not None]
     taken: list[tuple[str, str, Any]] = []
     while steps and not fits(_with(recipe, taken)):

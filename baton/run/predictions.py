@@ -1,4 +1,4 @@
-"""Converts a plan to predictions for a run, and corrects efficiencies by the measurements of a run."""
+"""Converts a plan to predictions for a run, and corrects the cost model's efficiencies by the measurements of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTORS = 0.1, 10.0
 
 
 def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Predictions:
-    """Return the predictions of a plan. memory: memory of the trainer, computed from the recipe; empty if unknown."""
+    """Return the predictions of a plan. `memory`: memory of the trainer, computed from the recipe; empty if unknown."""
     times, work = plan.breakdown, plan.work
     values: dict[str, float | None] = {
         "step": times.step_s,
@@ -40,7 +40,7 @@ def predictions_of_plan(plan: Plan, source: str, memory: MemoryByTokens) -> Pred
 
 
 def predictions(source: str, values: Mapping[str, float | None], memory: MemoryByTokens) -> Predictions:
-    """Return a prediction for each of the `values` that is not None, and one for the memory if `memory` is not
+    """Return a prediction for each of the `values` that is not None, and a prediction of the memory if `memory` is not
     empty."""
     found = [Prediction(term, value) for term, value in values.items() if value is not None]
     if memory:
@@ -68,11 +68,12 @@ def _reward_idle_share(plan: Plan) -> float | None:
 def measured_rates(
     known: Efficiencies, plan: Plan, told: Predictions | None, run: Path
 ) -> tuple[Efficiencies, tuple[str, ...]]:
-    """Correct the efficiencies of a plan's GPU types by the measurements of a run, if the run's predictions come from
-    this plan. Return the efficiencies, and a line for each correction.
+    """Correct the efficiencies of a plan's GPU types by the measurements of a run. Return the efficiencies, and a line
+    for each correction. If the run's predictions do not come from this plan, nothing is corrected.
 
-    told: the run's predictions. Times per token are compared, because responses may be longer or shorter than planned.
-    Training, generation and the transfer of versions have one factor each, which corrects all GPU types involved.
+    `told`: the run's predictions. Times per token are compared, because responses may be longer or shorter than
+    planned. Training, generation and the transfer of versions have one factor each, which is applied to all GPU types
+    that take part.
     """
     if told is None or told.of("step") != plan.breakdown.step_s:
         return known, ()

@@ -57,8 +57,8 @@ def _findings(recipe: Recipe, needs: Footprint, groups: Sequence[Group], seconds
     lengths_tokens = [member.num_policy_tokens for group in groups for member in group.members]
     generated, longest = sum(lengths_tokens), max(lengths_tokens)
     wanted = needs.trajectories_per_step * generated / len(lengths_tokens)
-    # fastest: all slots are busy, and a decode step of many rows takes as long as one of few rows; slowest: the
-    # measured rate
+    # `fastest` assumes that all slots are busy and that a decode step takes the same time for any number of rows;
+    # `slowest` assumes the measured tokens per second
     fastest = wanted / min(recipe.engine.slots, needs.trajectories_per_step) * seconds / longest
     slowest = max(fastest, wanted * seconds / generated)
     mean = generated / len(lengths_tokens)

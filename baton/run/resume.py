@@ -58,11 +58,11 @@ class ResumePoint:
 
 
 def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> Kind:
-    """Return a recipe that names the commit of its model and of each dataset on the Hugging Face hub, as
+    """Return a recipe in which the names of models and datasets on the Hugging Face hub include a commit, as in
     `owner/name@commit`. A name that states a revision is not changed.
 
-    recorded: resolved recipe of the run to resume; its commits are used. Downloads the model if the cache does not have
-    it. Raises UserError if a model or dataset cannot be found.
+    `recorded`: resolved recipe of the run to resume, whose commits are used. Downloads the model if it is not in the
+    cache. Raises UserError if a model or dataset cannot be found.
     """
 
     def fixed(tasks: tuple[Any, ...], before: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
@@ -94,7 +94,8 @@ def with_revisions(recipe: Kind, recorded: Mapping[str, Any] | None = None) -> K
 
 
 def with_dtypes(recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> Recipe:
-    """Return the recipe with its "auto" dtypes resolved: for the recipe's device, or as in the run to resume."""
+    """Return the recipe with a dtype in place of each dtype "auto": the dtype that the run to resume has used, or the
+    default for the recipe's device."""
     kind, changes = device_type(recipe.model.device), {}
     for name in ("trainer", "engine"):
         section = getattr(recipe, name)
@@ -111,11 +112,11 @@ def _as_recorded(path: str | None, old: str | None) -> str | None:
 def checkpoint_writer(
     recipe: Recipe, run: RunDirectory, trainer: Trainer
 ) -> Callable[[LoopState], Callable[[], SavedCheckpoint]]:
-    """Return a function that takes a snapshot of the run. It returns a second function, which writes this snapshot as a
-    checkpoint. The second function writes a sealed checkpoint atomically and removes the checkpoints that are not kept.
-    With `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory. The second function may
-    then run in another thread while the trainer continues. Without it, the second function writes the state that the
-    trainer has during the call. Raises UserError if this system has no host memory for files.
+    """Return a function `take`, which takes a snapshot of the run and returns a function `write`, which writes this
+    snapshot as a checkpoint. `write` writes a sealed checkpoint atomically and removes the checkpoints that are not
+    kept. With `checkpoint.background`, the snapshot is a copy of the trainer's state in host memory, so `write` may run
+    in another thread while the trainer continues. Without `checkpoint.background`, `write` saves the state that the
+    trainer has during the call. Raises UserError if this system has no directory for files in host memory.
     """
     keep, staged = recipe.checkpoint.keep, _staging(run) if recipe.checkpoint.background else None
 
@@ -147,8 +148,8 @@ def checkpoint_writer(
 
 
 def _staging(run: RunDirectory) -> Path:
-    """Return the path in host memory for a run's unwritten checkpoint. An existing directory at this path is
-    removed."""
+    """Return the path, in a directory in host memory, of a run's unwritten checkpoint. An existing directory at this
+    path is removed."""
     memory = memory_directory()
     if memory is None:
         raise UserError("checkpoint.background: got true, but this system has no /dev/shm; allowed is false")
@@ -170,8 +171,8 @@ def _copy_files(source: Path, directory: Path) -> None:
 
 def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
     """Return the state of the run's latest intact checkpoint, or the initial state if the run has no checkpoint. Raises
-    UserError if the run is complete, if its checkpoint has more than `run.steps` train steps, or if the recipe changes
-    a key that must not change; Damaged if the checkpoint's loop state cannot be read."""
+    UserError if the run is complete, if the checkpoint has more than `run.steps` train steps, or if the recipe changes
+    a key that must not change. Raises Damaged if the checkpoint's `loop.json` cannot be read."""
     path = recipe.run.path
     if not (path / "run.json").exists():
         observer.said(f"{path} does not exist yet: the run starts from the beginning")
@@ -205,7 +206,8 @@ def resume_point(recipe: Recipe, observer: Observer) -> ResumePoint:
 
 
 def _recorded(run: RunDirectory) -> dict[str, Any]:
-    """Return the resolved recipe of a run. Keys that did not exist when the recipe was written have their defaults."""
+    """Return the resolved recipe of a run. Keys that the version of Baton that wrote the recipe did not have get their
+    defaults."""
     recorded = with_current_keys(run.recipe())
     try:
         return without_none(Recipe.model_validate(recorded).model_dump(mode="json"))  # type: ignore[no-any-return]
@@ -244,7 +246,7 @@ def open_run(
 def skip_batch(path: Path, step: int, say: Callable[[str], None]) -> None:
     """Remove the recorded batch of a train step, for example because the trainer cannot process it.
 
-    A resume then generates a new batch. The groups are discarded in the journal with the recorded cause "skipped", and
+    A resume then generates a new batch. The journal records that the groups are discarded with the cause "skipped", and
     the file with their trajectories is renamed. Raises UserError if the batch does not exist, or if a checkpoint was
     trained on it.
     """

@@ -75,8 +75,7 @@ def warm_start(recipe: WarmStart, observer: SftObserver, *, overwrite: bool = Fa
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """Raise UserError if `output` is a model and `overwrite` is False, or if `output` is a file or directory but no
-    model."""
+    """Raise UserError if `output` is a model and `overwrite` is False, or if `output` exists and is not a model."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "config.json").is_file():
@@ -155,8 +154,8 @@ def _parts(recipe: WarmStart) -> tuple[PreTrainedModel, Tokenizer, Iterator[Demo
 
 
 def _response_ids(texts: Sequence[str], encoder: PromptEncoder, end: int) -> tuple[int, ...]:
-    """Return the ids of turns and observations as in an episode of RL. The loss includes the observations, so that the
-    model learns how the environment responds."""
+    """Return the ids of turns and observations, arranged as in an episode of RL. The loss includes the observations, so
+    that the model learns how the environment responds."""
     ids: tuple[int, ...] = ()
     for place, text in enumerate(texts):
         if place % 2 == 0:

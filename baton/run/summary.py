@@ -1,4 +1,4 @@
-"""Summarise a run in numbers. The run may be complete, stopped or still running."""
+"""Computes the summary of a run, which may be complete, stopped or still running."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from baton.rewards.warnings import EQUAL_STEPS, by_cause, nothing_to_learn
 from baton.types import FailureCause
 
 WINDOW = 5
-"""Maximum number of train steps, at the start and at the end, over which the reward is averaged. A run shorter than
-twice this number is divided into two halves."""
+"""Number of train steps over which the reward is averaged, at the start and at the end of the run. A run with fewer
+than twice this number of steps is divided into two halves instead."""
 
 
 class Change(msgspec.Struct, frozen=True):

@@ -14,8 +14,8 @@ from baton.tasks.stream import ProblemSettings, PromptStream
 from baton.types import Message, Prompt, ScoredTrajectory, Trajectory
 
 MAX_SPAN_S = 1.0
-"""Maximum seconds of a trace span of scoring. A longer period is written as several spans, so a killed process loses
-only the end of the period."""
+"""Maximum seconds of a trace span of scoring. A longer period of scoring is written as several spans, so that a kill of
+the process loses only the last span."""
 
 
 class PromptEncoder:
@@ -76,8 +76,8 @@ def response_of(finished: Finished, tokenizer: Tokenizer) -> Response:
 class ResponseScorer:
     """The `TrajectoryScorer` of a run: it decodes finished trajectories and submits their text to the reward scorer.
 
-    A multi-turn episode already has its environment's reward; the values of reward functions are added to it. The
-    scorer writes a trace span for each period in which trajectories wait for their rewards.
+    A multi-turn episode already has the reward that its environment gave; the values of reward functions are added to
+    this reward. The scorer writes a trace span for each period in which trajectories wait for rewards.
     """
 
     def __init__(self, scorer: RewardScorer, tokenizer: Tokenizer, tracer: Tracer) -> None:

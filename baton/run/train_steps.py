@@ -35,11 +35,11 @@ class BatchRecords(Protocol):
         """Return the batch that an earlier process recorded for a step; None if no batch is recorded."""
 
     def write(self, step: int, groups: Sequence[Group], counts: StepCounts) -> None:
-        """Record the batch of a step before it is trained. counts: values that the scheduler has counted since the
+        """Record the batch of a step before it is trained. `counts`: values that the scheduler has counted since the
         previous batch."""
 
     def resumed(self, carried: Sequence[OpenGroup]) -> None:
-        """Called when the controller has started. carried: the open groups of an earlier process."""
+        """Called when the controller has started. `carried`: the open groups of an earlier process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TrainedStep:
 
 @dataclass(slots=True)
 class TrainSteps:
-    """The train steps of a run. This class waits only within calls of the controller and the trainer."""
+    """The train steps of a run. Methods of this class wait only within calls of the controller and of the trainer."""
 
     controller: RolloutController
     port: WorkerTransport
@@ -83,7 +83,7 @@ class TrainSteps:
 
     def next(self) -> TrainedStep:
         """Run the next train step, and publish its version. A stop request during the publication does not undo the
-        step, but the workers may then not have loaded the version.
+        step, but workers may then lack the version.
 
         Raises the errors of the controller and of the trainer, and UserError for a batch that cannot be trained."""
         step, counts = self.step + 1, None

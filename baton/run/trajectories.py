@@ -46,11 +46,11 @@ class ShownTurn(msgspec.Struct, frozen=True):
     """Mean behavior logprob of the turn's tokens, nats."""
     lowest_logprob: float
     observation: str | None
-    """The observation as the policy reads it, decoded from the path's tokens; the environment's text if the path has
-    none of its tokens. None if a token budget ended the episode with this turn, or if the environment failed."""
+    """The observation, decoded from the tokens that the policy reads; the environment's text if the path contains no
+    token of the observation. None if a token budget ended the episode with this turn, or if the environment failed."""
     num_observation_tokens: int
-    """Number of the observation's tokens that were appended to the path. It is 0 for the last observation, and if the
-    observation is part of a new path's prompt."""
+    """Number of the observation's tokens that were appended to the path: 0 for the last observation, and for an
+    observation that is part of a new path's prompt."""
     reward: float | None
     tool: str | None
     latency_s: float | None
@@ -157,9 +157,9 @@ def read_trajectories(
     limit: int,
     source: Source = "batch",
 ) -> list[ReadableTrajectory]:
-    """Return recorded trajectories of a train step, by default of the last recorded step. order: one of `ORDERS`; by
-    default, trajectories are in recorded order. The list is empty if no trajectory matches `is_correct`. Raises
-    UserError if the step, group or task is not recorded."""
+    """Return recorded trajectories of a train step, by default of the last recorded step. `order`: one of `ORDERS`; the
+    default is the recorded order. The list is empty if no trajectory matches `is_correct`. Raises UserError if the
+    step, group or task is not recorded."""
     run = RunDirectory.open(path)
     steps = run.recorded_steps(source)
     if step is None and not steps:
@@ -208,8 +208,8 @@ def choose_examples(run: RunDirectory) -> Iterator[tuple[str, ReadableTrajectory
 def _ordered(
     members: Sequence[tuple[Group, ScoredTrajectory]], order: str | None
 ) -> list[tuple[Group, ScoredTrajectory]]:
-    """Return trajectories sorted by length, or by reward with unscored trajectories last. Equal rewards are sorted by
-    sample index, so that trajectories of one prompt are not adjacent."""
+    """Return trajectories sorted by length, or by reward with unscored trajectories last. Trajectories with equal
+    rewards are sorted by sample index, so that trajectories of one prompt are not adjacent."""
     match order:
         case "best" | "worst":
             sign = -1 if order == "best" else 1
@@ -285,7 +285,7 @@ def _turn(
     places: tuple[int, int, int],
     exchange: Exchange | None,
 ) -> tuple[ShownTurn, tuple[TextPiece, ...], tuple[TextPiece, ...]]:
-    """Decode a turn. places: indices, within the path, of the turn's start, of the turn's end, and of the observation's
+    """Decode a turn. `places`: indices, within the path, of the turn's start, the turn's end and the observation's
     end."""
     start, middle, end = places
     sampled = _by_policy(path.segments_between(start, middle))
