@@ -49,19 +49,20 @@ class ModelSpec(msgspec.Struct, frozen=True):
     is_tied: bool
     """Whether the input embedding and the output head share their weights."""
     attention_params: float
-    """Parameters of one layer's attention, including biases; the mean if layers differ."""
+    """Number of parameters of a layer's attention, including biases, averaged over layers."""
     ffn_params: float
-    """Parameters of one layer's feed-forward part with all experts and the router; the mean if layers differ."""
+    """Number of parameters of a layer's feed-forward part, including all experts and the router, averaged over
+    layers."""
     active_ffn_params: float
-    """Feed-forward parameters of one layer that a token uses."""
+    """Number of feed-forward parameters that one token uses in a layer, averaged over layers."""
     other_params: float
-    """Parameters of norms and learned positions in the whole model."""
+    """Number of parameters of norms and learned position embeddings in the whole model."""
     kv_values_per_token: float
     """Number of values per token and layer in the KV cache."""
     num_experts: int = 1
     experts_per_token: int = 1
     expert_params: float = 0.0
-    """Parameters of one layer's routed experts; the mean if layers differ."""
+    """Number of parameters of a layer's routed experts, averaged over layers; 0 without experts."""
     window: int = 0
     """Number of tokens that a layer with sliding-window attention attends to."""
     window_layers: int = 0
@@ -70,7 +71,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def embedding_params(self) -> int:
-        """Parameters of one of the two vocabulary matrices, vocab · hidden."""
+        """Number of parameters of the input embedding, or of the output head: vocab · hidden."""
         return self.vocab * self.hidden
 
     @property
@@ -84,7 +85,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def layer_flops_per_token(self) -> float:
-        """Forward FLOPs per token of one layer's products with weight matrices."""
+        """FLOPs of one token's matrix products with the weights of one layer, in a forward pass."""
         return 2.0 * (self.attention_params + self.active_ffn_params)
 
     @property
@@ -93,7 +94,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """Forward FLOPs of one layer for one query and one attended key: 2 products of 2 FLOPs per head dimension."""
+        """FLOPs of attention in one layer for one pair of query and key, in a forward pass: 2 products of 2 FLOPs per
+        head dimension."""
         return 4.0 * self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
@@ -107,7 +109,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return (1 - share) * context_tokens + share * min(context_tokens, self.window)
 
     def experts_read(self, num_tokens: float) -> float:
-        """Return the share of a layer's routed experts that `num_tokens` tokens with independent choices select."""
+        """Return the share of a layer's routed experts that at least one of `num_tokens` tokens uses. Tokens are
+        assumed to select experts independently."""
         if self.num_experts <= 1:
             return 1.0
         return float(1 - (1 - self.experts_per_token / self.num_experts) ** max(num_tokens, 0.0))
@@ -237,8 +240,8 @@ def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[float, 
 
 
 def _feed_forward(reader: _Reader, kind: str, layers: int, hidden: int) -> tuple[float, float, int, int, float]:
-    """Return, for the feed-forward parts: mean parameters per layer, and the number of them that a token uses; number
-    of experts, and experts per token; mean parameters per layer in routed experts."""
+    """Return the fields of `ModelSpec` that describe feed-forward parts: `ffn_params`, `active_ffn_params`,
+    `num_experts`, `experts_per_token` and `expert_params`."""
     matrices = 2 if kind in WITHOUT_GATE else 3
     width = reader.whole("intermediate_size", 4 * hidden)
     dense = float(matrices * hidden * width)

@@ -17,7 +17,8 @@ from baton.weights.direct.stream import BUCKET_TENSORS
 
 
 class VersionStream:
-    """The tensors of a model, named as in a model file, in buckets. All ranks divide them into the same buckets."""
+    """The tensors of a model in buckets, under the names of the model's files. All ranks divide them into the same
+    buckets."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, gather: Gather, bucket_bytes: int) -> None:
         """`dtype`: dtype in which weights are published. Raises UserError if the model has adapters, or if a tensor in

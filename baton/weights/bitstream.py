@@ -21,7 +21,8 @@ from baton.errors import WeightsFault
 
 Bytes = NDArray[np.uint8]
 Pieces = list[bytes | memoryview]
-"""Consecutive bytes. They are kept in pieces, because a join copies all bytes and may hold the interpreter's lock."""
+"""Consecutive bytes in several pieces, which are not joined: a join copies all bytes and may hold the interpreter's
+lock."""
 
 _LEVEL: Final = 1
 """zstd level. Higher levels search for repeated sequences, which these streams do not contain."""
@@ -47,7 +48,6 @@ class BitWriter:
         self._zstd = zstandard.ZstdCompressor(compression_params=parameters)
 
     def number(self, value: int) -> None:
-        """Append a number ≥ 0."""
         coded = bytearray()
         while value > 127:
             coded.append(128 | (value & 127))
@@ -83,7 +83,7 @@ class BitReader:
         self._zstd = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=_WINDOW)
 
     def number(self, limit: int) -> int:
-        """Read a number. Raises WeightsFault if the number exceeds `limit`."""
+        """Read a number ≥ 0. Raises WeightsFault if the number exceeds `limit`."""
         value = 0
         for shift in range(0, 63, 7):
             byte = self._take_bytes(1)[0]
@@ -104,7 +104,7 @@ class BitReader:
         except zstandard.ZstdError as error:
             raise WeightsFault(f"an encoded part is damaged: {error}") from error
         if len(data) != size:
-            # `read` stops after size + 1 bytes, so the error message cannot give the length of a longer stream.
+            # `read` stops after size + 1 bytes, so the length of a longer stream is unknown here.
             raise WeightsFault(f"an encoded part is damaged: a stream does not have the expected {size} bytes")
         return np.frombuffer(data, np.uint8)
 

@@ -5,10 +5,10 @@ An optimiser moves every weight by about the learning rate, and representable nu
 bfloat16 at small learning rates, 1 % of the weights account for a third of all changes. The positions of changed
 elements are therefore encoded separately for each bucket.
 
-Both sides hold the base, so only the limits of the buckets are sent. Limits are compared with the highest byte of an
-element after its sign bit has been removed. For bfloat16 and float32, this byte is the exponent. The first bucket
-contains the elements below the first limit. The second bucket contains the elements between the two limits. All other
-changed elements are encoded by their positions among all elements.
+Publisher and receiver both have the base version, so only the limits of the buckets are sent. A limit is compared with
+the highest byte of an element without its sign bit. For bfloat16 and float32, this byte is the exponent. The first
+bucket contains the elements below the first limit. The second bucket contains the elements between the two limits. All
+other changed elements are encoded by their positions among all elements.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _BAND_BITS: Final = 160.0
 
 
 def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """Yield the positions of the elements of each bucket. A bucket contains the elements whose magnitude is at least
-    the previous limit and below its own limit."""
+    """Yield the positions of the elements of each bucket. Bucket i contains the elements of magnitude at least
+    `limits[i − 1]` and below `limits[i]`."""
     if not limits:
         return
     bits = base.itemsize * 8
@@ -45,8 +45,8 @@ def magnitude_buckets(base: Words, limits: Sequence[int]) -> Iterator[NDArray[np
 
 
 def bucket_limits(base: Words, changed: NDArray[np.uint8]) -> list[int]:
-    """Return the limits of at most two buckets with which the positions of changed elements are encoded in the fewest
-    bits. changed: the `magnitudes` of these elements.
+    """Return the limits of at most two buckets, chosen so that the positions of changed elements take the fewest bits.
+    `changed`: the `magnitudes` of the changed elements.
 
     If k of n elements changed, their positions cost n·H2(k / n) bits, where H2 is the binary entropy. For each bucket,
     n is estimated from a sample.

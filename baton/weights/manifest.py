@@ -6,9 +6,9 @@ bytes.
                          from base v'     parts ──▶ chunks
 
 All tensors of a version form one flat buffer, sorted by word size (widest first), then by name (`payload_order`). A
-part is a piece of this buffer and its coding (`delta.py`). The encoded parts are concatenated and cut into chunks. The
-version's digest covers only the tensors, so an encoding is untrusted: after decoding, the fetcher compares the digest
-of every tensor.
+part is a piece of this buffer with a coding (`delta.py`). The encoded parts are concatenated and cut into chunks. The
+version's digest covers only the tensors, not their encodings, so the fetcher compares the digest of every tensor after
+decoding.
 
 A manifest comes from another machine, so `decode_manifest` refuses an inconsistent manifest. This file does not import
 torch.
@@ -88,8 +88,8 @@ class BufferPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One way to construct the flat buffer: from the encoding alone, or, for a delta, from the encoding and the flat
-    buffer of `base`."""
+    """The encoded bytes of a version's flat buffer: of the whole buffer, or of its difference to the flat buffer of the
+    version `base` (a delta)."""
 
     base: PolicyVersion | None
     """The version that the delta requires; None for a whole encoding."""
@@ -114,8 +114,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the tensors are an adapter, which engines merge into the model from which the run started."""
     format: int = FORMAT
     expects_whole: bool | msgspec.UnsetType = msgspec.UNSET
-    """True while the whole encoding of a keyframe is still being stored. A manifest that includes this encoding later
-    replaces this one."""
+    """True in the manifest of a keyframe whose whole encoding is still being stored. When it is stored, a manifest with
+    both encodings replaces this manifest."""
 
     @property
     def whole(self) -> Encoding | None:
@@ -242,8 +242,8 @@ def _check_encoding(way: Encoding, tensors: tuple[TensorEntry, ...]) -> None:
         _require(part.word in (1, 2, 4, 8) and part.word <= last_word, f"a part of words of {part.word} bytes")
         is_size = 0 < part.num_bytes <= MAX_PART_BYTES and part.num_bytes % part.word == 0
         _require(is_size, f"a part of {part.num_bytes} bytes")
-        # An encoding of incompressible data is longer than the part, because it also contains the lengths of the
-        # streams. These take far less than 2^16 bytes.
+        # An encoding of incompressible data is longer than the part, because it also contains the lengths of streams,
+        # which take far less than 2^16 bytes.
         _require(0 <= part.size <= MAX_PART_BYTES + 2**16, f"an encoded part of {part.size} bytes")
         _require(way.base is not None or part.coding == "full", f"a part of coding {part.coding!r} without a base")
         last_word = part.word

@@ -1,9 +1,9 @@
 """Rice code (Rice 1979) for boolean masks. The code of a mask is nearly as short as the mask's entropy.
 
-If a random fraction d of the elements is true, the gaps between them are geometrically distributed, which suits a Rice
-code. The code stores the low k bits of a gap unchanged and the higher bits in unary, with 2^k ≈ 0.69 / d. A Rice code
-needs no table, so a mask with few true elements takes few bytes. Each block of gaps has its own k, because tensors and
-rows change at different rates. A gap costs at most 0.13 bits more than its entropy. `BitWriter` also applies zstd,
+If a fraction d of the elements is true, at random positions, the gaps between true elements are geometrically
+distributed. The code stores the low k bits of a gap unchanged and the higher bits in unary, with 2^k ≈ 0.69 / d. A Rice
+code needs no table, so a mask with few true elements takes few bytes. Each block of gaps has its own k, because tensors
+and rows change at different rates. A gap costs at most 0.13 bits more than its entropy. `BitWriter` also applies zstd,
 which helps only if the positions are not random.
 """
 
@@ -27,7 +27,8 @@ _FEW: Final = 64
 
 
 def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
-    """Append the positions of the true elements, or the positions of the false elements if there are fewer of these."""
+    """Append the positions of the true elements or, if there are fewer false elements, the positions of the false
+    elements."""
     if mask.size <= _FEW:
         writer.bits(mask.view(np.uint8))
     else:
@@ -35,7 +36,8 @@ def write_mask(writer: BitWriter, mask: NDArray[np.bool_]) -> None:
 
 
 def write_positions(writer: BitWriter, positions: Ints, n: int) -> None:
-    """Append a mask of n elements as `write_mask` does. positions: the true elements, in ascending order."""
+    """Append a mask of n elements, as `write_mask` does. `positions`: positions of the true elements, in ascending
+    order."""
     is_rest = positions.size * 2 > n
     if n <= _FEW or is_rest:
         mask = np.zeros(n, np.bool_)
@@ -84,8 +86,8 @@ def _write_gaps(writer: BitWriter, gaps: Ints) -> None:
 
 
 def _best_ks(gaps: Ints, starts: Ints) -> Ints:
-    """Return for each block the k that takes the fewest bits. Candidates are an estimate from the block's mean gap and
-    the two values next to it."""
+    """Return for each block the k with which its gaps take the fewest bits. Three values are tried: an estimate from
+    the block's mean gap, and the two numbers next to the estimate."""
     sizes = np.diff(starts, append=gaps.size)
     mean = np.add.reduceat(gaps, starts) / sizes
     guess = np.clip(np.floor(np.log2(np.maximum(mean * 0.69, 1.0))).astype(np.int64), 0, _MAX_K - 1)
@@ -100,7 +102,7 @@ def _best_ks(gaps: Ints, starts: Ints) -> Ints:
 
 
 def _read_gaps(reader: BitReader, count: int, n: int) -> Ints:
-    """Read `count` gaps; return the resulting positions. Raises WeightsFault unless all are below `n`."""
+    """Read `count` gaps, and return the resulting positions. Raises WeightsFault unless all positions are below `n`."""
     ks = reader.stream(-(-count // _BLOCK)).astype(np.int64)
     _require(ks.max() <= _MAX_K)
     # A gap has (gap >> k) + 1 ≤ gap + 1 unary bits, and the sum of gap + 1 over all gaps is at most n.

@@ -18,7 +18,7 @@ class WeightsSource(Protocol):
     name: str
     """Name of the source in error messages."""
     distance: int
-    """Order in which sources are asked: the smallest distance first, equal distances in random order."""
+    """Sources are asked in ascending order of this number; sources with equal numbers in random order."""
 
     def manifest(self, version: PolicyVersion) -> bytes:
         """Return the bytes of a version's manifest."""

@@ -22,11 +22,12 @@ from baton.files import flush_to_disk
 T = TypeVar("T")
 
 CALL_S: Final = 60.0
-"""Timeout of a call to a remote file system in seconds. The call's bytes / `SLOWEST_BYTES_PER_S` are added."""
+"""Timeout of a call to a remote file system in seconds, to which the number of bytes / `SLOWEST_BYTES_PER_S` is
+added."""
 SLOWEST_BYTES_PER_S: Final = 100_000.0
 """Minimum transfer rate of a remote file system; a slower transfer times out."""
 MAX_CALLS: Final = 32
-"""Maximum number of concurrent calls. Calls that timed out count until they return."""
+"""Maximum number of concurrent calls. A call that has timed out still counts until it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,9 @@ class LocalStorage:
 class RemoteStorage:
     """Stores files in a bucket or on another machine's disk.
 
-    An object store shows only complete files. On other file systems a reader may see part of a file, which the file's
-    digest reveals. Every method raises WeightsFault, which names the URL, when a call times out (`call_s`).
+    In an object store, readers see only complete files. On other file systems a reader may see part of a file, and
+    detects this by the file's digest. Every method raises WeightsFault, which names the URL, when a call times out
+    (`call_s`).
     """
 
     def __init__(self, url: str, call_s: float = CALL_S) -> None:
@@ -181,7 +183,8 @@ class RemoteStorage:
         """Do nothing: each write returned only after the remote side had stored the file."""
 
     def _within(self, what: str, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in one of at most `MAX_CALLS` threads. If the call times out, its thread keeps running."""
+        """Make a call in one of at most `MAX_CALLS` threads. If the call times out, its thread continues until the call
+        returns."""
         timeout_s = self._call_s + num_bytes / SLOWEST_BYTES_PER_S
         if not self._free.acquire(timeout=timeout_s):
             raise WeightsFault(f"{self._url}: {what} was not tried: {MAX_CALLS} earlier calls have not returned")

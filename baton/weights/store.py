@@ -3,8 +3,8 @@
     chunks/3f09…                       a chunk, under its own digest; written once, never changed
     versions/<lineage>/000000012       a manifest; a version exists as soon as this file does
 
-One process writes to a store, and any number of processes may read it. Chunks without a manifest belong to a version
-that is being written, or were left by a process that died; `collect` removes the leftovers. `collect` never removes
+One process writes to a store, and any number of processes may read it. Chunks that no manifest names belong to a
+version that is being written, or a dead process has left them; `collect` removes the latter. `collect` never removes
 files with other names.
 """
 
@@ -49,8 +49,8 @@ class Store:
         self._lineage: str | None = None
         """Lineage of the version that was published last."""
         self._manifests: dict[tuple[str, int], Manifest] = {}
-        """Cache of the manifests that `collect` has read. Manifests that `expects_whole` are left out, because they
-        change."""
+        """Cache of the manifests that `collect` has read. A manifest with `expects_whole` is not cached, because it
+        changes."""
 
     def put_chunk(self, *pieces: bytes | memoryview) -> Chunk:
         """Write a chunk, given in pieces, unless the store has it. Raises StorageFault if writing fails."""
@@ -77,9 +77,9 @@ class Store:
 
     def put_manifest(self, manifest: Manifest) -> None:
         """Store a version's manifest, which makes the version visible. All its chunks must have been stored before.
-        Storing the same manifest again changes nothing; a manifest that `expects_whole` is replaced by one that does
-        not. Raises WeightsFault when a different version with the same number is already published, and StorageFault
-        when writing fails."""
+        Storing the same manifest again changes nothing. A manifest without `expects_whole` replaces one with it. Raises
+        WeightsFault when a different version with the same number is already published, and StorageFault when writing
+        fails."""
         version = manifest.version
         data = encode_manifest(manifest)
         with self._lock:
@@ -111,8 +111,8 @@ class Store:
         return self._place.read(_version_name(version), MAX_MANIFEST_BYTES)
 
     def manifest_body(self, lineage: str, number: int) -> ByteReader:
-        """Return a reader of a version's unverified manifest. The manifest is read here as a whole, because that of a
-        keyframe may be replaced by a longer one. Raises OSError if it is not published."""
+        """Return a reader of a version's unverified manifest. The whole manifest is read at once, because a longer
+        manifest may replace a keyframe's manifest. Raises OSError if the version is not published."""
         return ByteReader.of(self.read_manifest(PolicyVersion(lineage, number)))
 
     def versions(self) -> list[PolicyVersion]:
@@ -131,9 +131,9 @@ class Store:
         """Remove the files that no machine needs any more; return the number of removed files.
 
         `live`: versions that a worker has or requests. `collect` keeps these, and the latest `keep` versions of the
-        lineage that was published last, or of every lineage if this process has published no version. For each kept
-        version, it also keeps all earlier versions back to a keyframe. It removes manifests before their chunks, so a
-        visible version always has its data.
+        lineage that was published last (of every lineage, if this process has published no version). If a kept version
+        has only a delta, earlier versions back to a keyframe are kept too. A manifest is removed before its chunks, so
+        a visible version always has its data.
         """
         with self._lock:
             kept = self._needed(list(live), keep)

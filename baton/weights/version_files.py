@@ -65,12 +65,12 @@ def _remove(path: Path) -> None:
 
 
 class FlatFile:
-    """A flat buffer in a file. Data is written with `write`: a write to the mapping would end the process with SIGBUS
-    if the disk were full. An unnamed file is deleted when the last reference to `bytes` is dropped."""
+    """A flat buffer in a file. Data is written with `write`, because a write to the mapping would end the process with
+    SIGBUS if the disk is full. An unnamed file is deleted when the last reference to `bytes` is dropped."""
 
     def __init__(self, path: Path, num_bytes: int, header: bytes | None = None, *, is_written: bool = False) -> None:
-        """Create the file `path` with a header; without a header, an unnamed file in the directory `path`. is_written:
-        map the existing file `path`, which begins with `header`. Raises StorageFault."""
+        """Create the file `path` with a header or, if `header` is None, an unnamed file in the directory `path`. With
+        `is_written`, map the existing file `path`, which begins with `header`. Raises StorageFault."""
         self.path, self._begin = path, len(header or b"")
         try:
             if header is None:
@@ -95,7 +95,7 @@ class FlatFile:
 
     @property
     def is_lent(self) -> bool:
-        """Whether a tensor on the bytes of the last `lend` still exists, so the file must not change."""
+        """True while the bytes that the last `lend` returned are still in use, so that the file must not change."""
         return self._lent is not None and self._lent() is not None
 
     @classmethod
@@ -104,7 +104,7 @@ class FlatFile:
         return cls(path, sum(entry.num_bytes for entry in entries), _header(entries))
 
     def write(self, begin: int, data: Bytes) -> None:
-        """Write a piece from the byte `begin` of the buffer on. Raises StorageFault, for example if the disk is full.
+        """Write a piece to the buffer, starting at byte `begin`. Raises StorageFault, for example if the disk is full.
         Safe to call from several threads."""
         rest = data.data
         try:
@@ -133,8 +133,9 @@ class VersionFiles:
         return FlatFile.of_tensors(self._unfinished(), entries)
 
     def adopt(self, path: Path, entries: tuple[TensorEntry, ...]) -> FlatFile | None:
-        """Use a completely written file as the file of a version, without a copy: it gets a second name.
-        Return None if it is on another file system, or does not have `entries` in this order. Raises StorageFault."""
+        """Use a completely written file as the file of a version. The file is not copied, but gets a second name.
+        Return None if the file is on another file system, or does not have `entries` in this order. Raises
+        StorageFault."""
         unfinished = self._unfinished()
         try:
             os.link(path, unfinished)

@@ -151,7 +151,8 @@ class ExternalEngine(SlotEngine, Generic[Client]):
         return None
 
     def _loadable(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a version's tensors for `_load_tensors`: all tensors of the model, named as in a model file."""
+        """Convert a version's tensors for `_load_tensors`, which needs all tensors of the model under the names of its
+        files."""
         return self._weights.whole(tensors)
 
     @abstractmethod

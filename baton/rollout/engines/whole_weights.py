@@ -1,4 +1,5 @@
-"""Converts published tensors to the tensors of a whole model, named as in a model file, for vLLM and SGLang."""
+"""Converts a published version to the tensors of the whole model under the names of the model's files, which vLLM and
+SGLang load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A communicator over gloo between the trainer (rank 0) and the devices of one replica, for tensors in host memory.
 
-It runs Baton's protocol on CPUs, with real processes, sockets and deadlines. On GPUs, the communicators of vLLM's own
-transfer engines replace it.
+On GPUs, the communicators of vLLM's own transfer engines are used instead.
 """
 
 from __future__ import annotations
@@ -42,13 +41,14 @@ class Rendezvous:
         return GlooGroup(_dist.PrefixStore(name, self._store), 0, world_size, self.host, self._timeout_s)
 
     def close(self, name: str) -> None:
-        """Withdraw a communicator, so that a replica that joins too late (it was suspended) does not wait for it."""
+        """Withdraw a communicator, so that a replica that joins too late, for example because it was suspended, does
+        not wait."""
         _dist.PrefixStore(name, self._store).delete_key(_OPEN)
 
 
 def join_replica(place: Mapping[str, Any], rank: int, world_size: int) -> GlooGroup:
-    """Join a communicator as `rank` ≥ 1. place: the result of `Rendezvous.announce`. Raises WeightsFault if the sender
-    has closed the communicator, and RuntimeError if the others do not join in time."""
+    """Join a communicator as `rank` ≥ 1. `place`: the result of `Rendezvous.announce`. Raises WeightsFault if the
+    sender has closed the communicator, and RuntimeError if the other ranks do not join in time."""
     host, timeout_s = place["host"], place["timeout_s"]
     limit = timedelta(seconds=timeout_s)
     whole = _dist.TCPStore(host, place["port"], is_master=False, wait_for_workers=False, timeout=limit)
@@ -83,8 +83,8 @@ class GlooGroup:
 
 
 def _own_address(host: str) -> str:
-    """Return this machine's address on the route to `host`. The address of its host name, which gloo uses by default,
-    may be one that other machines cannot reach. Sends nothing."""
+    """Return this machine's address on the route to `host`, without sending anything. By default, gloo uses the address
+    of this machine's host name, which other machines may not reach."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

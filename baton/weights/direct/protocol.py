@@ -146,7 +146,8 @@ class ReplicaState:
     base: PolicyVersion | None = None
     """The version that the replica served before `sending`; None if its weights were incomplete."""
     deadline_s: float | None = None
-    """Time at which the running phase counts as failed. After a failure, the time at which the next attempt starts."""
+    """Time at which the running phase counts as failed. Between a failure and the next attempt: the time of this
+    attempt."""
     failures: int = 0
     """Number of consecutive failures."""
     last_cause: str = ""

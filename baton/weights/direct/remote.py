@@ -5,8 +5,8 @@
 
 The ranks gather one bucket at a time, so no process holds a whole version. The control process decides everything
 (`protocol.py`), and calls the methods of a replica with the descriptions that rank 0 returns. Rank 0 uses the same
-communicators as a trainer that is one process. They cannot call the replica from there, so `_Recorder` records these
-calls and rank 0 returns them to the control process.
+communicators as a trainer of a single process. Rank 0 cannot call the methods of a replica, so `_Recorder` records
+these calls, and rank 0 returns them to the control process, which makes them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RemoteTensors(Mapping[str, torch.Tensor]):
     """A version whose tensors the ranks of a trainer hold: name → tensor on the meta device."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: tuple[int, ...]) -> None:
-        """bucket_bytes: size in bytes of each bucket that the ranks send."""
+        """`bucket_bytes`: size of each bucket that the ranks send, in bytes."""
         self._tensors, self.bucket_bytes = dict(tensors), bucket_bytes
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -125,7 +125,7 @@ class RemoteCommunicator:
 
 
 class _Recorder:
-    """The `ReplicaLink` of communicators on rank 0. It records calls, which the control process then makes."""
+    """The `ReplicaLink` of communicators on rank 0. It only records calls; the control process then makes them."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -155,7 +155,8 @@ class Outlet:
         self._sending: dict[str, Future[Any]] = {}
 
     def open(self, transport: Any, name: str, world_size: int, rules: DirectRules) -> dict[str, Any]:
-        """Begin to build a communicator; return the replica's `init_info`. transport: for example a `GlooTransport`."""
+        """Begin to build a communicator; return the replica's `init_info`. `transport`: for example a
+        `GlooTransport`."""
         link = _Recorder(world_size)
         group = begin(partial(transport.connect, link, name, rules))
         self._open[name] = link, group, rules

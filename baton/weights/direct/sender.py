@@ -67,7 +67,8 @@ class DirectSender:
         is_sparse: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """is_sparse: keep each version until the next one, and send only the difference to replicas that hold it."""
+        """`is_sparse`: keep each version until the next one is offered, and send only the difference to replicas that
+        hold the kept version."""
         self._clock, self._is_sparse = clock, is_sparse
         self._connect, self._sync, self._bucket_bytes = connect, direct.DirectSync(rules), bucket_bytes
         self._changed = Condition()
@@ -117,8 +118,8 @@ class DirectSender:
         self, replica: str, version: PolicyVersion, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> None:
         """Wait until a replica serves a version. Raises WeightsFault if the version is neither offered nor being sent
-        to the replica, and after `timeout_s` with the cause of the replica's last failure. `check`: called about every
-        second; raises an error if the replica cannot answer any more."""
+        to the replica. Raises WeightsFault after `timeout_s`, with the cause of the replica's last failure. `check`:
+        called about every second; raises an error if the replica cannot answer any more."""
 
         def is_served() -> bool:
             state = self._sync.replicas.get(replica)
@@ -145,7 +146,8 @@ class DirectSender:
                 )
 
     def served(self, replica: str) -> PolicyVersion | None:
-        """Return the version that a replica serves; None if its weights are incomplete or it is unknown."""
+        """Return the version that a replica serves; None for an unknown replica, or if the replica's weights are
+        incomplete."""
         with self._changed:
             state = self._sync.replicas.get(replica)
             return None if state is None else state.has

@@ -2,9 +2,9 @@
 
     tensors ─▶ OutgoingVersion ─▶ bucket 0 │ bucket 1 │ … ─▶ communicator ─▶ IncomingVersion ─▶ the model's own loader
 
-Tensors have the names, shapes and dtypes of a model file, before an engine fuses, shards or packs them. A checksum
-covers a tensor as it arrives at the loader, on any device. Checksums detect errors of transport and order, but not
-forgery: direct transfers are for machines that trust each other.
+Tensors have the names, shapes and dtypes of a model file: an engine fuses, shards or packs them after it has received
+them. A checksum covers a tensor as it arrives at the loader, on any device. Checksums detect errors of transport and
+order, but not forgery: direct transfers are for machines that trust each other.
 
 A **difference** has only the elements that changed since another version, the base: flat indices and new values for
 each tensor, or the whole tensor where that is shorter. The loader receives a tensor that is NaN at all other elements
@@ -34,8 +34,8 @@ NUM_CHANGED: Final = "num_updates_list"
 ABORT: Final = "abort"
 """Key of an update that ends an unfinished transfer."""
 PIECE_WORDS = 2**15
-"""Number of words whose checksum a CPU computes in one operation. Torch divides larger operations among its threads,
-and their synchronisation takes longer on a busy machine."""
+"""Number of words whose checksum a CPU computes in one operation. Torch would divide a larger operation among its
+threads, whose synchronisation takes long on a busy machine."""
 _ODD: Final = 0x9E3779B97F4A7C15 - 2**64
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -124,7 +124,7 @@ class OutgoingVersion:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """base: the version from which differences are computed. It can be freed afterwards."""
+        """`base`: the version to which the difference is computed; it can be freed afterwards."""
         self.tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         self.version, self._bucket_bytes = version, bucket_bytes
         self._base = None if base is None else base.version
@@ -135,7 +135,7 @@ class OutgoingVersion:
         return self._difference if self._difference and base == self._base else self._whole
 
     def without_difference(self) -> OutgoingVersion:
-        """Return this version as the base of the next version. It does not hold its own difference, to free memory."""
+        """Return this version as the base of the next version, without its own difference, which takes memory."""
         return OutgoingVersion(self.tensors, self.version, bucket_bytes=self._bucket_bytes)
 
     @cached_property
@@ -143,7 +143,8 @@ class OutgoingVersion:
         return self._bucketed([_whole_part(name, tensor) for name, tensor in self.tensors.items()], None)
 
     def _compare(self, base: Mapping[str, torch.Tensor]) -> tuple[Bucket, ...]:
-        """Return the difference; nothing if the versions have tensors of different names, shapes or dtypes."""
+        """Return the buckets of the difference; no buckets if the versions have tensors of different names, shapes or
+        dtypes."""
 
         def form(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
             return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
@@ -204,7 +205,8 @@ def _whole_part(name: str, tensor: torch.Tensor) -> _Part:
 
 
 def _part(name: str, old: torch.Tensor, new: torch.Tensor) -> _Part:
-    """Return the shorter of the new tensor and its changed elements. The old tensor has the same shape and dtype.
+    """Return the new tensor, or its changed elements if these have fewer bytes. The old tensor has the same shape and
+    dtype.
 
     The new tensor is sent if changed elements cannot represent the change: a new value is NaN, the dtype has no NaN, or
     an index exceeds int32.
@@ -263,7 +265,7 @@ class IncomingVersion:
         self._next = self._holds = None
 
     def expect(self, names: Sequence[str], bucket: Mapping[str, Any]) -> None:
-        """Start a bucket. Raises WeightsFault unless it is the next one, and belongs to a whole version or to a
+        """Start a bucket. Raises WeightsFault unless it is the next bucket, and belongs to a whole version or to a
         difference from the version that the replica held."""
         index, count, sums = bucket["index"], bucket["count"], bucket["checksums"]
         if self._next is None:

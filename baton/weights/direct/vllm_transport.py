@@ -1,4 +1,5 @@
-"""Communicators of vLLM's own transfer engines, on the trainer's side. vLLM is imported only when one is built."""
+"""Communicators of vLLM's own transfer engines, on the trainer's side. vLLM is imported only when a communicator is
+built."""
 
 from __future__ import annotations
 

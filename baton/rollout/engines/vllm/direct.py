@@ -63,13 +63,13 @@ class DirectVersions:
         self.sender = DirectSender(_transport(direct).connect, time.monotonic, self.rules, is_sparse=direct.is_sparse)
         self.source = direct.source
         self.prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tensors: tensors
-        """Returns a version's tensors named as in a model file. Set by the engines."""
+        """Converts a published version to tensors under the names of the model's files. Set by the engines."""
         self.offered = (PolicyVersion("", -1), PolicyVersion("load", 0))
         """The last offered version, and its name in transfers: a version may be sent twice."""
 
     def offer(self, tensors: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, Any]:
-        """Begin to send a version; return its tensors, named as in a model file. Raises EngineFault if they do not
-        fit."""
+        """Begin to send a version. Return its tensors under the names of the model's files. Raises EngineFault if the
+        tensors do not fit the model."""
         whole = self.prepare(tensors)
         self.offered = version, PolicyVersion("load", self.offered[1].number + 1)
         self.sender.offer(whole, self.offered[1])
