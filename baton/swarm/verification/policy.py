@@ -143,8 +143,8 @@ class TrajectoryJudged(msgspec.Struct, frozen=True):
 
     case: Case
     verdicts: tuple[tuple[SegmentAuthor, VerificationResult, Tolerance], ...]
-    """For each part: author, result, and the tolerance of logprobs for the author's hardware class. The same tolerance
-    applies when the author's newest results are evaluated together."""
+    """For each part: author, result, and the tolerance for the author's worker class (device, dtype, engine). The same
+    tolerance applies when the author's newest results are evaluated together."""
     is_whole: bool = True
     """True if all tokens could be scored; False if the weights of some versions are no longer kept."""
 
